@@ -121,7 +121,7 @@ def against_plain_loop(stage: Any, plain: Any, steps: int, images: int) -> Secon
         began[0] = _now()
         theirs.append(began[0] - ended)
 
-    stage.metrics.watchers.append(follow)
+    stage.metrics.line_callbacks.append(follow)
     train(stage)
     assert len(ours) == WARM_UP + steps, "other lines than those of steps"
     return Seconds(ours[WARM_UP:], theirs[WARM_UP:], images, flops_of(lambda: plain.step(steps)))

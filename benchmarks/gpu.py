@@ -35,7 +35,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks, report_compilations
-from cosmos_core.models.hf import named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights
 from cosmos_core.models.kernels import enable_flash_attention_3, enable_fp8_if_supported
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 from cosmos_core.run.progress import ProgressWriter
@@ -204,11 +204,11 @@ def _flops_per_token(model: PreTrainedModel, length: int) -> float:
 
 def _sync_seconds(model: PreTrainedModel, device: torch.device) -> float:
     """Time what a sync to an engine in this process costs at least: every weight copied once in bfloat16."""
-    engine = {name: torch.empty_like(weight, dtype=torch.bfloat16) for name, weight in named_weights(model)}
+    engine = {name: torch.empty_like(weight, dtype=torch.bfloat16) for name, weight in iter_checkpoint_weights(model)}
     best = float("inf")
     for _ in range(3):
         began = _now(device)
-        for name, weight in named_weights(model):
+        for name, weight in iter_checkpoint_weights(model):
             engine[name].copy_(weight.detach())
         best = min(best, _now(device) - began)
     return best

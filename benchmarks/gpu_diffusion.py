@@ -66,7 +66,7 @@ class Bench:
         self.adapter = Denoiser(model, family, self.recipe.train)
         self.trainer = Trainer(self.adapter, self.recipe.train, ProgressWriter(folder / "progress.json"))
         for name in self.recipe.train.train_policy.auxiliary_model_names:
-            self.trainer.named_weights.add(name)
+            self.trainer.weight_sets.add(name)
         self.passes = [0, 0]
         model.register_forward_hook(self._count)
 

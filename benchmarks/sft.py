@@ -220,7 +220,7 @@ def _ours(options: argparse.Namespace, before_model: Callable[[], None]) -> Meas
         config = StageConfig(name=name, kind=name)
         stage = Stage(folder / name, config, recipe, options.folder, data, {}, "f" * 64, kind=kind)
         if follow:
-            stage.metrics.watchers.append(follow)
+            stage.metrics.line_callbacks.append(follow)
             before_model()
         program(stage)
         return stage.path

@@ -258,11 +258,11 @@ def _publish_changed(model: PreTrainedModel, publish: Callable[[], object]) -> o
 
 def _by_collectives(publisher: WeightPublisher) -> Callable[[], object]:
     def publish() -> None:
-        if publisher._weights is None:
+        if publisher._weight_buckets is None:
             publisher.publish(1)
-        assert publisher._weights is not None and publisher._weights._gatherer is not None
-        publisher._weights._gatherer._is_shared = False
-        publisher._weights._gatherer._shared_memories = [None, None]
+        assert publisher._weight_buckets is not None and publisher._weight_buckets._gatherer is not None
+        publisher._weight_buckets._gatherer._uses_shared_memory = False
+        publisher._weight_buckets._gatherer._shared_memories = [None, None]
         publisher.publish(1)
 
     return publish

@@ -12,16 +12,16 @@ _UNUSED_DEPENDENCIES = {
 
 
 class _OptionalDependencyHook(MetaPathFinder):
-    """Import hook that makes libraries report optional dependencies as missing where this project does not use the
-    modules that need them: importing scikit-learn, SciPy, pandas and boto3 takes a fifth of the time of starting a
-    process."""
+    """Import hook that makes transformers and accelerate report scikit-learn, SciPy and boto3 as not installed, which
+    they otherwise import for modules that this project does not use: these imports, with pandas, take a fifth of the
+    start-up time of a process."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        checked_module, check_name = _UNUSED_DEPENDENCIES.get(name, ("", ""))
-        if checked_module in sys.modules:
-            setattr(sys.modules[checked_module], check_name, lambda: False)
+        module_of_check, check_function = _UNUSED_DEPENDENCIES.get(name, ("", ""))
+        if module_of_check in sys.modules:
+            setattr(sys.modules[module_of_check], check_function, lambda: False)
 
 
 sys.meta_path.insert(0, _OptionalDependencyHook())
-for _name in ("torchao", "torch.utils._pytree"):  # log warnings that do not concern this project
+for _name in ("torchao", "torch.utils._pytree"):  # hide their log warnings, which do not concern this project
     logging.getLogger(_name).setLevel(logging.ERROR)

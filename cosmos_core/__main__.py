@@ -6,7 +6,8 @@ from cosmos_core.errors import EXIT_PREEMPTED
 
 
 def main() -> None:
-    """Run the command line, which handles an interrupt itself once it is imported."""
+    """Import the command line and run it. Ctrl-C during the import ends the process with one line, without a traceback;
+    after the import, `cli.main` handles Ctrl-C."""
     try:
         from cosmos_core import cli
     except KeyboardInterrupt:

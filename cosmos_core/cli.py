@@ -59,8 +59,8 @@ VerifyOption = Annotated[
 ]
 
 
-def _print_version(is_requested: bool) -> None:
-    if is_requested:
+def _print_version(is_version_requested: bool) -> None:
+    if is_version_requested:
         from importlib.metadata import version
 
         package_versions = ", ".join(f"{name} {version(name)}" for name in ("prefect", "torch", "transformers"))
@@ -71,13 +71,13 @@ def _print_version(is_requested: bool) -> None:
 @app.callback()
 def root_command(
     context: typer.Context,
-    is_requested: Annotated[
+    is_version_requested: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """Post-training as a pipeline from raw data to a published model; an interrupted run can be resumed."""
     if os.environ.get("PREFECT_API_URL") and context.invoked_subcommand != "doctor":
-        # A shared server may be busy for minutes and respond with 503. Prefect reads its settings when it is imported.
+        # Let Prefect repeat requests: a shared server may respond with 503 for minutes. Prefect reads this on import.
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
 
 
@@ -94,7 +94,7 @@ def run(
     if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=bool(overrides or from_stage or verify)):
         flow_parameters = cli_flow.parse_parameters(parameters)
         _exit_without_cleanup(cli_flow.run_flow(entrypoint, flow_parameters, run_id, Path("outputs")))
-    cli_flow.refuse_parameters(parameters)
+    cli_flow.refuse_flow_parameters(parameters)
     from cosmos_core.launch.check import check_first_rows
     from cosmos_core.run.directory import open_or_create_run
     from cosmos_core.session import open_session
@@ -183,10 +183,10 @@ def plan(
     """Show which stages would run, which would be reused, and why. Nothing is started."""
     if entrypoint := cli_flow.find_entrypoint(configs, is_toml_required=bool(overrides or verify or estimate or on)):
         return cli_flow.plan_flow(entrypoint, cli_flow.parse_parameters(parameters))
-    cli_flow.refuse_parameters(parameters)
+    cli_flow.refuse_flow_parameters(parameters)
     from cosmos_core.launch.machine import find_machine_spec
     from cosmos_core.observe.console import make_console
-    from cosmos_core.observe.plan_table import plan_table
+    from cosmos_core.observe.plan_table import make_plan_table
     from cosmos_core.run import plan as planning
     from cosmos_core.run.hub import pin_hub_revisions
     from cosmos_core.run.remote import pin_urls
@@ -194,33 +194,32 @@ def plan(
 
     estimate = estimate or bool(on)
     pipeline = _compose_pipeline(configs, overrides)
-    find_machine_spec(pipeline.config, on, ())  # refuses an unknown GPU before anything is measured
-    unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported=estimate)
+    find_machine_spec(pipeline.config, on, ())  # raise an error for an unknown GPU before any measurement
+    unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported_settings=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
-    except CosmosError as error:  # an estimate needs only config.json, not the commits on the Hub
+    except CosmosError as error:  # continue, as an estimate needs no Hub commits
         if not estimate:
             raise
         print_notices([str(error)])
-    decisions = planning.plan_stages(
-        pipeline, pipeline.kinds, output_dir, ignores_cache=verify, find_stored_result=make_result_lookup(pipeline)
-    )
+    stage_kinds, lookup = pipeline.stage_kinds, make_result_lookup(pipeline)
+    decisions = planning.plan_stages(pipeline, stage_kinds, output_dir, ignores_cache=verify, find_stored_result=lookup)
     console = make_console()
-    console.print(plan_table(pipeline, decisions))
+    console.print(make_plan_table(pipeline, decisions))
     if estimate:
         from cosmos_core.config.mesh import check_meshes
         from cosmos_core.launch.cost import estimate_costs, render_cost_table
         from cosmos_core.launch.estimate import estimate_stages_in_worker, render_estimate_table
-        from cosmos_core.launch.gpus import num_reserved_gpus
+        from cosmos_core.launch.gpus import count_reserved_gpus
         from cosmos_core.run.gpu_time import save_estimate
 
-        estimates, mesh_gpus = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
+        estimates, mesh_gpus_by_stage = list(estimate_stages_in_worker(pipeline, decisions)), check_meshes(pipeline)
         stage_kind, recipes = pipeline.stage_kind, pipeline.recipes
-        num_gpus = {s.name: num_reserved_gpus(stage_kind(s), recipes[s.name]) for s in unpinned_pipeline.stages}
-        console.print(render_estimate_table(estimates, mesh_gpus, pipeline.config.gpus_per_node))
+        gpus_by_stage = {s.name: count_reserved_gpus(stage_kind(s), recipes[s.name]) for s in unpinned_pipeline.stages}
+        console.print(render_estimate_table(estimates, mesh_gpus_by_stage, pipeline.config.gpus_per_node))
         machine_spec = find_machine_spec(pipeline.config, on, dict(estimates).values())
-        num_gpus |= mesh_gpus
-        stage_costs = estimate_costs(pipeline, decisions, dict(estimates), num_gpus, output_dir, machine_spec)
+        gpus_by_stage |= mesh_gpus_by_stage
+        stage_costs = estimate_costs(pipeline, decisions, dict(estimates), gpus_by_stage, output_dir, machine_spec)
         save_estimate(unpinned_pipeline, output_dir, {each.name: each.gpu_seconds for each in stage_costs})
         console.print(render_cost_table(pipeline, stage_costs, machine_spec))
 
@@ -232,7 +231,7 @@ def check(
     schema_only: Annotated[
         bool, typer.Option("--schema-only", help="Check only the schema and rules between fields.")
     ] = False,
-    show: Annotated[
+    num_shown_rows: Annotated[
         int, typer.Option("--show", min=0, max=5, help="Number of rows to print, with learned parts marked.")
     ] = 0,
 ) -> None:
@@ -244,7 +243,7 @@ def check(
         from cosmos_core.launch.check import check_stages_in_worker
 
         _check_pipeline(pipeline)
-        for line in check_stages_in_worker(pipeline, show):
+        for line in check_stages_in_worker(pipeline, num_shown_rows):
             typer.echo(line)
     typer.echo(f"{configs[0]}: ok ({len(pipeline.stages)} stages: {', '.join(each.name for each in pipeline.stages)})")
 
@@ -278,7 +277,7 @@ def scale(
 
 @app.command()
 def profile(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outputs")) -> None:
-    """Record a profiler trace of the next steps of a running training; see [profiler]."""
+    """Record a profiler trace of the next steps of a running training, as its recipe table [profiler] configures."""
     from cosmos_core.run.requests import request_profile
 
     for stage_name in request_profile(_open_run(run_name, output_dir)):
@@ -346,8 +345,9 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     return pipeline
 
 
-def _check_pipeline(pipeline: Pipeline, *, allows_unsupported: bool = False) -> Path:
-    """Run checks that need no worker; return the folder of runs. `allows_unsupported`: unsupported settings pass."""
+def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = False) -> Path:
+    """Check a pipeline without a worker process; return the folder of runs. With `allows_unsupported_settings`, print a
+    note about a setting that this version does not support, instead of raising an error."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder
@@ -359,7 +359,7 @@ def _check_pipeline(pipeline: Pipeline, *, allows_unsupported: bool = False) -> 
     try:
         check_capabilities(pipeline)
     except ConfigError as error:
-        if not allows_unsupported:
+        if not allows_unsupported_settings:
             raise
         print_notices([f"this version would refuse to run it: {error}"])
     check_meshes(pipeline)
@@ -378,7 +378,8 @@ def _open_run(run_name: str, output_dir: Path) -> Run:
 
 
 def _require_unclaimed_run(run: Run) -> Run:
-    """Return the run after a check that no other process executes it; the flow itself claims the run later."""
+    """Check that no other process executes a run and that a person has approved its publication if that is required;
+    return the run. The claim is released: the flow claims the run again when it starts."""
     from cosmos_core.run import directory, liveness
 
     liveness.check_approval(run.path)
@@ -393,7 +394,7 @@ def _require_unclaimed_run(run: Run) -> Run:
 
 
 def _exit_without_cleanup(exit_code: int) -> NoReturn:
-    """Exit without cleanup: nothing else runs in this process, and freeing its modules would take most of a second."""
+    """End this process at once: no other work runs in it, and freeing its modules would take most of a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -28,7 +28,7 @@ ConfigArgument = Annotated[Path, typer.Argument(help="Pipeline or recipe, a TOML
 def explain(
     key: Annotated[str, typer.Argument(help="Dotted key, e.g. train.optm_lr; or an older or TRL name.")],
 ) -> None:
-    """Explain a key: its type, default, unit, the stages that read it, and its status in this version."""
+    """Explain a configuration key: its type, default, unit, the stages that read it, and its status in this version."""
     from cosmos_core.config.describe import explain_key
     from tasks.kinds import all_kinds
 
@@ -38,15 +38,15 @@ def explain(
 
 @config_app.command()
 def diff(first: ConfigArgument, second: ConfigArgument) -> None:
-    """Show how two configurations differ, stage by stage, after composition, defaults and rules."""
+    """Show for each stage how two configurations differ, including defaults and settings that follow from others."""
     from cosmos_core.config.difference import pipeline_differences
 
     for line in pipeline_differences(_load_pipeline(first), _load_pipeline(second)):
         typer.echo(line)
 
 
-@config_app.command()
-def schema() -> None:
+@config_app.command("schema")
+def print_schema() -> None:
     """Print the JSON schema of a configuration file, with descriptions, for editors."""
     import json
 
@@ -66,31 +66,31 @@ def convert(file: ConfigArgument) -> None:
     _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
     config_values, _ = read_config(file, notices)
-    if not config_values.get("pipeline", {}).get("stages"):  # otherwise each stage may have another algorithm
+    if not config_values.get("pipeline", {}).get("stages"):  # skip pipelines with stages, whose algorithms may differ
         config_values = with_current_algorithm_keys(config_values, notices)
     print_notices(notices)
     typer.echo(tomli_w.dumps(config_values), nl=False)
 
 
-@config_app.command()
-def coverage() -> None:
-    """Print the status of every key, and for used keys the test that shows their effect."""
+@config_app.command("coverage")
+def print_key_coverage() -> None:
+    """Print the status of every configuration key and, for each key in use, the test that shows its effect."""
     from cosmos_core.config.describe import all_keys, effect_test_by_key
 
     keys = [key for key in all_keys() if not key.is_table]
     for key in keys:
         typer.echo(f"{key.status:<12} {key.name}  {effect_test_by_key().get(key.name, key.note)}")
-    counts = Counter(key.status for key in keys)
-    typer.echo(", ".join(f"{count} {status}" for status, count in counts.most_common()))
+    counts_by_status = Counter(key.status for key in keys)
+    typer.echo(", ".join(f"{count} {status}" for status, count in counts_by_status.most_common()))
 
 
-@config_app.command()
-def reference() -> None:
+@config_app.command("reference")
+def print_key_reference() -> None:
     """Print the reference of all keys in Markdown, the content of `docs/configuration.md`."""
-    from cosmos_core.config.reference import render_config_reference as page
+    from cosmos_core.config.reference import render_config_reference
     from tasks.kinds import all_kinds
 
-    typer.echo(page(all_kinds()), nl=False)
+    typer.echo(render_config_reference(all_kinds()), nl=False)
 
 
 def print_notices(notices: list[str]) -> None:
@@ -100,7 +100,8 @@ def print_notices(notices: list[str]) -> None:
 
 
 def describe_usage_error(error: Any) -> str:
-    """Return the message of a wrong command line. An unknown option may be a setting of the recipe."""
+    """Return the message for an error in the command line. For an unknown option, suggest `--set` if the command has
+    this option, because the unknown option may be a setting of the recipe."""
     context, remedy = vars(error).get("ctx"), ""
     if {"option_name", "possibilities"} <= vars(error).keys():
         similar_options = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)

@@ -14,8 +14,8 @@ from cosmos_core.registry import is_user_code, locate_code
 
 def find_entrypoint(configs: Sequence[Path], *, is_toml_required: bool) -> str:
     """Return the entrypoint `FILE.py:FLOW` if a command names a flow, in this form or as `PACKAGE.MODULE:FLOW`; empty
-    if it names a TOML file. `is_toml_required`: an option of the command supports only TOML files. Raises `ConfigError`
-    if the command names a flow, but has options or several files, which only TOML files support."""
+    if it names a TOML file. `is_toml_required` is True if an option of the command supports only TOML files. Raises
+    `ConfigError` if the command names a flow, but has options or several files, which only TOML files support."""
     entrypoint = str(configs[0])
     if ".py:" not in entrypoint:
         if not is_user_code(entrypoint) or configs[0].exists():
@@ -33,18 +33,18 @@ def parse_parameters(assignments: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of `-p NAME=VALUE` options; a value is JSON or, otherwise, a string."""
     parameters: dict[str, Any] = {}
     for assignment in assignments:
-        name, separator, value = assignment.partition("=")
+        name, separator, value_text = assignment.partition("=")
         if not separator or not name.isidentifier():
             raise ConfigError(f"-p {assignment}: write NAME=VALUE")
         try:
-            parameters[name] = json.loads(value)
+            parameters[name] = json.loads(value_text)
         except ValueError:
-            parameters[name] = value
+            parameters[name] = value_text
     return parameters
 
 
-def refuse_parameters(assignments: Sequence[str]) -> None:
-    """Refuse `-p` options of a command that names a TOML file."""
+def refuse_flow_parameters(assignments: Sequence[str]) -> None:
+    """Raise `ConfigError` if a command that names a TOML file has `-p` options, which set parameters of a flow."""
     if assignments:
         raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
@@ -59,12 +59,12 @@ def was_created_by_flow(run_path: Path) -> bool:
 
 def resume_flow(run_path: Path) -> int:
     """Run the flow of an existing run again, with its parameters; return the exit code. The current folder must be
-    that of the run."""
+    the one in which the run was started."""
     from cosmos_core.run.directory import RunStartInfo, read_start_info
 
     start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    folder = start_info.working_directory  # earlier versions did not record it
+    folder = start_info.working_directory  # empty if an earlier version started the run
     if folder and not os.access(folder, os.X_OK):
         raise ConfigError(
             f"run {run_path.name} was started in {folder}, to which relative paths of its flow refer; there is no such "
@@ -98,7 +98,7 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
     from typer import echo
 
     from cosmos_core.observe.console import make_console
-    from cosmos_core.observe.plan_table import plan_table
+    from cosmos_core.observe.plan_table import make_plan_table
     from cosmos_core.run.directory import open_run
     from cosmos_core.run.plan import plan_stages
     from cosmos_core.session import import_python_flow
@@ -118,10 +118,10 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
         return
     run = open_run(run_path, all_kinds())
     set_command_credentials(run.pipeline)
-    decisions = plan_stages(
-        run.pipeline, run.pipeline.kinds, run.output_dir, find_stored_result=make_result_lookup(run.pipeline)
+    reuse_decisions = plan_stages(
+        run.pipeline, run.pipeline.stage_kinds, run.output_dir, find_stored_result=make_result_lookup(run.pipeline)
     )
-    make_console().print(plan_table(run.pipeline, decisions))
+    make_console().print(make_plan_table(run.pipeline, reuse_decisions))
     echo(f"These are the stages of run {run_id} ({parameter_text}); the flow decides on later calls when it runs.")
 
 

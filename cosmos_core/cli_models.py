@@ -19,25 +19,25 @@ def promote(
     """Publish a stored version of a target; without a version, list the stored versions from old to new and mark the
     published one."""
     target_store = _open_publication_target(target)
-    history = target_store.history()
-    versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(history))
+    version_history = target_store.history()
+    versions = target_store.versions() if hasattr(target_store, "versions") else list(dict.fromkeys(version_history))
     if not version:
-        listed_versions = list(dict.fromkeys([*(name for name in history if name not in versions), *versions]))
+        listed_versions = list(dict.fromkeys([*(name for name in version_history if name not in versions), *versions]))
         if not listed_versions:
             raise ConfigError(f"{target}: nothing was published; give the target of an upload stage")
         for name in listed_versions:
-            published_mark = "  (published)" if [name] == history[-1:] else ""
+            published_mark = "  (published)" if [name] == version_history[-1:] else ""
             typer.echo(f"{name}  {_format_metrics(target_store, name)}".rstrip() + published_mark)
         return
     if version not in versions:
         raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(versions) or 'none'}")
     target_store.point_to(version)
-    typer.echo(f"published: {target_store.where(version)}")
+    typer.echo(f"published: {target_store.get_address(version)}")
 
 
 def _format_metrics(target_store: Any, version: str) -> str:
     try:
-        metrics = target_store.record_of(version)["metrics"].items()
+        metrics = target_store.read_record(version)["metrics"].items()
     except DamagedRecord:
         return "gone"
     numeric_metrics = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
@@ -47,12 +47,12 @@ def _format_metrics(target_store: Any, version: str) -> str:
 def rollback(target: TargetArgument) -> None:
     """Publish the previously published version again; the current version stays stored."""
     target_store = _open_publication_target(target)
-    history = target_store.history()
-    if len(history) < 2:
-        problem = f"only {history[0]!r} was published" if history else "nothing was published"
+    version_history = target_store.history()
+    if len(version_history) < 2:
+        problem = f"only {version_history[0]!r} was published" if version_history else "nothing was published"
         raise ConfigError(f"{target}: {problem}, there is nothing to go back to")
-    target_store.point_to(history[-2], history[:-1])
-    typer.echo(f"published: {target_store.where(history[-2])}; before: {history[-1]}")
+    target_store.point_to(version_history[-2], version_history[:-1])
+    typer.echo(f"published: {target_store.get_address(version_history[-2])}; before: {version_history[-1]}")
 
 
 def _open_publication_target(target: str) -> Any:
@@ -62,7 +62,7 @@ def _open_publication_target(target: str) -> Any:
     if "://" in target:
         set_command_credentials(None)
     target_store = open_target(target)
-    if not all(hasattr(target_store, name) for name in ("history", "record_of", "where", "point_to")):
+    if not all(hasattr(target_store, name) for name in ("history", "read_record", "get_address", "point_to")):
         raise ConfigError(f"{target}: this target keeps no versions that a pointer could go back to")
     return target_store
 

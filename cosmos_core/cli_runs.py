@@ -11,7 +11,7 @@ import typer
 
 from cosmos_core.errors import ConfigError, CosmosError
 
-# A shell expands `~` in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
+# `~` is expanded here because a shell expands it in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
 OutputDirOption = Annotated[
     Path, typer.Option(help="Folder of runs.", callback=lambda path: Path(os.path.expanduser(path)))
 ]
@@ -33,21 +33,21 @@ def status(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outpu
         from cosmos_core.launch.reap import find_cancelled_flow_run
 
         if name := find_cancelled_flow_run(path.parent, path.name):
-            run_text = "but the run goes on; if it still does in a minute: cosmos reap"
-            typer.echo(f"flow run {name} was cancelled, {run_text if outcome == 'running' else 'and waits no more'}")
+            consequence = "but the run goes on; if it still does in a minute: cosmos reap"
+            typer.echo(f"flow run {name} was cancelled, {consequence if outcome == 'running' else 'and waits no more'}")
 
 
 def runs(
     output_dir: OutputDirOption = Path("outputs"),
-    most: Annotated[int, typer.Option(min=1, help="Number of newest runs to show.")] = 20,
+    max_runs: Annotated[int, typer.Option("--most", min=1, help="Number of newest runs to show.")] = 20,
     cost: Annotated[bool, typer.Option("--cost", help="Show GPU hours and costs, with estimate and budget.")] = False,
 ) -> None:
     """List the runs of a folder, the newest run last."""
     from cosmos_core.observe.console import make_console
-    from cosmos_core.observe.costs import table_of_costs
-    from cosmos_core.observe.runs import table_of_runs
+    from cosmos_core.observe.costs import make_cost_table
+    from cosmos_core.observe.runs import make_run_table
 
-    make_console().print((table_of_costs if cost else table_of_runs)(output_dir, most))
+    make_console().print((make_cost_table if cost else make_run_table)(output_dir, max_runs))
 
 
 def compare(
@@ -61,7 +61,7 @@ def compare(
     page."""
     from cosmos_core.observe import overlay
     from cosmos_core.observe.console import make_console
-    from cosmos_core.observe.runs import run_differences
+    from cosmos_core.observe.runs import compare_runs
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
     from tasks.kinds import all_kinds
@@ -76,7 +76,7 @@ def compare(
         typer.echo(html)
         return
     for path in paths[1:]:
-        for difference in run_differences(paths[0], path, all_kinds()):
+        for difference in compare_runs(paths[0], path, all_kinds()):
             make_console().print(difference)
 
 
@@ -97,7 +97,7 @@ def samples(  # noqa: PLR0913 - options of a command
     best: Annotated[bool, typer.Option("--best", help="Sort by reward, highest first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Sort by reward, lowest first.")] = False,
     stage: Annotated[str, typer.Option(help="Stage; default: the last one with completions.")] = "",
-    most: Annotated[int, typer.Option(min=1, help="Number of completions to show.")] = 8,
+    limit: Annotated[int, typer.Option("--most", min=1, help="Number of completions to show.")] = 8,
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
     """Show completions from training with their rewards, or from validation if no training has recorded any."""
@@ -106,7 +106,7 @@ def samples(  # noqa: PLR0913 - options of a command
 
     if best and worst:
         raise typer.BadParameter("--best and --worst exclude each other")
-    for text in iter_completions(find_run(run_name, output_dir), stage, step, "best" * best + "worst" * worst, most):
+    for text in iter_completions(find_run(run_name, output_dir), stage, step, "best" * best + "worst" * worst, limit):
         typer.echo(text)
 
 
@@ -139,11 +139,11 @@ def lineage(
 
     is_path = os.sep in name or (bool(name) and os.path.exists(name))
     path = Path(name) if is_path else find_run(name, output_dir)
-    entries = trace_lineage(path)
-    for entry in entries:
+    lineage_entries = trace_lineage(path)
+    for entry in lineage_entries:
         kind = f"({entry.kind}) " if entry.kind else ""
         digest = entry.digest.removeprefix("hub:").rpartition("@")[2][:12]
         gpu_hours = f"  {entry.gpu_seconds / 3600:.4g} GPU hours" if entry.gpu_seconds else ""
         typer.echo(f"{'  ' * entry.depth}{entry.name} {kind}{digest}  {entry.location}  {entry.status}{gpu_hours}")
-    if broken_entries := [f"{entry.name}: {entry.status}" for entry in entries if entry.is_broken]:
+    if broken_entries := [f"{entry.name}: {entry.status}" for entry in lineage_entries if entry.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken_entries)}")

@@ -51,7 +51,7 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
-    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the same value as in prefect.yaml
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # seconds, as in prefect.yaml
     arguments = ["worker", "start", "--pool", pool]
     arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
     arguments += ["--type", type_] * bool(type_)
@@ -59,7 +59,7 @@ def worker(
 
 
 def doctor(
-    cluster: Annotated[
+    checks_cluster: Annotated[
         bool, typer.Option("--cluster", help="Check the Prefect server, its work pools, workers and deployments.")
     ] = False,
     output_dir: OutputDirOption = Path("outputs"),
@@ -70,7 +70,7 @@ def doctor(
     from cosmos_core.launch.machine_doctor import check_machine
 
     is_healthy = True
-    for diagnosis in _diagnose_cluster(output_dir) if cluster else check_machine(output_dir.absolute()):
+    for diagnosis in _diagnose_cluster(output_dir) if checks_cluster else check_machine(output_dir.absolute()):
         is_healthy &= diagnosis.is_healthy
         typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {diagnosis.message}")
     if not is_healthy:
@@ -144,14 +144,14 @@ def clean(
     if store:
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
-    folder = output_dir.absolute()
-    runs = retention.decide_retention(folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
+    runs_folder = output_dir.absolute()
+    runs = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
     for verdict in runs:
-        outcome = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
-        details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
-        typer.echo(f"{verdict.path.name}  {details}  {outcome}")
+        retention_text = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
+        run_details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
+        typer.echo(f"{verdict.path.name}  {run_details}  {retention_text}")
     removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
-    removed_runs = list(retention.remove_runs(folder, removable_runs)) if yes else removable_runs
+    removed_runs = list(retention.remove_runs(runs_folder, removable_runs)) if yes else removable_runs
     freed_bytes = format_bytes(sum(verdict.size for verdict in removed_runs))
     count_text, hint = f"{len(removed_runs)} of {len(runs)} runs", "; remove them with --yes" if removed_runs else ""
     typer.echo(f"removed {count_text}, {freed_bytes}" if yes else f"{count_text} may be removed, {freed_bytes}{hint}")
@@ -163,13 +163,13 @@ def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_
 
     retention = StoreRetention(url, num_kept_runs=num_kept_runs, older_than_seconds=older_than_seconds)
     for run in retention.runs:
-        outcome = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
-        typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {outcome}")
+        retention_text = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
+        typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {retention_text}")
     num_removable_runs = sum(not run.reason_to_keep for run in retention.runs)
     if is_confirmed:
         num_deleted, freed_bytes = retention.remove()
         typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:
         hint = "; remove them with --yes" if retention.removable_bytes else ""
-        size = format_bytes(retention.removable_bytes)
-        typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {size}{hint}")
+        removable_size = format_bytes(retention.removable_bytes)
+        typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {removable_size}{hint}")

@@ -72,7 +72,7 @@ def grpo(  # noqa: PLR0913 - the options of a command
 
 
 def _check_rewards(rewards: Sequence[str]) -> str:
-    """Return the names of rewards, separated by commas; raise ConfigError if there is no reward of a name."""
+    """Return the names of rewards, separated by commas; raise ConfigError if a name is no reward."""
     from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
     names = list_defined_names("cosmos_core.rewards")
@@ -107,8 +107,8 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006
     output_dir: OutputDirOption = Path("outputs")
 ) -> None:  # fmt: skip
-    """Run public benchmarks on a model, or on the model of a run or a stage; of a diffusion model, sample prompt sets,
-    which rewards score."""
+    """Evaluate a model, or the model of a run or a stage: a language model on public benchmarks, a diffusion model by
+    the rewards of its samples for sets of prompts."""
     if bool(tasks) == bool(prompts) or bool(prompts) != bool(reward):
         raise ConfigError("give --tasks for a language model, or --prompts and --reward for a diffusion model")
     options = {"method": "eval", "model": model, "tasks": tasks, "prompts": prompts, "reward": reward}
@@ -173,12 +173,12 @@ def try_model(
     sys.stdout.flush()
     os.environ |= add_log_silencing_variables(os.environ)
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"  # a prompt may have any bytes, a completion any character
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"  # print characters outside of the encoding as "?"
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _resolve_model(name: str, output_dir: Path) -> str:
-    """Return the model folder of a run or of a stage; return any other name unchanged."""
+    """Return the model folder of a run or of a stage; return any other name with `~` expanded."""
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.manifest import read_result
@@ -192,7 +192,7 @@ def _resolve_model(name: str, output_dir: Path) -> str:
             raise ConfigError(f"{name}: this stage made no model")
         return model_path if "://" in model_path else str(path / model_path)
     is_run = any((each / "pipeline.toml").is_file() for each in paths)
-    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # a name of digits is a run id
+    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # a run id has only digits
         return name
     run = read_run(find_run(name, output_dir))
     if run.model is None:
@@ -208,7 +208,7 @@ def _find_system_prompt(folder: str) -> str:
 
     for path in Path(folder).absolute().parents:
         if path.parent.name == "stages" and (path / "result.json").is_file():
-            with suppress(ConfigError):  # an older version made the run
+            with suppress(ConfigError):  # ignore a run of an older version, which may be unreadable
                 pipeline = open_run(path.parents[1], all_kinds()).pipeline
                 stage = pipeline.stage(path.name)
                 while not pipeline.stage_kind(stage).trains_model and (name := referenced_stage(stage.model)):
@@ -225,21 +225,21 @@ def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, 
 def _save_and_run_recipe(
     command_options: dict[str, str], settings: list[_Setting], save: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
-    options = [argument for override in overrides for argument in ("--set", override)]
+    set_options = [argument for override in overrides for argument in ("--set", override)]
     if overrides:
         _check_overrides(_render_recipe(command_options, settings), overrides)
     if dry_run:
-        run_command_comment = f"\n# run with {shlex.join(options)}\n" if options else ""
+        run_command_comment = f"\n# run with {shlex.join(set_options)}\n" if set_options else ""
         typer.echo(_render_recipe(command_options, settings) + run_command_comment, nl=False)
         return
     path = _write_recipe(command_options, settings, save)
-    command = shlex.join(["cosmos", "run", str(path), *options])
+    command = shlex.join(["cosmos", "run", str(path), *set_options])
     typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {command}")
-    _replace_process_with_run(path, options)
+    _replace_process_with_run(path, set_options)
 
 
 def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
-    """Refuse an override that the recipe cannot have, before the recipe is saved."""
+    """Raise `ConfigError` for an override that is invalid for the recipe, before the recipe is saved."""
     from cosmos_core.config.compose import load_pipeline
     from tasks.kinds import all_kinds
 
@@ -253,8 +253,8 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
 
 
 def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
-    """Return the proposed settings for the model and the rows that `overrides` select, from a subprocess that may
-    import torch."""
+    """Return the settings that a subprocess, which may import torch, proposes after reading the model and the rows. The
+    overrides may select the subset, split and revision of the rows."""
     from cosmos_core.config.load import merge_tables, nest_value
     from cosmos_core.config.override import parse_override
     from cosmos_core.config.schema.dataset import data_suffix
@@ -262,42 +262,42 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
 
     settings = {setting.keys: setting.value for setting in map(parse_override, overrides)}
     rows = {keys[-1]: item for keys, item in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _SPLIT_KEYS}
-    # No shell expands `~` in what a person types into `cosmos init`, or in `--model=~/model`.
+    # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
     paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
     if "://" not in (data := paths["data"]) and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_paths = {name: download_url(path, Path("outputs")) for name, path in paths.items()}
-    custom: dict[str, Any] = {}
+    custom_settings: dict[str, Any] = {}
     for keys, value in settings.items():
-        table = nest_value(keys[1:], value)  # the value may be a table: `custom={...}`
+        table = nest_value(keys[1:], value)  # `--set custom={...}` sets a whole table
         if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(table, dict):
-            custom = merge_tables(custom, table)
-    options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom), default=str)
-    command = [sys.executable, "-m", "cosmos_core.train.propose", options]
+            custom_settings = merge_tables(custom_settings, table)
+    program_options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom_settings), default=str)
+    command = [sys.executable, "-m", "cosmos_core.train.propose", program_options]
     completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
         key, message = ".".join((*_DATASET_KEYS, "name")), completed_process.stderr.strip().splitlines()[-1]
         message = message.replace(f"{key} = ", "--data ").replace(key, "--data")
         raise ConfigError(message.replace(" or beside the file that is run", ""))
     if completed_process.returncode:
-        [*_, reason] = ["", *completed_process.stderr.strip().splitlines()]
-        raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {reason[-2000:]}")
-    names = {path: command_options[name] for name, path in local_paths.items() if path}
+        [*_, last_line] = ["", *completed_process.stderr.strip().splitlines()]
+        raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {last_line[-2000:]}")
+    original_names = {path: command_options[name] for name, path in local_paths.items() if path}
     settings_and_reasons = json.loads(completed_process.stdout)
-    return [(key, names.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
+    return [(key, original_names.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
 
 
 def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) -> str:
-    tables: dict[str, list[str]] = {}
+    lines_by_table: dict[str, list[str]] = {}
     for key, value, reason in settings:
         table, _, name = key.rpartition(".")
-        tables.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
-    options = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
-    command = " ".join(shlex.join([word for option in options for word in option]).split())  # one line
+        lines_by_table.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
+    option_values = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
+    command = " ".join(shlex.join([word for option in option_values for word in option]).split())  # one line
     recipe_text = f"# cosmos {command_options['method']} {command}\n"
-    if command_options["method"] == "eval":  # a recipe file without stages can only train
+    if command_options["method"] == "eval":  # `cosmos run` trains a recipe without stages
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
-    for table, lines in sorted(tables.items()):
+    for table, lines in sorted(lines_by_table.items()):
         recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
     try:
         return f"{_RECIPE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
@@ -308,7 +308,7 @@ def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) ->
 
 def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
     file_name = Path(command_options.get("data") or command_options["model"]).name
-    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # a name with a hyphen is an option
+    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run` reads "-x.toml" as an option
     return Path(os.path.expanduser(output_file) or f"{file_stem}-{command_options['method']}.toml")
 
 
@@ -318,19 +318,19 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
     path, text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:
-            is_lock_free = True
+            is_unlocked = True
             try:
                 fcntl.flock(recipe_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # not every file system has locks
-                is_lock_free = not isinstance(error, BlockingIOError)
+            except OSError as error:  # ignore a file system without locks
+                is_unlocked = not isinstance(error, BlockingIOError)
             existing_text = path.read_text(encoding="utf-8", errors="replace")
             if existing_text == text:
                 return path
-            if not is_lock_free:
+            if not is_unlocked:
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
             first_line, _, recipe_body = existing_text.partition("\n")
-            digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
-            if existing_text and first_line != f"{_RECIPE_HEADER}{digest}":
+            body_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
+            if existing_text and first_line != f"{_RECIPE_HEADER}{body_digest}":
                 remedy = f"run it with cosmos run {path}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy}")
             path.write_text(text, encoding="utf-8")
@@ -340,12 +340,12 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
     return path
 
 
-def _replace_process_with_run(path: Path, options: Sequence[str]) -> None:
+def _replace_process_with_run(path: Path, set_options: Sequence[str]) -> None:
     """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
-    descriptor = os.open(path, os.O_RDONLY)
-    os.set_inheritable(descriptor, True)  # the run keeps the lock, so that no command replaces the recipe meanwhile
+    recipe_descriptor = os.open(path, os.O_RDONLY)
+    os.set_inheritable(recipe_descriptor, True)  # the run keeps the lock: no command may replace the recipe meanwhile
     with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        fcntl.flock(recipe_descriptor, fcntl.LOCK_SH)
     python_code = "from cosmos_core.cli import main; main()"
-    os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(path), *options])
+    os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(path), *set_options])

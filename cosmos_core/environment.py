@@ -24,7 +24,7 @@ _INHERITED_VARIABLES = frozenset({
     "SSL_CERT_FILE", "TEMP", "TERM", "TMP", "TMPDIR", "TOKENIZERS_PARALLELISM", "TZ", "USER", "VIRTUAL_ENV",
     "http_proxy", "https_proxy", "no_proxy",
 })  # fmt: skip
-_INHERITED_PREFIXES = (
+_INHERITED_VARIABLE_PREFIXES = (
     "COSMOS_", "CUBLAS_", "CUDA_", "GLOO_", "HF_", "LC_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_",
     "PYTHON", "PYTORCH_", "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
@@ -32,7 +32,7 @@ _SECRET_NAME_PATTERN = re.compile(
     r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
 )
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
-_MIN_BLOCK_OVERLAP = 4096
+_MIN_BLOCK_OVERLAP_BYTES = 4096
 """Minimum number of bytes that two blocks of a file share while secrets are searched, so that none is cut apart."""
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
@@ -43,13 +43,13 @@ _secret_values: set[str] = set()
 
 def environment_for_user_code(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that user code receives: those that any program needs, and those in `names`."""
-    requested_names = set(names)
+    recipe_variable_names = set(names)
     return {
         name: value
         for name, value in os.environ.items()
-        if name in requested_names
+        if name in recipe_variable_names
         or (
-            (name in _INHERITED_VARIABLES or name.startswith(_INHERITED_PREFIXES))
+            (name in _INHERITED_VARIABLES or name.startswith(_INHERITED_VARIABLE_PREFIXES))
             and not (_is_secret_name(name) or _URL_WITH_PASSWORD.search(value))
         )
     }
@@ -83,13 +83,13 @@ def mask_secrets(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
 
 def mask_log_records() -> None:
     """Mask secrets in every log record of this process, since Prefect sends the records to its server."""
-    create_record = logging.getLogRecordFactory()
-    if getattr(create_record, "masks", False):
+    make_unmasked_record = logging.getLogRecordFactory()
+    if getattr(make_unmasked_record, "masks_secrets", False):
         return
 
     def make_masked_record(*arguments: Any, **keyword_arguments: Any) -> logging.LogRecord:
-        record = create_record(*arguments, **keyword_arguments)
-        with suppress(Exception):  # the logging module reports arguments that do not match the format
+        record = make_unmasked_record(*arguments, **keyword_arguments)
+        with suppress(Exception):  # the logging module itself reports arguments that do not match the format
             message = record.getMessage()
             if (masked_message := mask_text(message)) != message:
                 record.msg, record.args = masked_message, ()
@@ -97,7 +97,7 @@ def mask_log_records() -> None:
             record.exc_text = mask_text(logging.Formatter().formatException(record.exc_info))
         return record
 
-    make_masked_record.masks = True  # type: ignore[attr-defined]
+    make_masked_record.masks_secrets = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(make_masked_record)
 
 
@@ -110,21 +110,21 @@ def mask_text(text: str, names: Iterable[str] = ()) -> str:
 
 
 def mask_error_message(error: BaseException) -> None:
-    """Mask secrets in the message of an error, which Prefect and the files of a run display."""
+    """Mask secrets in the message and the notes of an error, because Prefect and the files of a run show them."""
     error.args = tuple(each if mask_text(str(each)) == str(each) else mask_text(str(each)) for each in error.args)
     if notes := getattr(error, "__notes__", None):
         notes[:] = map(mask_text, notes)
 
 
-def find_secrets(values: Any, name: str = "") -> Iterator[str]:
-    """Yield the strings in settings below keys with the name of a secret, such as `api_key`."""
+def find_secrets(values: Any, parent_key: str = "") -> Iterator[str]:
+    """Yield each string in nested settings whose key, or a key above it, is the name of a secret, such as `api_key`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from find_secrets(value, name if _is_secret_name(name) else str(key))
+            yield from find_secrets(value, parent_key if _is_secret_name(parent_key) else str(key))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from find_secrets(value, name)
-    elif isinstance(values, str) and _is_secret_name(name):
+            yield from find_secrets(value, parent_key)
+    elif isinstance(values, str) and _is_secret_name(parent_key):
         yield values
 
 
@@ -134,12 +134,12 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
     secrets = [secret.encode() for secret in _collect_secrets(names)]
-    num_overlap_bytes = max(_MIN_BLOCK_OVERLAP, *map(len, secrets), 0)
+    num_overlap_bytes = max(_MIN_BLOCK_OVERLAP_BYTES, *map(len, secrets), 0)
     block_start = 0
     with open(file, "r+b", buffering=0) as log_file:
         while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + num_overlap_bytes, block_start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
-            spans += find_secret_spans(block.decode("latin-1"))  # latin-1 gives one character per byte
+            spans += find_secret_spans(block.decode("latin-1"))  # one character per byte: spans are byte offsets
             for span_start, span_end in spans:
                 os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)
             block_start += _READ_BLOCK_BYTES

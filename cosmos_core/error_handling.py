@@ -10,13 +10,13 @@ from cosmos_core.errors import CosmosError
 
 @contextmanager
 def convert_errors(
-    convert: Callable[[Exception], Exception], raised_types: type[Exception] | tuple[type[Exception], ...] = CosmosError
+    convert: Callable[[Exception], Exception], exempt_types: type[Exception] | tuple[type[Exception], ...] = CosmosError
 ) -> Iterator[None]:
-    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `raised_types`, and
+    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `exempt_types`, and
     exceptions that `convert` returns unchanged, are raised again."""
     try:
         yield
-    except raised_types:
+    except exempt_types:
         raise
     except Exception as error:
         if (converted_error := convert(error)) is error:

@@ -30,7 +30,7 @@ class DataError(CosmosError, ValueError):
 
 
 class MissingColumn(DataError):
-    """Error for a row in which no column has one of the usual names for a value."""
+    """Error for a row without a column for a required value, such as a prompt, under any of the known column names."""
 
 
 class ModelError(CosmosError, ValueError):

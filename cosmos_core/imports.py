@@ -17,6 +17,6 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # some libraries report objects that were not collected at exit
+        atexit.register(gc.unfreeze)  # some libraries report uncollected objects at exit
         if was_enabled:
             gc.enable()

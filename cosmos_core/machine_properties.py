@@ -62,12 +62,12 @@ def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
 def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    variable, names, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    command = os.environ.get(variable, "").split()
-    if not any(shutil.which(name) for name in command[:1] or names):
-        return f"a {language} compiler ({' '.join(command) or names[0]} was not found)"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return "" if header.is_file() else f"Python's headers ({header} was not found)"
+    env_name, compilers, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    command = os.environ.get(env_name, "").split()
+    if not any(shutil.which(name) for name in command[:1] or compilers):
+        return f"a {language} compiler ({' '.join(command) or compilers[0]} was not found)"
+    header_file = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header_file.is_file() else f"Python's headers ({header_file} was not found)"
 
 
 def measure_worker_machine(
@@ -97,29 +97,29 @@ def _measure_machine(
     command = [python or sys.executable, "-m", program_module, *libraries]
     try:
         output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
-        properties = MachineProperties(**json.loads(output.splitlines()[-1]))
+        machine_properties = MachineProperties(**json.loads(output.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if ray_address:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: the cluster gives no properties: {reason}") from error
+            messages = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: the cluster gives no properties: {messages}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
-    # The GPUs are the same for every interpreter, and another interpreter may lack pynvml.
-    gpus = tuple(properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
-    return replace(properties, gpus=gpus)
+    # Read the GPUs in this process: all interpreters see the same, and another interpreter may lack pynvml.
+    gpus = tuple(machine_properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
+    return replace(machine_properties, gpus=gpus)
 
 
-def read_gpu_entries() -> dict[str, str]:
-    """Return the entries of `CUDA_VISIBLE_DEVICES` for the GPUs that this process sees, in their order, each with the
-    GPU's UUID."""
+def map_device_entries_to_uuids() -> dict[str, str]:
+    """Return the UUID of each GPU that this process sees, by the entry of `CUDA_VISIBLE_DEVICES` that names the GPU, in
+    the order of the entries."""
     gpus, visible_devices = _list_visible_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     device_entries = [str(i) for i in range(len(gpus))] if visible_devices is None else visible_devices.split(",")
     return {entry.strip(): uuid for entry, (_, uuid) in zip(device_entries, gpus, strict=False)}
 
 
 def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
-    """Return model name and UUID of each GPU of the driver that CUDA shows to this process."""
+    """Return the model name and UUID of each GPU that CUDA makes visible to this process."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in {"", "-1"}:
         return ()
@@ -152,13 +152,13 @@ def _find_gpu(pynvml: Any, gpu_handles: Sequence[Any], device_entry: str) -> Any
             return pynvml.nvmlDeviceGetHandleByUUID(device_entry)
         except pynvml.NVMLError:
             return None
-    matches = [each for each in gpu_handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(device_entry)]
-    return matches[0] if device_entry and len(matches) == 1 else None
+    matching_handles = [each for each in gpu_handles if str(pynvml.nvmlDeviceGetUUID(each)).startswith(device_entry)]
+    return matching_handles[0] if device_entry and len(matching_handles) == 1 else None
 
 
 @cache
 def git_commit() -> str:
-    """Return the commit of the clone that this process runs; empty outside of a clone."""
+    """Return the commit hash of the git clone whose code this process runs; empty if the code is not in a clone."""
     if shutil.which("git") is None:
         return ""
     command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent

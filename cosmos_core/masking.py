@@ -87,7 +87,7 @@ def mask_secret_spans(text: str) -> str:
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:
-    """Return True if a string looks random; `is_separate_word`: it is not part of a path, name or digest."""
+    """Return True if a string looks random. `is_separate_word` is True if it is not part of a path, name or digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
         is_digest = len(word) in _DIGEST_LENGTHS

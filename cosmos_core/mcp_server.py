@@ -93,7 +93,7 @@ def _add_run_starting_tools(server: MCPServer) -> None:
     async def start_run(
         recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_start_run)]
     ) -> str:
-        """Ask the user, then start a run of a recipe in the background and return its first lines."""
+        """After the user confirms, start a run of a recipe in the background and return its first lines of output."""
         return await _run_if_confirmed(response, "run", recipe)
 
     @server.tool(annotations=_START_ANNOTATIONS)
@@ -114,8 +114,8 @@ async def _ask_to_resume_run(run: str) -> Elicit[Confirmation]:
 
 
 async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command: str) -> str:
-    """Start a `cosmos` command that a person has confirmed, and wait until its first stage runs. Raises `ToolError`
-    with the output of the command if it failed."""
+    """Start a `cosmos` command that a person has confirmed, and return its first output: wait until a stage runs, but
+    at most two minutes. Raises `ToolError` with the output of the command if it failed."""
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
     with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as log_file:
@@ -134,7 +134,7 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command:
 
 
 def _build_command(*command_words: str) -> list[str]:
-    """Return the command line of a `cosmos` command without empty words at its end; refuse options among the words."""
+    """Return the command line of a `cosmos` command without empty words at its end; raise ToolError for an option."""
     if option_words := [word for word in command_words if word.startswith("-")]:
         raise ToolError(f"{option_words[0]!r} begins with a hyphen, as an option does; give a name or a path")
     num_words = max((i for i, word in enumerate(command_words, start=1) if word), default=0)

@@ -14,7 +14,7 @@ def kill_with_parent(parent: int) -> None:
     """Ask the kernel to send SIGKILL to this process when the process `parent`, or its thread that started this
     process, ends: a process that hangs does not notice the end of its parent. Linux only."""
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call to prctl
+    if os.getppid() != parent:  # the parent ended before prctl could watch it
         os._exit(1)
 
 
@@ -23,6 +23,6 @@ def adopt_orphans() -> None:
     _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _call_prctl(option: int, argument: int) -> None:
+def _call_prctl(prctl_option: int, prctl_argument: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, argument)
+        ctypes.CDLL(None).prctl(prctl_option, prctl_argument)

@@ -73,7 +73,7 @@ def to_class_name(module: str) -> str:
     return module.title().replace("_", "")
 
 
-def load_named(name: str, folder: str, suffix: str) -> Any:
+def load_class(name: str, folder: str, suffix: str) -> Any:
     """Return the class `SomeNameSuffix` of `some_name.py` in a package folder, or the object at a user's import path.
     Raises `ConfigError` if the class or object does not exist, or the user's file cannot be imported."""
     if is_import_path(name):
@@ -88,17 +88,17 @@ def import_user_code(path: str) -> Any:
     user's file. Raises `ConfigError` if the object does not exist, or its file raised an error; the message has the
     location."""
 
-    def convert(error: BaseException) -> ConfigError:
-        reason = f"{type(error).__name__}: {error} ({find_error_location(error)})"
-        return ConfigError(f"{path!r} cannot be imported: {reason}")
+    def make_config_error(error: BaseException) -> ConfigError:
+        error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
+        return ConfigError(f"{path!r} cannot be imported: {error_text}")
 
-    if (folder := os.getcwd()) not in sys.path:  # the script `cosmos` does not add the folder
+    if (folder := os.getcwd()) not in sys.path:  # the console script `cosmos` does not add the current folder
         sys.path.append(folder)
     try:
-        with convert_errors(convert):
+        with convert_errors(make_config_error):
             return import_object(path)
     except SystemExit as error:  # the file is a script that exits at its end
-        raise convert(error) from error
+        raise make_config_error(error) from error
 
 
 def find_error_location(error: BaseException, function: Any = None) -> str:
@@ -106,11 +106,11 @@ def find_error_location(error: BaseException, function: Any = None) -> str:
     from the file of that function, or the first line of the function if the traceback has no line of the file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
+    stack_frames = traceback.extract_tb(error.__traceback__)
     code_object = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     if code_object is None:
-        return f"{frames[-1].filename}:{frames[-1].lineno}"
-    line_numbers = [frame.lineno for frame in frames if frame.filename == code_object.co_filename]
+        return f"{stack_frames[-1].filename}:{stack_frames[-1].lineno}"
+    line_numbers = [frame.lineno for frame in stack_frames if frame.filename == code_object.co_filename]
     return f"{code_object.co_filename}:{line_numbers[-1] if line_numbers else code_object.co_firstlineno}"
 
 
@@ -140,7 +140,7 @@ def _read_top_level_names(file: Path) -> set[str] | None:
     try:
         with _AST_PARSER_LOCK:
             pending_nodes: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
-    except (SyntaxError, ValueError):  # the import of the file reports the error with its line
+    except (SyntaxError, ValueError):  # the later import of the file reports the error
         return None
     if not pending_nodes:
         return None
@@ -201,11 +201,11 @@ def _load_module_file(file: Path) -> Any:
         raise ConfigError(f"user code {file} does not exist")
     name = f"user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        module_spec = importlib.util.spec_from_file_location(name, file)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
         sys.modules[name] = module
-        # a later import must not get a partly initialised module
+        # Remove a module that failed, so that a later import does not get a partly initialised one.
         with cleanup_on_error(partial(sys.modules.pop, name)):
-            spec.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
     return sys.modules[name]

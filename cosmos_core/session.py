@@ -36,7 +36,7 @@ from cosmos_core.launch.worker import is_stopping, longest_grace_seconds
 from cosmos_core.observe.console import ProgressDisplay, print_summary
 from cosmos_core.observe.logs import add_log_silencing_variables, configure_logging
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.resuming import resume_instructions
+from cosmos_core.observe.resuming import make_resume_instructions
 from cosmos_core.parent import adopt_orphans
 from cosmos_core.registry import find_error_location
 from cosmos_core.run.directory import Run
@@ -138,19 +138,20 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
 
         from tasks.flow_run import find_newest_flow
 
-        def convert(flow_error: Exception) -> ConfigError:
+        def make_config_error(flow_error: Exception) -> ConfigError:
             error = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
             location = f" ({find_error_location(error)})" if error is not flow_error else ""
-            error_name = "" if isinstance(error, MissingFlowError) else f"{type(error).__name__}: "
-            return ConfigError(f"{entrypoint}: {error_name}{error}{location}")
+            error_prefix = "" if isinstance(error, MissingFlowError) else f"{type(error).__name__}: "
+            return ConfigError(f"{entrypoint}: {error_prefix}{error}{location}")
 
-        with convert_errors(convert, ()):
+        with convert_errors(make_config_error, ()):
             # Without `False`, Prefect executes as much as it can of a file that raises an error.
-            return load_flow_from_entrypoint(_module_entrypoint(entrypoint), False), find_newest_flow
+            return load_flow_from_entrypoint(_make_module_entrypoint(entrypoint), False), find_newest_flow
 
 
-def _module_entrypoint(entrypoint: str) -> str:
-    """Return `PACKAGE.MODULE:FLOW` for a file that belongs to a package, whose relative imports need the package."""
+def _make_module_entrypoint(entrypoint: str) -> str:
+    """Return `PACKAGE.MODULE:FLOW` for an entrypoint in a file of a package, since relative imports need the package,
+    and make the package importable; return any other entrypoint unchanged."""
     file, _, flow_name = entrypoint.rpartition(":")
     package_parent, module_parts = Path(file).absolute().parent, [Path(file).stem]
     while (package_parent / "__init__.py").is_file():
@@ -191,7 +192,9 @@ def _print_failures(run: Run, exit_code: int) -> None:
             "cosmos run; what stays the same is reused"
         )
     elif exit_code not in {EXIT_OK, EXIT_USAGE}:
-        _print_message(f"run {run.id} is not complete; continue it with: {resume_instructions(read_run(run.path))}")
+        _print_message(
+            f"run {run.id} is not complete; continue it with: {make_resume_instructions(read_run(run.path))}"
+        )
 
 
 def _print_message(message: str) -> None:
@@ -214,7 +217,7 @@ def _run_until_ended(run_flow: Callable[[], Any], folder: Path, function: Any = 
         problem = make_disk_full_error(error, folder) or find_disk_error(folder) or error
         return f"{'' if isinstance(problem, DiskFull) else 'Prefect: '}{problem}"
     finally:
-        # At exit Prefect would wait a minute for a server that has already stopped.
+        # Send all records now: at exit Prefect would wait a minute for the server, which has stopped by then.
         APILogWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
     if state.is_cancelled():
@@ -238,21 +241,21 @@ def _raise_interrupt(signal_number: int, stack_frame: object) -> None:
 
 
 @contextmanager
-def open_session(output_dir: Path, runner: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
-    """Start a Prefect server with its data below `output_dir`, which takes seconds, and yield `runner`, which waits
-    until the server is ready."""
+def open_session(output_dir: Path, run_function: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
+    """Start a Prefect server with its data below `output_dir`, and yield `run_function`, to which two arguments are
+    already passed: the server, and a function that waits until the server is ready, because its start takes seconds."""
     os.environ.update(add_log_silencing_variables(os.environ))
     # The display shows the progress; Prefect's own log lines go to the Prefect server only.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     adopt_orphans()  # workers whose supervisor was killed become children of this process
     with ExitStack() as server:
-        yield partial(runner, server, server.enter_context(prefect_server(output_dir / SHARED_FOLDER)))
+        yield partial(run_function, server, server.enter_context(prefect_server(output_dir / SHARED_FOLDER)))
 
 
 @contextmanager
 def _keep_display_updated(get_current_run: Callable[[], Run | None], display: ProgressDisplay) -> Iterator[None]:
-    """Update the display from the run directory, which is up to date whichever process runs the stages."""
-    is_finished = threading.Event()
+    """Update the display during the block from the files of the run, which every process that runs stages updates."""
+    finished_event = threading.Event()
 
     def update_display() -> None:
         if (run := get_current_run()) is None:
@@ -266,7 +269,7 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
 
     def update_periodically() -> None:
         has_announced_stop = False
-        while not is_finished.wait(_DISPLAY_UPDATE_SECONDS):
+        while not finished_event.wait(_DISPLAY_UPDATE_SECONDS):
             update_display()
             if is_stopping() and not has_announced_stop:
                 has_announced_stop = True
@@ -274,11 +277,11 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
                 grace_seconds = longest_grace_seconds() or (run.pipeline.config.grace_seconds if run else 0.0)
                 display.print_message(f"stopping, saving a checkpoint: at most {grace_seconds:.0f} s")
 
-    thread = threading.Thread(target=update_periodically, name="watch", daemon=True)
-    thread.start()
+    update_thread = threading.Thread(target=update_periodically, name="watch", daemon=True)
+    update_thread.start()
     try:
         yield
     finally:
-        is_finished.set()
-        thread.join()
+        finished_event.set()
+        update_thread.join()
         update_display()

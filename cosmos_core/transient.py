@@ -38,7 +38,7 @@ def is_machine_error(error: BaseException) -> bool:
     return any(
         not _MACHINE_ERROR_NAMES.isdisjoint(_list_class_names(cause))
         or (isinstance(cause, OSError) and cause.errno in _MACHINE_ERRNOS)
-        # A message of torch if it cannot allocate host memory.
+        # torch raises an error with these words if it cannot allocate host memory.
         or (isinstance(cause, RuntimeError) and "allocate memory" in str(cause))
         for cause in _iterate_causes(error)
     )
@@ -75,8 +75,8 @@ def _find_http_status(error: BaseException) -> int:
     the response table of botocore; 0 if the error has no status."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
-        metadata = response.get("ResponseMetadata")
-        codes = [metadata.get("HTTPStatusCode") if isinstance(metadata, dict) else None]
+        response_metadata = response.get("ResponseMetadata")
+        codes = [response_metadata.get("HTTPStatusCode") if isinstance(response_metadata, dict) else None]
     else:
         codes = [getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)]
     status = next(filter(None, codes), None)

@@ -18,7 +18,7 @@ def is_at_or_below(key: str, prefixes: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """Properties of one kind of stage: everything that the rest of the system has to know about the kind."""
+    """Properties of one kind of stage, such as `sft` or `export`: what stages of the kind read, make and need."""
 
     name: str
     entry: str
@@ -62,14 +62,14 @@ class StageKind:
     keys_by_modality: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Recipe keys that this kind reads only for models of one modality, by the name of the modality."""
     unread: tuple[str, ...] = ()
-    """Recipe keys below `recipe_tables` that this kind does not read, besides keys that other settings disable."""
+    """Recipe keys that this kind does not read although they are below a prefix in `recipe_tables`."""
     reports: tuple[str, ...] = ("*",)
-    """Patterns of the names of metrics that a result may have, in addition to those of held-out rows if the kind
-    `scores`."""
+    """Patterns of the names of metrics that a result may have, such as `export/*`. A kind that `scores` may also have
+    the metrics of held-out rows."""
     forwards_metrics: bool = False
     """Whether the result repeats the metrics of the stages in `after`."""
     selects_branch: bool = False
-    """Whether the stage passes on the model of one of the branches of its `sweep`."""
+    """Whether the stage selects one branch of its `sweep`, and returns the model of that branch as its own."""
     table: str = ""
     """Recipe table that only this kind reads; its keys are also keywords of the task of the kind. Empty: no table."""
     check: str = "cosmos_core.train.check:run"
@@ -80,8 +80,8 @@ class StageKind:
 
     def reads_key(self, key: str) -> bool:
         """Return True if a stage of this kind reads a key of its recipe."""
-        is_listed = any(is_at_or_below(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
-        return is_listed and not is_at_or_below(key, self.unread)
+        is_in_tables = any(is_at_or_below(key, keys) for keys in (self.recipe_tables, *self.keys_by_modality.values()))
+        return is_in_tables and not is_at_or_below(key, self.unread)
 
     @property
     def trains_model(self) -> bool:
@@ -128,7 +128,7 @@ class Prompt:
     """Token ids of the rendered prompt, with the generation prompt of the chat template and each image as its
     tokens."""
     text: str
-    """Text of the rendered prompt, in which a placeholder stands for each image; in later turns that of the first."""
+    """Text of the rendered prompt, with a placeholder for each image; in later turns the text of the first turn."""
     reference: str
     """Reference response with which reward functions compare; empty if there is none."""
     images: tuple[ImageRef, ...] = ()
@@ -171,9 +171,9 @@ class FlowSampling:
     """Scale of classifier-free guidance; 1 or less: no guidance."""
     solver: Literal["euler", "dpm2"] = "euler"
     """Solver of the differential equation for deterministic steps."""
-    kernel: str = ""
-    """Kernel of the stochastic steps, a key of `models.flow_steps.STOCHASTIC_STEPS`; empty: all are deterministic."""
-    eta: float = 0.7
+    stochastic_solver: str = ""
+    """Solver of the stochastic steps, a key of `models.flow_steps.STOCHASTIC_STEPS`; empty: all are deterministic."""
+    noise_scale: float = 0.7
     """Scale of the noise that stochastic steps add."""
     window: StepWindow | None = None
     """Window of the stochastic steps; None: all steps but the last, which would leave its noise in the result."""
@@ -192,8 +192,8 @@ class FlowSampling:
     such frames."""
     has_common_initial_noise: bool = False
     """Whether all samples of a prompt start from the same noise."""
-    weights: str = "policy"
-    """Name of the weights with which the model samples."""
+    weights_name: str = "policy"
+    """Name of the weights with which the model samples, such as `policy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +220,10 @@ class Sampling:
 
     @property
     def is_off_policy(self) -> bool:
-        """Return True if tokens may be sampled from another distribution than that of the policy that is trained on
-        them."""
-        is_restricted = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
-        return is_restricted or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
+        """Return True if the distribution from which tokens are sampled may differ from the distribution of the policy
+        that is trained on them."""
+        alters_sampling = self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1
+        return alters_sampling or self.policy_temperature not in (None, self.temperature) or self.may_use_old_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +256,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionSample:
-    """Sample of a diffusion model, and the steps of its path that are trained on. Tensors are on the CPU, latents in
-    float32, because rounding the latents changes probability ratios by more than the width of clip ranges."""
+    """Image or video that a diffusion model has generated, with the denoising steps that are trained on. Tensors are on
+    the CPU. Latents are float32, since rounding changes probability ratios by more than the width of clip ranges."""
 
     pixels: Any
     """uint8 tensor with the dimensions height, width, 3 for an image, and frames in front of them for a video."""
@@ -306,8 +306,8 @@ class Completion:
             return None
         from PIL import Image
 
-        array = self.diffusion_sample.pixels.numpy()
-        return Image.fromarray(array) if array.ndim == 3 else array
+        pixel_array = self.diffusion_sample.pixels.numpy()
+        return Image.fromarray(pixel_array) if pixel_array.ndim == 3 else pixel_array
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -354,7 +354,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of one completion: its total reward. An invalid score (`value is None`) is unknown, never zero."""
+    """Score of one completion: its total reward. If `value` is None, the score is invalid: unknown, never zero."""
 
     value: float | None
     metrics: dict[str, float] = field(default_factory=dict)

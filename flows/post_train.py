@@ -36,7 +36,7 @@ from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.stage import run_stages
 
-_TASK_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # each thread only waits for a worker process
+_TASK_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # many threads, as each only waits for a worker
 
 
 @flow(name="post-train", flow_run_name=flow_run_name, task_runner=_TASK_RUNNER)
@@ -69,7 +69,7 @@ def post_train(
 def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow_run_id: str = "") -> Run:
     """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
     created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
-    configuration is wrong or not that of the existing run, or publication target or artifact store is not writable."""
+    configuration is wrong or differs from that of the run, or the target or artifact store is not writable."""
     kinds = all_kinds()
     path = Path(os.path.expanduser(config))
     if path.is_dir():
@@ -80,10 +80,10 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
             )
         return open_run(path, kinds)
     pipeline = resolve_gpu_settings(load_pipeline(path, overrides, kinds))
-    set_credentials(pipeline)  # credentials are needed to look up files in stores and on the Hub
+    set_credentials(pipeline)  # credentials for files in stores and on the Hub, which are looked up next
     check_targets(pipeline)
     check_store(pipeline)
-    # A flow run that Prefect retries continues the run that its first attempt created.
+    # If Prefect retries a flow run, continue the run that the first attempt of the flow run created.
     run_id_file = flow_runs_folder(pipeline.output_dir.expanduser().absolute()) / flow_run_id
     if flow_run_id and not run_id and run_id_file.is_file():
         run_id = run_id_file.read_text(encoding="utf-8")

@@ -43,7 +43,7 @@ from flows.post_train import open_run_to_execute
 from tasks import events
 from tasks.artifacts import render_approval_form
 from tasks.credentials import set_credentials
-from tasks.final_states import completed_state
+from tasks.final_states import make_completed_state
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.retrain_lease import RetrainLease
@@ -77,7 +77,7 @@ def retrain(
     unpinned_pipeline = load_pipeline(Path(os.path.expanduser(config)), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     state_file = locate_retrain_state(unpinned_pipeline, overrides, start)
-    # The training run that this flow run has started, so that a retry continues it.
+    # This file records the run that this flow run has created, so that a retry of the flow run continues it.
     flow_run_state_file = state_file.with_suffix("") / f"{flow_run.id}.json"
     with RetrainLease(state_file, str(flow_run.id), str(deployment.id or "")) as lease:
         flow_run_state = read_document(flow_run_state_file, RetrainState)
@@ -106,14 +106,14 @@ def retrain(
             last_run = RetrainState(digest=digest, run_id=run.id)
             save_retrain_state(state_file, last_run)
         save_retrain_state(flow_run_state_file, RetrainState(digest=digest, run_id=run.id))
-        stage_names = _stages_before_publication(run)
+        stage_names = _list_stages_before_publication(run)
         if flow_run_state is not None and not _has_same_content(run.pipeline, digest):
             stage_names = _list_stages_to_run(run, stage_names)
             if any(run.pipeline.stage_kind(run.pipeline.stage(name)).is_reusable for name in stage_names):
                 reason = "its rows, code or settings were changed; the next firing takes the new ones"
                 return _make_outdated_state(run.id, reason)
         state, outcome = _train_and_publish(run, stage_names, approve)
-        # The state of a later flow run with newer content is not overwritten.
+        # Do not overwrite the state that a later flow run has saved for newer content.
         if outcome and (last_run is None or last_run.digest == digest):
             save_retrain_state(state_file, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
         return state
@@ -156,17 +156,17 @@ def _get_run_path(pipeline: Pipeline, run_id: str) -> Path:
     return pipeline.output_dir.expanduser().absolute() / run_id
 
 
-def _make_outdated_state(run_id: str, reason: str) -> State[Any]:
-    return Completed(name="Outdated", message=f"run {run_id} is not continued: {reason}")
+def _make_outdated_state(run_id: str, outdated_reason: str) -> State[Any]:
+    return Completed(name="Outdated", message=f"run {run_id} is not continued: {outdated_reason}")
 
 
 def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
-    with suppress(ConfigError, DataError, ModelError):  # missing data counts as changed
+    with suppress(ConfigError, DataError, ModelError):  # content that cannot be read counts as changed
         return compute_retrain_digest(pipeline) == digest
     return False
 
 
-def _stages_before_publication(run: Run) -> list[str]:
+def _list_stages_before_publication(run: Run) -> list[str]:
     """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
     publishing_stages = [stage.name for stage in _list_publishing_stages(run.pipeline)]
     publication_stage_names = set[str]().union(*map(run.pipeline.stage_and_dependents, publishing_stages))
@@ -180,29 +180,29 @@ def _list_publishing_stages(pipeline: Pipeline) -> list[StageConfig]:
 def _train_and_publish(
     run: Run, first_stages: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run the given first stages, then the stages that publish; return the final state and the run's outcome."""
-    nonpublishing_stages = _stages_before_publication(run)
+    """Run `first_stages`, then the stages that publish; return the final state of the flow run, and the outcome."""
+    nonpublishing_stages = _list_stages_before_publication(run)
     last_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim_run(run):
         approval = None
         if approve and last_stages:
             approval = liveness.read_required_approval(run.path) or liveness.PublicationApproval()
-        liveness.save_approval(run.path, approval)  # without an approval, `cosmos resume` refuses to publish
-        state = run_stages(run, first_stages)
-        if not state.is_completed():
+        liveness.save_approval(run.path, approval)  # lets `cosmos resume` refuse until a person approves
+        final_state = run_stages(run, first_stages)
+        if not final_state.is_completed():
             failures = [each for name in first_stages if (each := read_state(run.stage_path(name))).state == "failed"]
             if failures and all(each.exit_code == EXIT_REFUSED for each in failures):
                 message = f"run {run.id}: {'; '.join(each.error for each in failures)}"
                 return Completed(name="NotPromoted", message=message), "refused"
-            return state, ""
+            return final_state, ""
     if approval is not None and not _is_approved(run, approval):
         return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
     if last_stages:
         with claim_run(run):
-            state = run_stages(run, last_stages)
-    if not state.is_completed():
-        return state, ""
-    return completed_state(run, [stage.name for stage in run.pipeline.stages]), "published"
+            final_state = run_stages(run, last_stages)
+    if not final_state.is_completed():
+        return final_state, ""
+    return make_completed_state(run, [stage.name for stage in run.pipeline.stages]), "published"
 
 
 def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
@@ -211,17 +211,17 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     models_digest = _compute_models_digest(run)
     if approval.approved_models == models_digest:
         return True
-    # The number of attempts is part of the key: Prefect refuses a second request with the same key.
-    key, seconds = f"publish-{models_digest}-{flow_run.run_count}", liveness.APPROVAL_TIMEOUT_SECONDS
-    form = Approval.with_initial_data(description=render_approval_form(run.path), publish=False)
+    # The key has the number of attempts, because Prefect refuses a second request with the same key.
+    approval_key, timeout_seconds = f"publish-{models_digest}-{flow_run.run_count}", liveness.APPROVAL_TIMEOUT_SECONDS
+    approval_form = Approval.with_initial_data(description=render_approval_form(run.path), publish=False)
     try:
-        decision = suspend_flow_run(wait_for_input=form, timeout=seconds, key=key)
+        approval_decision = suspend_flow_run(wait_for_input=approval_form, timeout=timeout_seconds, key=approval_key)
     except Pause:  # no person has decided yet
-        request = liveness.PublicationApproval(until=time.time() + seconds, flow_run=str(flow_run.id))
-        liveness.save_approval(run.path, request)
+        open_approval = liveness.PublicationApproval(until=time.time() + timeout_seconds, flow_run=str(flow_run.id))
+        liveness.save_approval(run.path, open_approval)
         events.emit_run_waiting(run)
         raise
-    publish = bool(decision.publish)  # type: ignore[attr-defined]
+    publish = bool(approval_decision.publish)  # type: ignore[attr-defined]
     approval = liveness.PublicationApproval(is_declined=not publish, approved_models=models_digest * publish)
     liveness.save_approval(run.path, approval)
     return publish
@@ -230,11 +230,11 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
 def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
     results = {name: read_result(run.stage_path(name)) for name in names}
-    finished = {
+    finished_stages = {
         name for name, result in results.items() if result and not find_output_damage(run.stage_path(name), result)
     }
-    pipeline = run.pipeline
-    return [name for name in names if name not in finished or not pipeline.stage_kind(pipeline.stage(name)).is_reusable]
+    get_stage, get_kind = run.pipeline.stage, run.pipeline.stage_kind
+    return [name for name in names if name not in finished_stages or not get_kind(get_stage(name)).is_reusable]
 
 
 def _compute_models_digest(run: Run) -> str:
@@ -247,30 +247,30 @@ def _compute_models_digest(run: Run) -> str:
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
     """Return overrides with which each training that depends on no other training starts from the published model; an
-    empty list if no model was published yet, or if the publication target has no method `where`."""
-    targets = [stage.target for stage in _list_publishing_stages(pipeline)]
-    loadable_targets = [target for target in targets if not target.startswith("mlflow://")]
-    if targets and not loadable_targets:
-        raise ConfigError(f"start = 'published': no training reads {targets[-1]}; publish to a folder or s3:// too")
+    empty list if no model was published yet, or if the publication target has no method `get_address`."""
+    all_targets = [stage.target for stage in _list_publishing_stages(pipeline)]
+    loadable_targets = [target for target in all_targets if not target.startswith("mlflow://")]
+    if all_targets and not loadable_targets:
+        raise ConfigError(f"start = 'published': no training reads {all_targets[-1]}; publish to a folder or s3:// too")
     target = open_target(loadable_targets[-1]) if loadable_targets else None
-    record, get_address = (target.published() if target else None), getattr(target, "where", None)
-    if record is None or get_address is None or "version" not in record:
+    published_record, get_address = (target.published() if target else None), getattr(target, "get_address", None)
+    if published_record is None or get_address is None or "version" not in published_record:
         return []
-    address, revision = str(get_address(str(record["version"]))), ""
-    if address.startswith("hub://"):
-        address, _, revision = address.removeprefix("hub://").partition("@")
+    model_address, revision = str(get_address(str(published_record["version"]))), ""
+    if model_address.startswith("hub://"):
+        model_address, _, revision = model_address.removeprefix("hub://").partition("@")
     overrides = []
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).trains_model or _depends_on_training(pipeline, stage):
             continue
-        key = "model" if stage.model else "policy.model_name_or_path"
+        setting_key = "model" if stage.model else "policy.model_name_or_path"
         name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
-        # An override must name a stage of the file. There, a sweep with a grid is one stage, and its name is the name
-        # of the stage that selects the best branch.
+        # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
+        # the name of the stage that selects the best branch.
         sweep = select_stage.sweep if select_stage else None
         if select_stage and sweep and any(branch.settings for branch in sweep.branches):
             name = select_stage.name
-        overrides.append(f"{name}.{key}={address}")
+        overrides.append(f"{name}.{setting_key}={model_address}")
         overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
     return list(dict.fromkeys(overrides))
 

@@ -29,9 +29,9 @@ from prefect.artifacts import (
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.error_handling import log_errors
 from cosmos_core.observe import completions, formatting, gallery
-from cosmos_core.observe.costs import cost_card
+from cosmos_core.observe.costs import make_cost_card
 from cosmos_core.observe.plots import plot_curves
-from cosmos_core.observe.record import GateCondition, RunRecord, StageRecord, model_loading_code, read_run
+from cosmos_core.observe.record import GateCondition, RunRecord, StageRecord, read_run, render_loading_code
 from cosmos_core.observe.report import REPORT_FILE, build_report
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.files import parse_documents, read_json, write_text
@@ -43,7 +43,7 @@ from tasks.naming import user_name
 logger = logging.getLogger(__name__)
 
 _UPDATE_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
-_MAX_WAIT_SECONDS = 300.0  # maximum time in which a thread that publishes artifacts may end
+_MAX_WAIT_SECONDS = 300.0  # maximum time to wait for the thread that publishes artifacts
 _MAX_TABLE_ROWS = 20
 _MAX_PLOTTED_LINES = 10_000
 _MAX_CELL_CHARACTERS = 1000  # maximum number of characters of one prompt or completion in a table
@@ -59,18 +59,18 @@ class StageArtifacts:
     def __init__(self, pipeline: PipelineConfig, stage_path: Path) -> None:
         self._stage_path = stage_path
         self._metrics_reader = MetricsReader(stage_path / "metrics.jsonl")
-        self._key = _make_artifact_key(pipeline.name, stage_path.name)
+        self._artifact_key_prefix = _make_artifact_key(pipeline.name, stage_path.name)
         self._is_private = bool(pipeline.private)
         self._run_description = f"run {stage_path.parent.parent.name} of {user_name()}"
-        self._progress_id: UUID | None = None
-        self._next_times = {name: time.monotonic() + seconds for name, seconds in _UPDATE_PERIOD_SECONDS.items()}
-        self._next_times["progress"] = 0.0
+        self._progress_artifact_id: UUID | None = None
+        self._next_update_times = {name: time.monotonic() + seconds for name, seconds in _UPDATE_PERIOD_SECONDS.items()}
+        self._next_update_times["progress"] = 0.0
         self._thread: threading.Thread | None = None
 
     def update(self, progress: ProgressRecord) -> None:
         """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes, in a
         thread: Prefect repeats a request to a server that does not respond for minutes."""
-        is_update_due = time.monotonic() >= min(self._next_times.values())
+        is_update_due = time.monotonic() >= min(self._next_update_times.values())
         if is_update_due and not (self._thread and self._thread.is_alive()):
             arguments = (self._publish_due_artifacts, progress)
             self._thread = threading.Thread(target=copy_context().run, args=arguments, name="artifacts", daemon=True)
@@ -78,7 +78,7 @@ class StageArtifacts:
 
     def _publish_due_artifacts(self, progress: ProgressRecord) -> None:
         percent = 100.0 * progress.step / progress.total if progress.total else None
-        now = time.monotonic()
+        current_time = time.monotonic()
         publishers: dict[str, Callable[[], None]] = {
             "progress": partial(self._show_progress, percent),
             "metrics": self._show_metrics,
@@ -86,8 +86,8 @@ class StageArtifacts:
         }
         with log_ui_errors():
             for name, publish in publishers.items():
-                if now >= self._next_times[name]:
-                    self._next_times[name] = now + _UPDATE_PERIOD_SECONDS[name]
+                if current_time >= self._next_update_times[name]:
+                    self._next_update_times[name] = current_time + _UPDATE_PERIOD_SECONDS[name]
                     publish()
 
     def finish(self, result: Result) -> None:
@@ -104,7 +104,7 @@ class StageArtifacts:
             self._show_card(_render_result_card(result), "Result")
 
     def show_refusal(self) -> None:
-        """Publish a card with the conditions of a refused gate; `finish` publishes the card of a passed gate."""
+        """Publish a card with the conditions of a gate that refused; `finish` does so for a gate that passed."""
         with log_ui_errors():
             conditions = parse_documents(read_json(self._stage_path / CONDITIONS_FILE) or (), GateCondition)
             text = f"# {self._stage_path.name}: refused\n\n{render_conditions_table(conditions)}"
@@ -112,40 +112,40 @@ class StageArtifacts:
 
     def _show_card(self, text: str, title: str) -> None:
         description = f"{title} of {self._stage_path.name}, {self._run_description}"
-        create_markdown_artifact(text, key=f"{self._key}-card", description=description)
+        create_markdown_artifact(text, key=f"{self._artifact_key_prefix}-card", description=description)
 
     def _show_samples(self) -> None:
         """Publish the newest completions as a table, and the newest grid of generated images of a diffusion model."""
         if self._is_private:
             return
-        if lines := completions.newest_completions(self._stage_path, _MAX_TABLE_ROWS):
+        if lines := completions.read_newest_completions(self._stage_path, _MAX_TABLE_ROWS):
             rows = [_make_sample_row(line, self._stage_path) for line in lines]
-            create_table_artifact(rows, f"{self._key}-samples", f"Samples, {self._run_description}")
-        if (grid_path := gallery.newest_grid_file(self._stage_path)) is not None:
+            create_table_artifact(rows, f"{self._artifact_key_prefix}-samples", f"Samples, {self._run_description}")
+        if (grid_path := gallery.find_newest_grid(self._stage_path)) is not None:
             image_url = gallery.make_data_uri("image/png", grid_path.read_bytes())
             description = f"{grid_path.parent.name}, {self._run_description}"
-            create_image_artifact(image_url, f"{self._key}-drawings", description)
+            create_image_artifact(image_url, f"{self._artifact_key_prefix}-drawings", description)
 
     def _show_progress(self, percent: float | None) -> None:
-        if percent is not None and self._progress_id is None:
+        if percent is not None and self._progress_artifact_id is None:
             description = f"{self._stage_path.name}, {self._run_description}"
-            artifact_id = create_progress_artifact(percent, f"{self._key}-progress", description)
-            self._progress_id = artifact_id if isinstance(artifact_id, UUID) else None
-        elif percent is not None and self._progress_id is not None:
-            update_progress_artifact(self._progress_id, progress=percent)
+            artifact_id = create_progress_artifact(percent, f"{self._artifact_key_prefix}-progress", description)
+            self._progress_artifact_id = artifact_id if isinstance(artifact_id, UUID) else None
+        elif percent is not None and self._progress_artifact_id is not None:
+            update_progress_artifact(self._progress_artifact_id, progress=percent)
 
     def _show_metrics(self) -> None:
-        lines = self._metrics_reader.update()
-        if not lines:
+        metric_records = self._metrics_reader.update()
+        if not metric_records:
             return
-        while len(lines) > _MAX_PLOTTED_LINES:  # a long training must not slow down the flow or fill its memory
-            del lines[: len(lines) // 2 : 2]
-        newest_lines = lines[-_MAX_TABLE_ROWS:]
-        keys = ["step", *sorted({key for line in newest_lines for key in line} - {"step", "time"})]
-        rows = [{key: _to_json_value(line.get(key)) for key in keys} for line in newest_lines]
-        create_table_artifact(rows, f"{self._key}-metrics", f"Newest steps, {self._run_description}")
-        image_url = gallery.make_data_uri("image/png", plot_curves(lines))
-        create_image_artifact(image_url, f"{self._key}-curves", f"Curves, {self._run_description}")
+        while len(metric_records) > _MAX_PLOTTED_LINES:  # drop every second old record, to bound time and memory
+            del metric_records[: len(metric_records) // 2 : 2]
+        newest_records = metric_records[-_MAX_TABLE_ROWS:]
+        column_names = ["step", *sorted({key for line in newest_records for key in line} - {"step", "time"})]
+        rows = [{key: _to_json_value(line.get(key)) for key in column_names} for line in newest_records]
+        create_table_artifact(rows, f"{self._artifact_key_prefix}-metrics", f"Newest steps, {self._run_description}")
+        image_url = gallery.make_data_uri("image/png", plot_curves(metric_records))
+        create_image_artifact(image_url, f"{self._artifact_key_prefix}-curves", f"Curves, {self._run_description}")
 
 
 def publish_run_report(run_path: Path) -> None:
@@ -183,31 +183,31 @@ def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
     lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
     for condition in conditions:
         bound_text = "–" if condition.bound is None else f"{condition.bound:.6g}"
-        verdict = "yes" if condition.passed else "**no**"
-        lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {verdict} |")
+        verdict_text = "yes" if condition.passed else "**no**"
+        lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {verdict_text} |")
     return "\n".join([*lines, ""])
 
 
 def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
-    cells = {"prompt": line.get("prompt", ""), "completion": completions.completion_text(line, stage)}
+    cells = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage)}
     for name, text in cells.items():
         cells[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
     return {"step": line["step"], **cells, "reward": _to_json_value(line.get("reward"))}
 
 
-def _to_json_value(value: Any) -> Any:
-    """Return a metric for a table of Prefect, which replaces NaN but not infinity, which JSON cannot represent."""
-    return str(value) if value in (math.inf, -math.inf) else value
+def _to_json_value(metric_value: Any) -> Any:
+    """Return a metric for a table in Prefect. Infinity becomes text, as JSON has none and Prefect replaces only NaN."""
+    return str(metric_value) if metric_value in (math.inf, -math.inf) else metric_value
 
 
 def _render_run_card(run: RunRecord) -> str:
     lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_render_stages(run)]
-    lines += [line for name, cost in cost_card(run).items() for line in ("", f"{name}: {cost}")]
+    lines += [line for name, cost in make_cost_card(run).items() for line in ("", f"{name}: {cost}")]
     lines += ["", f"run directory `{run.path}`"]
     if url := report_url(run.path):
         lines += ["", f"[report]({url})"]
     if run.model is not None:
-        lines += ["", f"model `{run.model}`", "", "```python", model_loading_code(run.model), "```"]
+        lines += ["", f"model `{run.model}`", "", "```python", render_loading_code(run.model), "```"]
     lines += [line for location in run.published_locations for line in ("", f"published `{location}`")]
     return "\n".join(lines) + "\n"
 
@@ -247,9 +247,9 @@ def _render_result_card(result: Result) -> str:
     metric_rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
     files = result["outputs"][:_MAX_TABLE_ROWS]
     lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in files]
-    file_lines, conditions = "\n".join(lines), result["info"].get("conditions")
+    file_lines, gate_conditions = "\n".join(lines), result["info"].get("conditions")
     table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
     gate_text = ""
-    if conditions is not None:
-        gate_text = f"\n\n{render_conditions_table(parse_documents(conditions, GateCondition))}"
+    if gate_conditions is not None:
+        gate_text = f"\n\n{render_conditions_table(parse_documents(gate_conditions, GateCondition))}"
     return f"{table_header}\n{metric_rows}{gate_text}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

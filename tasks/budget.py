@@ -4,8 +4,8 @@ import time
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import OverBudget, Preempted
-from cosmos_core.launch.gpus import num_reserved_gpus
-from cosmos_core.observe.resuming import resume_command
+from cosmos_core.launch.gpus import count_reserved_gpus
+from cosmos_core.observe.resuming import make_resume_command
 from cosmos_core.run.directory import Run, read_start_info
 from cosmos_core.run.gpu_time import compute_run_gpu_seconds
 
@@ -18,7 +18,7 @@ class BudgetCheck:
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run = run
         config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
-        has_budget = config.budget is not None and num_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
+        has_budget = config.budget is not None and count_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
         self._budget_limit = config.budget if has_budget else None
         self._price_per_gpu_hour = config.price_per_gpu_hour or 0.0
         self._next_check_time = 0.0
@@ -32,7 +32,10 @@ class BudgetCheck:
         gpu_hours = compute_run_gpu_seconds(self._run.path) / 3600
         if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
-        resume_hint, start_info = f"{resume_command(self._run.path)} --budget AMOUNT", read_start_info(self._run.path)
+        resume_hint, start_info = (
+            f"{make_resume_command(self._run.path)} --budget AMOUNT",
+            read_start_info(self._run.path),
+        )
         if start_info and start_info.entrypoint:
             resume_hint = "raise it in configure_run, and run the flow again"
         return OverBudget(

@@ -40,7 +40,7 @@ _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
 _SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that cluster schedulers send before they end a job
-_executed_flow_runs: set[UUID] = set()
+_executed_flow_run_ids: set[UUID] = set()
 
 
 def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
@@ -55,8 +55,8 @@ def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> b
 
 def is_cancelled() -> bool | None:
     """Return True if the current flow run, or the parent flow run whose stage it executes, was cancelled or suspended,
-    as by the button Pause of Prefect's UI; None if the server does not respond. Return False outside of a flow run, and
-    if the flow run was deleted."""
+    for example with the Pause button of Prefect's UI; None if the server does not respond. Return False outside of a
+    flow run, and if the flow run was deleted."""
     if not flow_run.id:
         return False
     try:
@@ -76,7 +76,7 @@ def _is_cancelled_or_suspended(run: FlowRun) -> bool:
 
 
 def raise_if_suspended() -> None:
-    """Let Prefect end a suspended flow run: a final state would prevent a person from resuming it."""
+    """Raise Prefect's `Pause` if the flow run is suspended: with a final state instead, no person could resume it."""
     with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as client:
         run = client.read_flow_run(UUID(flow_run.id))
         if run.state_name == _SUSPENDED_STATE:
@@ -86,22 +86,23 @@ def raise_if_suspended() -> None:
 def confirm_cancellation_at_exit() -> None:
     """Let this process set the state Cancelled of the current flow run when it exits, if the flow run is then in the
     state Cancelling. A worker usually does so, but may have died; the server would do so after five minutes."""
-    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # a temporary server ends with this process
-        if not _executed_flow_runs:
+    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # skip a temporary server, which ends with this process
+        if not _executed_flow_run_ids:
             atexit.register(confirm_cancellations)
-        _executed_flow_runs.add(UUID(flow_run.id))
+        _executed_flow_run_ids.add(UUID(flow_run.id))
 
 
 def confirm_cancellations() -> None:
     """Set the state Cancelled of each flow run that this process has executed and that is in the state Cancelling."""
-    for flow_run_id in _executed_flow_runs:
+    for flow_run_id in _executed_flow_run_ids:
         with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
             if client.read_flow_run(flow_run_id).state_type == StateType.CANCELLING:
                 client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
 def _set_signal_handler(signal_numbers: Iterable[int], handler: Callable[[int, Any], None] | signal.Handlers) -> None:
-    """Set a signal handler if this is the main thread; Prefect restores its handler of SIGTERM when a flow ends."""
+    """Set a handler for signals if this is the main thread: Python allows no other thread to set one. Prefect restores
+    its own handler of SIGTERM when a flow ends."""
     if threading.current_thread() is threading.main_thread():
         for signal_number in signal_numbers:
             signal.signal(signal_number, handler)
@@ -114,7 +115,7 @@ def stop_on_signals(
     `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far; `on_stop` is
     called before the flow ends."""
 
-    def stop(signal_number: int, frame: object) -> None:
+    def handle_signal(signal_number: int, frame: object) -> None:
         if signal_number in _SCHEDULER_SIGNALS and signal.Signals(signal_number).name not in read_signal_names():
             signal.signal(signal_number, signal.SIG_DFL)
             signal.raise_signal(signal_number)
@@ -125,22 +126,23 @@ def stop_on_signals(
         _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
         raise TerminationSignal(signal=signal_number)
 
-    _set_signal_handler((signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS), stop)
+    _set_signal_handler((signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS), handle_signal)
 
 
 def terminate_on_signals(run: Run) -> None:
-    """End the flow on the signals of `train.signal_to_handle`, as on SIGTERM; confirm its cancellation at exit."""
+    """Let the signals of `train.signal_to_handle` end the flow as SIGTERM does; confirm its cancellation at exit."""
     confirm_cancellation_at_exit()
 
-    def terminate(signal_number: int, frame: object) -> None:
+    def handle_signal(signal_number: int, frame: object) -> None:
         raise TerminationSignal(signal=signal_number)
 
     signal_names = {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
-    _set_signal_handler((signal.Signals[name] for name in signal_names), terminate)
+    _set_signal_handler((signal.Signals[name] for name in signal_names), handle_signal)
 
 
 def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> None:
-    """Ask the workers of this process to save and exit, wait for the task runs of stages, and ignore later SIGTERMs."""
+    """Ask the workers of this process to save a checkpoint and exit, and wait for the task runs of the stages. From now
+    on SIGTERM is ignored."""
     _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
     worker.stop_all()
     grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace_seconds())
@@ -153,13 +155,13 @@ def make_publication_check() -> Callable[[], None]:
     """Return a function that any thread calls before it publishes. It raises `Cancelled` if the flow run was cancelled,
     and `Preempted` if this process was requested to stop. While the server does not respond, it waits; after ten
     minutes it raises `StageFailed`, since the flow run may have been cancelled."""
-    context = copy_context()  # a copy, because other threads do not see the current flow run and its client
+    flow_run_context = copy_context()  # a copy, because other threads do not see the current flow run and its client
 
     def raise_if_cancelled() -> None:
-        start_time, has_warned = time.monotonic(), False
+        wait_start_time, has_warned = time.monotonic(), False
         worker.sleep_unless_stopping(0)
-        while (was_cancelled := context.copy().run(is_cancelled)) is None:
-            if time.monotonic() - start_time > _MAX_UNREACHABLE_SECONDS:
+        while (was_cancelled := flow_run_context.copy().run(is_cancelled)) is None:
+            if time.monotonic() - wait_start_time > _MAX_UNREACHABLE_SECONDS:
                 raise StageFailed("the Prefect server does not respond, so nothing is published: was it cancelled?")
             if not has_warned:
                 logger.warning("the Prefect server does not respond: the publication waits until it does")
@@ -184,7 +186,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 @lru_cache
 def _find_parent_flow_run(task_run_id: UUID) -> UUID:
     with _open_client() as client:
-        parent_id = client.read_task_run(task_run_id).flow_run_id
-    if parent_id is None:
+        parent_flow_run_id = client.read_task_run(task_run_id).flow_run_id
+    if parent_flow_run_id is None:
         raise ObjectNotFound(Exception(f"task run {task_run_id} has no flow run"))
-    return parent_id
+    return parent_flow_run_id

@@ -31,7 +31,7 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     try:
         block_value = Secret.load(SECRET_BLOCK).get()  # type: ignore[union-attr]
     except ValueError:
-        return  # the server has no Secret block of this name
+        return  # no credentials to set: the server has no Secret block of this name
     try:
         variables = json.loads(block_value) if isinstance(block_value, str) else block_value
     except ValueError:  # the error is not logged: its message may show the value
@@ -39,12 +39,12 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     if not isinstance(variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", SECRET_BLOCK)
         return
-    prefixes = "*, ".join(_CREDENTIAL_PREFIXES)
+    prefixes_text = "*, ".join(_CREDENTIAL_PREFIXES)
     for name, variable_value in variables.items():
         if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(variable_value))
         else:
-            logger.warning("the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, prefixes)
+            logger.warning("the Secret block %s: %s is none of %s*: it is not used", SECRET_BLOCK, name, prefixes_text)
 
 
 def set_command_credentials(pipeline: Pipeline | None) -> None:
@@ -63,8 +63,8 @@ def set_command_credentials(pipeline: Pipeline | None) -> None:
 
 def _uses_remote_storage(pipeline: Pipeline) -> bool:
     tables = [table for stage in pipeline.stages for table in (stage, pipeline.recipes[stage.name])]
-    values = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
-    if pipeline.config.artifact_store or any("://" in value for value in values):
+    string_settings = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
+    if pipeline.config.artifact_store or any("://" in value for value in string_settings):
         return True
     with suppress(ConfigError):  # ignore an invalid setting here: the start of the run reports it
         return any(each.location_type == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))

@@ -37,24 +37,24 @@ RUN_WAITING = "cosmos.run.waiting"
 def emit_stage_completed(
     run: Run, name: str, result: Result, *, was_reused: bool, earlier_result: Result | None = None
 ) -> None:
-    """Emit an event that a stage has its result and, if it has newly published a model, a second one for the model: a
-    resumed run, whose stage had the result `earlier_result`, publishes the same version again."""
+    """Emit an event that a stage has its result. Emit a second event if the stage has published a model that neither
+    another run nor `earlier_result`, the previous result of the stage, had published before."""
     payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
     _emit_event(STAGE_COMPLETED, run, name, payload)
     is_publication = run.pipeline.stage_kind(run.pipeline.stage(name)).makes == "publication"
-    address, was_published = result["info"].get("published"), "was_published" in result["info"]
+    published_address, was_published = result["info"].get("published"), "was_published" in result["info"]
     if earlier_result is not None:
-        was_published |= earlier_result["info"].get("published") == address
+        was_published |= earlier_result["info"].get("published") == published_address
     if is_publication and not was_reused and not was_published:
-        details = {"target": run.pipeline.stage(name).target, "published": address}
-        _emit_event(MODEL_PUBLISHED, run, name, payload | details)
+        publication_details = {"target": run.pipeline.stage(name).target, "published": published_address}
+        _emit_event(MODEL_PUBLISHED, run, name, payload | publication_details)
 
 
 def emit_stage_failed(run: Run, name: str, error: CosmosError) -> None:
     """Emit an event that a gate refused, or that a stage failed and is not retried; no event for a stopped stage."""
     if not isinstance(error, Preempted):
-        event = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
-        _emit_event(event, run, name, {"error": str(error), "exit_code": error.exit_code})
+        event_name = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
+        _emit_event(event_name, run, name, {"error": str(error), "exit_code": error.exit_code})
 
 
 def emit_run_ended(run: Run, *, is_failed: bool) -> None:
@@ -63,7 +63,7 @@ def emit_run_ended(run: Run, *, is_failed: bool) -> None:
     states = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
     if is_failed:
         failed_stages = [name for name, state in states.items() if state == "failed"]
-        if failed_stages:  # in a run that was only stopped, no stage has failed
+        if failed_stages:  # a run that was only stopped emits no event
             _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
     elif FINISHED_STATES.issuperset(states.values()):
         results = [result for name in states if (result := read_result(run.stage_path(name)))]
@@ -83,7 +83,7 @@ def emit_run_over_budget(run: Run) -> None:
         _emit_event(RUN_OVER_BUDGET, run, "", {"error": message, "budget": run.pipeline.config.budget})
 
 
-def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> None:
+def _emit_event(event_name: str, run: Run, stage: str, extra_payload: dict[str, Any]) -> None:
     pipeline, ui_url = run.pipeline.config.name, get_current_settings().ui_url
     resource = {
         "prefect.resource.id": f"cosmos.stage.{run.id}.{stage}" if stage else f"cosmos.run.{run.id}",
@@ -91,14 +91,14 @@ def _emit_event(event: str, run: Run, stage: str, details: dict[str, Any]) -> No
         "cosmos.pipeline": pipeline,
         "cosmos.run": run.id,
     }
-    report = report_url(run.path) or str(run.path / REPORT_FILE)
-    payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path), "report": report}
+    report_location = report_url(run.path) or str(run.path / REPORT_FILE)
+    payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path), "report": report_location}
     if ui_url:
         payload["card"] = f"{ui_url}/artifacts/key/{run_card_key(pipeline)}"
     if stage:
         resource["cosmos.stage"] = payload["stage"] = stage
-    with log_errors(partial(logger.warning, "event %s is not sent: %s", event)):
-        emit_event(event, resource, payload=payload | details)
+    with log_errors(partial(logger.warning, "event %s is not sent: %s", event_name)):
+        emit_event(event_name, resource, payload=payload | extra_payload)
 
 
 def _keep_finite_metrics(metrics: dict[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ REFUSED_STATE = "Refused"
 _SKIPPED_STATE = "Skipped"
 
 
-def failed_state(error: CosmosError) -> State[Any]:
+def make_failed_state(error: CosmosError) -> State[Any]:
     """Return the final state of a stage that failed and is not retried. The state is returned instead of raising the
     error, because Prefect logs a traceback for a raised error."""
     if isinstance(error, GateFailed):
@@ -28,10 +28,10 @@ def failed_state(error: CosmosError) -> State[Any]:
     return Failed(name="Stopped" if isinstance(error, Preempted) else None, message=str(error), data=error)
 
 
-def skipped_state(reason: str) -> State[Any]:
+def make_skipped_state(skip_reason: str) -> State[Any]:
     """Return the final state of a stage that will never start. Without this state, Prefect would leave its task run and
     all dependent task runs pending forever, even after a cancellation."""
-    return Completed(name=_SKIPPED_STATE, message=reason)
+    return Completed(name=_SKIPPED_STATE, message=skip_reason)
 
 
 def has_result(future: PrefectFuture[Any]) -> bool:
@@ -46,7 +46,7 @@ def read_task_state(future: PrefectFuture[Any]) -> State[Any]:
     return future.state
 
 
-def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
+def derive_flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancelled: bool) -> State[Any]:
     """Return the final state of a flow run from the futures of its stages. If the flow run was suspended, raise
     Prefect's signal, which ends the process and leaves the flow run suspended."""
     incomplete_states = {name: read_task_state(future) for name, future in futures.items() if not has_result(future)}
@@ -56,7 +56,7 @@ def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancel
         outcome_text = resume_text if incomplete_states else "all of its stages are complete"
         return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")
     if not incomplete_states:
-        return completed_state(run, list(futures))
+        return make_completed_state(run, list(futures))
     errors = list({str(error): error for error in map(_get_error, incomplete_states.values()) if error})
     gate_errors = [error for error in map(_get_error, incomplete_states.values()) if isinstance(error, GateFailed)]
     if gate_errors and len(gate_errors) == sum(state.is_failed() for state in incomplete_states.values()):
@@ -64,7 +64,7 @@ def flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is_cancel
     return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete_states)}", *errors]))
 
 
-def completed_state(run: Run, names: Sequence[str]) -> State[Any]:
+def make_completed_state(run: Run, names: Sequence[str]) -> State[Any]:
     """Return the final state of a flow run whose stages `names` are complete; its message says how many were reused."""
     num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
     reuse_text = f", {num_reused} of them reused from earlier runs" if num_reused else ""
@@ -72,5 +72,5 @@ def completed_state(run: Run, names: Sequence[str]) -> State[Any]:
 
 
 def _get_error(state: State[Any]) -> CosmosError | None:
-    data = getattr(state.data, "result", state.data)  # Prefect wraps the value that a task returns
-    return data if isinstance(data, CosmosError) else None
+    returned_value = getattr(state.data, "result", state.data)  # Prefect wraps the value that a task returns
+    return returned_value if isinstance(returned_value, CosmosError) else None

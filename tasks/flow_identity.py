@@ -40,26 +40,28 @@ def derive_run_identity(
     """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
     and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
     variable COSMOS_RUN_ID sets it."""
-    values = to_json_values(parameters)
-    file, function = find_flow_source(flow)
-    identity_hash = hashlib.sha256(json.dumps([file.name, function, values], sort_keys=True).encode()).hexdigest()[:8]
+    json_values = to_json_values(parameters)
+    file, function_name = find_flow_source(flow)
+    identity_json = json.dumps([file.name, function_name, json_values], sort_keys=True)
+    identity_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:8]
     sanitized_name = "".join(letter if STAGE_NAME_PATTERN.fullmatch(f"a{letter}") else "-" for letter in flow.name)
     name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
-    return str((not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or values.get("run_id") or name), values
+    run_id = (not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or json_values.get("run_id")
+    return str(run_id or name), json_values
 
 
 def to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON, from which pydantic restores parameters of the same types."""
+    """Return parameters as JSON values, from which pydantic restores the parameters with their types."""
     json_parameters: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
     return json_parameters
 
 
 def _to_jsonable(value: Any) -> Any:
-    if isinstance(value, set | frozenset):  # the order of the elements differs between processes
+    if isinstance(value, set | frozenset):  # sorted, because the order of a set differs between processes
         return sorted(value, key=repr)
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True)
-    if callable(convert_to_list := getattr(value, "tolist", None)):  # scalars and arrays of NumPy and torch
+    if callable(convert_to_list := getattr(value, "tolist", None)):  # scalars and arrays of NumPy or torch have it
         return convert_to_list()
     return to_jsonable_python(value, fallback=str)
 

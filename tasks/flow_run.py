@@ -95,10 +95,10 @@ class PythonFlowState:
     """Futures of the submitted stages, by the name of the stage."""
     calls: dict[str, tuple[StageCall, Path]] = field(default_factory=dict)
     """Calls that were made, each with the file of its recipe, by the name of the stage."""
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _state_lock: threading.RLock = field(default_factory=threading.RLock)
     _reserved_names: set[str] = field(default_factory=set)
     _num_active_calls: int = 0
-    _run_lock: FileLock | None = None
+    _run_claim: FileLock | None = None
     _watch_thread: threading.Thread | None = None
 
     @property
@@ -107,16 +107,16 @@ class PythonFlowState:
         return Path(self.entrypoint.rpartition(":")[0]).parent
 
     def watch_for_cancellation(self) -> None:
-        """Stop the workers of this process if the flow run is cancelled while submitted stages run, in one thread."""
-        with self._lock:
+        """Start a thread that stops the workers of this process if the flow run is cancelled while stages run."""
+        with self._state_lock:
             if self._watch_thread is None:
-                context = copy_context()  # the thread needs the current flow run
+                context = copy_context()  # the thread needs the current flow run, which is in the context
                 self._watch_thread = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
                 self._watch_thread.start()
 
     def _stop_if_cancelled(self) -> None:
         while True:
-            with self._lock:
+            with self._state_lock:
                 futures = [each.wrapped_future for each in [*self.futures.values()] if not each.wrapped_future.done()]
                 if not futures:
                     self._watch_thread = None
@@ -129,11 +129,11 @@ class PythonFlowState:
         """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind, with a number from the
         second use on. Return the reserved name. Raises `ConfigError` if an earlier call of this execution uses the
         name."""
-        with self._lock:
+        with self._state_lock:
             if name in self._reserved_names:
                 raise ConfigError(f"stage {name!r}: the name is used twice in flow {self.name!r}; take another one")
-            candidates = itertools.chain([kind], (f"{kind}-{number}" for number in itertools.count(2)))
-            name = name or next(each for each in candidates if each not in self._reserved_names)
+            candidate_names = itertools.chain([kind], (f"{kind}-{number}" for number in itertools.count(2)))
+            name = name or next(each for each in candidate_names if each not in self._reserved_names)
             self._reserved_names.add(name)
             return name
 
@@ -145,25 +145,25 @@ class PythonFlowState:
         Raises `ConfigError` if the settings are wrong, the run has a finished stage of this name with other settings,
         or another process works on the run."""
         with worker.register_active_run():
-            with self._lock:
+            with self._state_lock:
                 self._num_active_calls += 1
             try:
                 self._reclaim_run()
-                with self._lock:
+                with self._state_lock:
                     run, stages = self._record_call(call, source_file)
                 yield run, stages
             finally:
-                with self._lock:
+                with self._state_lock:
                     self._num_active_calls -= 1
-                    if self._num_active_calls == 0 and self._run_lock is not None and self.run is not None:
+                    if self._num_active_calls == 0 and self._run_claim is not None and self.run is not None:
                         publish_run_report(self.run.path)
                         events.emit_run_over_budget(self.run)
-                        self._run_lock.release()
-                        self._run_lock = None
+                        self._run_claim.release()
+                        self._run_claim = None
 
     def record_end(self, state: str) -> None:
         """Record the final state of the flow, which may have ended long after its last stage."""
-        with self._lock:
+        with self._state_lock:
             self.state = state
             if self.run is not None:
                 record_flow_state(self.run.path, state)
@@ -173,7 +173,7 @@ class PythonFlowState:
         """Claim the run of the earlier calls again, and wait while another execution of the flow works on it, such as
         the replacement of a flow run that has lost contact with its server."""
         while True:
-            with self._lock:
+            with self._state_lock:
                 if self.run is None or self._claim_run(self.run, try_claim_run):
                     return
             worker.sleep_unless_stopping(_POLL_SECONDS)
@@ -200,8 +200,8 @@ class PythonFlowState:
                 dependent_stages = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
                 calls = {each: other for each, other in calls.items() if dependent_stages.isdisjoint(other.stages)}
             # Remove the stages of a call that was killed before it was recorded.
-            names = {each for other in calls.values() for each in other.stages}
-            kept_stages = [stage for stage in run.pipeline.stages if stage.name in names]
+            recorded_stage_names = {each for other in calls.values() for each in other.stages}
+            kept_stages = [stage for stage in run.pipeline.stages if stage.name in recorded_stage_names]
             kept_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept_stages}
             run = replace(run, pipeline=run.pipeline.with_stages(kept_stages, kept_recipes))
         run = self._create_or_extend_run(run, call, source_file)
@@ -215,11 +215,11 @@ class PythonFlowState:
     def _claim_run(self, run: Run, acquire_lock: Callable[[Run], FileLock | None] = claim_run) -> bool:
         """Claim the run for this process, unless it has claimed it already, and read the stages that another process
         may have added; return False if `acquire_lock` returned no lock."""
-        if self._run_lock is None:
-            self._run_lock, self.run = acquire_lock(run), run
-            if self._run_lock is None:
+        if self._run_claim is None:
+            self._run_claim, self.run = acquire_lock(run), run
+            if self._run_claim is None:
                 return False
-            self.run = open_run(run.path, run.pipeline.kinds)
+            self.run = open_run(run.path, run.pipeline.stage_kinds)
             record_flow_state(run.path, self.state)
             record_flow_run(run, self.flow_run)
         return True
@@ -240,8 +240,8 @@ class PythonFlowState:
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
         folder = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
-        values = {**self.settings, "name": self.name, "output_dir": folder}
-        return parse_table(PipelineConfig, values, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
+        config_table = {**self.settings, "name": self.name, "output_dir": folder}
+        return parse_table(PipelineConfig, config_table, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
 
     def _compose_pipeline(self, run: Run | None, call: StageCall, source_file: Path) -> Pipeline:
         pipeline = run.pipeline if run else Pipeline(source_file, self.config(), {}, all_kinds())
@@ -259,7 +259,7 @@ class PythonFlowState:
         if run is not None:
             return extend_run(run, pipeline)
         return create_run(
-            pipeline, run_id=self.run_id, is_name_fixed=True, entrypoint=self.entrypoint, parameters=self.parameters
+            pipeline, run_id=self.run_id, requires_exact_id=True, entrypoint=self.entrypoint, parameters=self.parameters
         )
 
 
@@ -268,11 +268,11 @@ def current_flow() -> PythonFlowState:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow is None:
         raise ConfigError("a stage is called in a Prefect flow: decorate the function that calls it with @flow")
-    key = f"{context.flow_run.id}-{context.flow_run.run_count}"
+    attempt_key = f"{context.flow_run.id}-{context.flow_run.run_count}"
     with _flows_lock:
-        if key not in _flows_by_attempt:
-            _flows_by_attempt[key] = _create_flow_state(context)
-        return _flows_by_attempt[key]
+        if attempt_key not in _flows_by_attempt:
+            _flows_by_attempt[attempt_key] = _create_flow_state(context)
+        return _flows_by_attempt[attempt_key]
 
 
 def configure_run(**settings: Any) -> None:
@@ -289,15 +289,15 @@ def configure_run(**settings: Any) -> None:
 
 
 def find_newest_flow() -> PythonFlowState | None:
-    """Return the flow that this process executed last, or a flow that it called if it has called no stage itself; None
-    if no executed flow has called a stage."""
-    flows = [flow for flow in _flows_by_attempt.values() if flow.run is not None]
-    return max(reversed(flows), key=lambda flow: not flow.is_subflow, default=None)
+    """Return the state of the newest flow of this process that has called a stage, preferably of a flow that no other
+    flow has called; None if no flow has called a stage."""
+    flow_states = [flow for flow in _flows_by_attempt.values() if flow.run is not None]
+    return max(reversed(flow_states), key=lambda flow: not flow.is_subflow, default=None)
 
 
 def describe_unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
-    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each flow run
+    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # maps each flow run to its last attempt
     for name, future in (item for flow in flows_by_id.values() for item in flow.futures.items()):
         if future._final_state is not None:
             continue
@@ -320,8 +320,8 @@ def _create_flow_state(context: FlowRunContext) -> PythonFlowState:
     for hooks in (context.flow.on_completion_hooks, context.flow.on_failure_hooks):
         if _record_flow_end not in hooks:
             hooks.append(_record_flow_end)
-    file, function = find_flow_source(context.flow)
-    return PythonFlowState(name, flow_run, run_id, f"{file}:{function}", parameters, tags, is_subflow)
+    file, function_name = find_flow_source(context.flow)
+    return PythonFlowState(name, flow_run, run_id, f"{file}:{function_name}", parameters, tags, is_subflow)
 
 
 def _read_signal_names() -> set[str]:
@@ -340,10 +340,10 @@ def _record_flow_stops() -> None:
 
 
 def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
-    flows = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
-    for attempt in flows:
+    flow_attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
+    for attempt in flow_attempts:
         attempt.record_end("completed" if state.is_completed() else "failed")
-    if runs := [attempt.run for attempt in flows if attempt.run is not None]:
+    if runs := [attempt.run for attempt in flow_attempts if attempt.run is not None]:
         events.emit_run_ended(runs[-1], is_failed=not state.is_completed())
 
 

@@ -14,10 +14,10 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run import manifest
-from cosmos_core.run.content import link_weights_over_model
+from cosmos_core.run.content import create_linked_model_folder
 from cosmos_core.run.directory import Run, supersede_stage
 from cosmos_core.run.fingerprint import Fingerprint
-from cosmos_core.run.hub import with_setting
+from cosmos_core.run.hub import replace_setting
 from cosmos_core.run.lineage import find_model_origin
 from cosmos_core.run.manifest import ExternalSource, Result, read_result
 from cosmos_core.run.plan import explain_rerun, read_fingerprint, save_fingerprint
@@ -34,13 +34,13 @@ _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "
 def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
     """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
     stage. Raises `StageFailed` if a stage in `after` has no result."""
-    inputs = {}
+    upstream = {}
     for name in stage.after:
         result = read_result(run.stage_path(name))
         if result is None:
             raise StageFailed(f"stage {stage.name!r} needs the result of {name!r}, which is not there")
-        inputs[name] = {**result, "path": str(run.stage_path(name))}
-    return inputs
+        upstream[name] = {**result, "path": str(run.stage_path(name))}
+    return upstream
 
 
 def prepare_stage_folder(
@@ -50,15 +50,15 @@ def prepare_stage_folder(
     training with another fingerprint are moved to `superseded/`. If the stage has a result already, the reason to make
     it again is recorded as an event and passed to `report_line`."""
     path, kind = run.stage_path(stage.name), run.pipeline.stage_kind(stage)
-    reason = explain_rerun(run, stage, fingerprint)
+    rerun_reason = explain_rerun(run, stage, fingerprint)
     supersede_outdated_stage(path, fingerprint)
-    if reason:
-        record_event(path, RERUN_EVENT, reason)
-        report_line(f"{RERUN_EVENT}: {reason}")
+    if rerun_reason:
+        record_event(path, RERUN_EVENT, rerun_reason)
+        report_line(f"{RERUN_EVENT}: {rerun_reason}")
     (path / manifest.RESULT_FILE).unlink(missing_ok=True)
     save_fingerprint(path, fingerprint, stage.work_pool)
-    inputs, kinds = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
-    # Matched by order, because several inputs may have the same key.
+    upstream, kinds = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
+    # Inputs and digests are matched by their order, because several inputs may have the same key.
     digests = [digest for role, *_, digest in fingerprint.inputs if role in kinds and not referenced_stage(digest)]
     external_inputs = [
         each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kinds
@@ -70,19 +70,19 @@ def prepare_stage_folder(
     model_origin = find_model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
     if teacher := recipe.teacher_for_stage(kind):
-        teacher_path = resolve_output(stage.name, "model", teacher.model_name_or_path, inputs)
+        teacher_path = resolve_output(stage.name, "model", teacher.model_name_or_path, upstream)
         recipe = recipe.copy_with(distillation=teacher.copy_with(model_name_or_path=teacher_path))
     for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
         if referenced_stage(dataset.name):
-            recipe = with_setting(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, inputs))
+            recipe = replace_setting(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, upstream))
         if source := referenced_stage(dataset.pass_rates):
-            recipe = with_setting(recipe, f"{key}.pass_rates", str(Path(inputs[source]["path"]) / PASS_RATES_FILE))
-    model = resolve_output(stage.name, "model", stage.model, inputs, stage.format)
-    data = resolve_output(stage.name, "data", stage.data, inputs)
-    linked_model = link_weights_over_model(stage_inputs(stage, recipe, kind), path / "base_model")
+            recipe = replace_setting(recipe, f"{key}.pass_rates", str(Path(upstream[source]["path"]) / PASS_RATES_FILE))
+    model_path = resolve_output(stage.name, "model", stage.model, upstream, stage.format)
+    data_path = resolve_output(stage.name, "data", stage.data, upstream)
+    linked_model = create_linked_model_folder(stage_inputs(stage, recipe, kind), path / "base_model")
     prepared_stage = Stage(
-        path=path, config=stage, recipe=recipe, model=linked_model or model or recipe.policy.model_name_or_path,
-        data=Path(data) if data else None, inputs=inputs, fingerprint=fingerprint.value,
+        path=path, config=stage, recipe=recipe, model=linked_model or model_path or recipe.policy.model_name_or_path,
+        data=Path(data_path) if data_path else None, inputs=upstream, fingerprint=fingerprint.value,
         training_fingerprint=fingerprint.training_hash, kind=kind, sources=sources, origin=model_origin,
     )  # fmt: skip
     prepared_stage.save()
@@ -98,16 +98,16 @@ def supersede_outdated_stage(path: Path, fingerprint: Fingerprint) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def resolve_output(stage: str, key: str, reference: str, inputs: dict[str, Result], model_format: str = "") -> str:
-    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers, of the model in the format
-    `model_format` (empty or `bf16`: without quantisation); return any other value unchanged."""
+def resolve_output(stage: str, key: str, reference: str, upstream: dict[str, Result], model_format: str = "") -> str:
+    """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
+    unchanged. `model_format` selects a format of the model; empty or `bf16`: the model without quantisation."""
     name = referenced_stage(reference)
     if name is None:
         return reference
-    info, setting_text = inputs[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
+    info, setting_text = upstream[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
     output = info.get(key) if model_format in {"", UNQUANTIZED_FORMAT} else info.get("formats", {}).get(model_format)
     if not output:
-        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {inputs[name]['kind']}) makes no {key}")
+        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {upstream[name]['kind']}) makes no {key}")
     if "://" in str(output):
         raise ConfigError(f"{setting_text} is published at {output}; name the stage that {name!r} publishes")
-    return str(Path(inputs[name]["path"]) / str(output))
+    return str(Path(upstream[name]["path"]) / str(output))

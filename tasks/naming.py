@@ -13,15 +13,15 @@ _USER_TAG_PREFIX = "cosmos-user:"
 
 
 def flow_run_name() -> str:
-    """Return the name of a flow run before its run is created: the flow, followed by its config or stage. A name that a
+    """Return the initial name of a flow run: the name of the flow, followed by its config or stage. A name that a
     person has set, for example with `prefect deployment run --flow-run-name`, is kept."""
     return _make_initial_flow_run_name() if is_generated_name(str(flow_run.name)) else str(flow_run.name)
 
 
 def is_generated_name(name: str) -> bool:
     """Return True if `name` is a random flow run name that Prefect has generated: two words of its word list."""
-    words = name.split("-")
-    return len(words) == 2 and _load_word_list().issuperset(words)
+    name_parts = name.split("-")
+    return len(name_parts) == 2 and _load_word_list().issuperset(name_parts)
 
 
 def label_flow_run(pipeline: str, run_id: str, *name_words: str) -> list[str]:

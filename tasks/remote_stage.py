@@ -41,7 +41,7 @@ _POLL_SECONDS = 1.0
 _MIRROR_PERIOD_SECONDS = 5.0
 _REPORT_PERIOD_SECONDS = 10.0
 _MAX_UNREACHABLE_SECONDS = 600.0
-_WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # no worker has started the flow run yet
+_WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # states before a worker starts the flow run
 _MAX_BACKOFF_EXPONENT = 6
 
 
@@ -72,8 +72,8 @@ def run_remote_stage(
     try:
         ended_flow_run = _wait_for_child(run, stage, stage_sync, report_line)
     except httpx.HTTPError as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise StageFailed(f"{_describe_stage(stage)}: the Prefect server does not respond: {reason}") from error
+        error_text = " ".join(str(error).split()) or type(error).__name__
+        raise StageFailed(f"{_describe_stage(stage)}: the Prefect server does not respond: {error_text}") from error
     result = stage_sync.receive_result()
     if ended_flow_run.state_type == StateType.COMPLETED and result is not None:
         if damage := find_output_damage(path, result):
@@ -105,9 +105,9 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 
 
 def require_second_slot(client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
-    """Raise ConfigError if the flow run of the pipeline takes the only slot of the stage's work pool itself."""
-    pool, parent = stage.work_pool, client.read_flow_run(UUID(flow_run_id)) if flow_run_id else None
-    if parent and parent.work_pool_name == pool and client.read_work_pool(pool).concurrency_limit == 1:
+    """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's work pool."""
+    pool, parent_run = stage.work_pool, client.read_flow_run(UUID(flow_run_id)) if flow_run_id else None
+    if parent_run and parent_run.work_pool_name == pool and client.read_work_pool(pool).concurrency_limit == 1:
         raise ConfigError(
             f"stage {stage.name!r}: work_pool = {pool!r} runs one flow run at a time, which is the one that waits for "
             f"the stage; leave work_pool out, or raise the limit: cosmos bootstrap --pool {pool} --limit 2"
@@ -115,37 +115,37 @@ def require_second_slot(client: SyncPrefectClient, stage: StageConfig, flow_run_
 
 
 def count_lost_child_run(path: Path) -> int:
-    """Count the loss of a child flow run that recorded no error, because its machine or process was lost, and return
-    the number of consecutive losses, which `pool.json` keeps: each child flow run resets `state.json`."""
-    child, step = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path).checkpoint_step or 0
+    """Count one more child flow run that ended without recording an error, since its machine or process was lost.
+    Return the number of consecutive losses without a new checkpoint, which is kept in `pool.json`."""
+    child, checkpoint_step = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path).checkpoint_step or 0
     if child is None:
         return 1
-    failures = 1 if step > child.failed_at else child.failures + 1
-    updated_record = child.model_copy(update={"failures": failures, "failed_at": step})
+    num_lost_children = 1 if checkpoint_step > child.failed_at else child.failures + 1
+    updated_record = child.model_copy(update={"failures": num_lost_children, "failed_at": checkpoint_step})
     write_json(path / CHILD_RUN_FILE, updated_record.model_dump())
     return updated_record.failures
 
 
 def _find_running_child(client: SyncPrefectClient, path: Path) -> ChildFlowRun | None:
-    """Return the child flow run that an earlier parent started; None if it has ended or does not exist."""
+    """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown."""
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
     try:
-        run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
+        child_flow_run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
     except ObjectNotFound:  # the flow run is on another Prefect server
         return None
-    return child if run is not None and run.state_type not in TERMINAL_STATES else None
+    return child if child_flow_run is not None and child_flow_run.state_type not in TERMINAL_STATES else None
 
 
 def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFlowRun:
     path, pool = run.stage_path(stage.name), stage.work_pool
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
     if child.failures:
-        sleep_unless_stopping(backoff_seconds(child.failures))
-    # A saved token without a flow run means that the process ended during its request. The same request is then
-    # repeated, and Prefect creates no second flow run for the same token.
+        sleep_unless_stopping(compute_backoff_seconds(child.failures))
+    # If a token was saved without the id of a flow run, an earlier process ended during its request. Repeat the request
+    # with the same token, for which Prefect creates no second flow run.
     if child.flow_run or not child.token:
-        changes = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
-        child = child.model_copy(update=changes)
+        request_fields = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
+        child = child.model_copy(update=request_fields)
     try:
         run_address = stage_sync.send_run()
         path.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
     return child
 
 
-def backoff_seconds(num_failures: int) -> float:
+def compute_backoff_seconds(num_failures: int) -> float:
     """Return the pause before the next attempt after consecutive failures: 1, 2, 4 ... 60 seconds."""
     return min(60.0, 2.0 ** min(num_failures - 1, _MAX_BACKOFF_EXPONENT))
 
@@ -178,8 +178,8 @@ def report_worker_wait(
     """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless
     `last_message` has the same reason; return the message."""
     num_workers = sum(map(is_worker_online, client.read_workers_for_work_pool(work_pool)))
-    reason = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
-    message = f"waits for a worker of pool {work_pool}: {reason}"
+    worker_text = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
+    message = f"waits for a worker of pool {work_pool}: {worker_text}"
     if client.read_work_pool(work_pool).is_paused:
         message = f"waits for work pool {work_pool}, which is paused"
     if message != last_message:
@@ -199,15 +199,15 @@ def _poll_child(
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
     while True:
         try:
-            run = client.read_flow_run(flow_run_id)
-            if run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
+            child_flow_run = client.read_flow_run(flow_run_id)
+            if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
                 next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
                 last_message = report_wait_reason(last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
             message = f"{_describe_stage(stage)}: its flow run {flow_run_id} is gone from the server"
             raise StageFailed(message) from error
-        except httpx.HTTPError:  # the server may be restarting; the child flow run continues meanwhile
+        except httpx.HTTPError:  # ignore a short outage, as the child flow run continues
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
             sleep_unless_stopping(_POLL_SECONDS)
@@ -215,16 +215,16 @@ def _poll_child(
         if time.monotonic() - last_mirror_time > _MIRROR_PERIOD_SECONDS:
             mirror_progress()
             last_mirror_time = time.monotonic()
-        if run.state_type in TERMINAL_STATES:
-            return run
-        budget.raise_if_spent()  # here too: the child flow run sees only the stages on the disks of its machine
+        if child_flow_run.state_type in TERMINAL_STATES:
+            return child_flow_run
+        budget.raise_if_spent()  # the check of the child counts only stages on the disks of its machine
         sleep_unless_stopping(_POLL_SECONDS)
 
 
 def _cancel_child(client: SyncPrefectClient, child: ChildFlowRun, grace_seconds: float) -> None:
     """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
     flow_run_id = UUID(child.flow_run)
-    with suppress(httpx.HTTPError, ObjectNotFound):  # an unreachable server must not prevent this process from stopping
+    with suppress(httpx.HTTPError, ObjectNotFound):  # if the server is unreachable, stop without a cancellation
         client.set_flow_run_state(flow_run_id, Cancelling())
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and client.read_flow_run(flow_run_id).state_type not in TERMINAL_STATES:
@@ -234,16 +234,16 @@ def _cancel_child(client: SyncPrefectClient, child: ChildFlowRun, grace_seconds:
 def _make_child_error(stage: StageConfig, path: Path, ended_flow_run: FlowRun) -> CosmosError:
     """Return the error that the stage recorded in `state.json`, or an error made from the state of the child flow run
     if the stage recorded none because its machine was lost."""
-    state, message = read_state(path), ended_flow_run.state.message if ended_flow_run.state else ""
+    stage_state, message = read_state(path), ended_flow_run.state.message if ended_flow_run.state else ""
     stage_label = _describe_stage(stage)
-    if state.state == "failed" and state.error_type in ERRORS_BY_NAME:
-        return ERRORS_BY_NAME[state.error_type](state.error)
+    if stage_state.state == "failed" and stage_state.error_type in ERRORS_BY_NAME:
+        return ERRORS_BY_NAME[stage_state.error_type](stage_state.error)
     if ended_flow_run.state_type == StateType.CANCELLED:
         return Cancelled(f"{stage_label}: its flow run was cancelled")
-    if state.is_over_budget:
-        return OverBudget(state.error)
-    if state.state == "stopped":
-        return Preempted(f"{stage_label}: {state.error or 'stopped'}")
-    if ended_flow_run.state_type == StateType.COMPLETED and state.state in FINISHED_STATES:
+    if stage_state.is_over_budget:
+        return OverBudget(stage_state.error)
+    if stage_state.state == "stopped":
+        return Preempted(f"{stage_label}: {stage_state.error or 'stopped'}")
+    if ended_flow_run.state_type == StateType.COMPLETED and stage_state.state in FINISHED_STATES:
         return StageFailed(f"{stage_label}: it is done there, but {path} has no result: the machines share no disk")
     return StageFailed(f"{stage_label}: its flow run {ended_flow_run.state_name}: {' '.join(str(message).split())}")

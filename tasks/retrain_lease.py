@@ -76,18 +76,18 @@ class RetrainLease:
                     _delete_variable(client, variable.id)
         return True
 
-    def _has_expired(self, client: SyncPrefectClient, holder: Any) -> bool:
+    def _has_expired(self, client: SyncPrefectClient, holder_record: Any) -> bool:
         """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
         flow run, or would need the file lock that this process holds. Workers with separate run folders on one machine
         have separate file locks."""
-        has_same_lock_file = all(holder.get(key) == self._variable_value[key] for key in ("machine", "lock"))
-        if holder["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
+        has_same_lock_file = all(holder_record.get(key) == self._variable_value[key] for key in ("machine", "lock"))
+        if holder_record["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
             return True
         try:
-            state = client.read_flow_run(UUID(holder["flow_run"])).state
+            flow_run_state = client.read_flow_run(UUID(holder_record["flow_run"])).state
         except ObjectNotFound:
             return True
-        return state is None or state.is_final()
+        return flow_run_state is None or flow_run_state.is_final()
 
 
 def _delete_variable(client: SyncPrefectClient, variable_id: UUID) -> None:

@@ -29,21 +29,21 @@ def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint)
     state = read_state(path)
     if not run.pipeline.stage_kind(stage).is_reusable or (state.forced and read_result(path) is None):
         return None
-    decision = plan.decide_reuse(run.output_dir, path, expected_fingerprint, ignores_cache=run.should_verify_files)
-    if decision is None or decision.action == "run":
+    plan_decision = plan.decide_reuse(run.output_dir, path, expected_fingerprint, ignores_cache=run.should_verify_files)
+    if plan_decision is None or plan_decision.action == "run":
         if (result := StageSync(run, stage).find_result(expected_fingerprint)) is None:
             return None
-        decision = plan.StageDecision("adopt", result["reused_from"])
-    elif decision.action == "adopt":
-        assert decision.result is not None and decision.source is not None
+        plan_decision = plan.StageDecision("adopt", result["reused_from"])
+    elif plan_decision.action == "adopt":
+        assert plan_decision.result is not None and plan_decision.source is not None
         supersede_outdated_stage(path, expected_fingerprint)
-        result = manifest.adopt_result(decision.source, path, decision.result)
+        result = manifest.adopt_result(plan_decision.source, path, plan_decision.result)
         plan.register_result(run.output_dir, path, expected_fingerprint.value)
-    elif (result := decision.result) is None:
+    elif (result := plan_decision.result) is None:
         return None
-    if state.state not in FINISHED_STATES or decision.action == "adopt":
+    if state.state not in FINISHED_STATES or plan_decision.action == "adopt":
         plan.save_fingerprint(path, expected_fingerprint, stage.work_pool)
-        record_event(path, "reused", decision.reason)
+        record_event(path, "reused", plan_decision.reason)
         update_state(path, state="reused", ended=time.time(), error="")
     return result
 

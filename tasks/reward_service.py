@@ -45,9 +45,9 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
     else:
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         # The environment of this process may contain the address of a reward service.
-        environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
+        own_environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
         python, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
-        running_service = managed_reward_service(stage.reward_service, path, python, raise_if_stopping, environment)
+        running_service = managed_reward_service(stage.reward_service, path, python, raise_if_stopping, own_environment)
     with running_service as variables:
         yield variables
 
@@ -55,25 +55,25 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, str]]:
     block_name = f"run-{uuid.uuid4().hex}"
-    service_run_id, ending_states = _start_flow_run(stage, block_name), TERMINAL_STATES
+    service_run_id, uncancelled_states = _start_service_run(stage, block_name), TERMINAL_STATES
     with get_client(sync_client=True) as client:
         try:
-            variables = _wait_for_service(client, stage, service_run_id, block_name)
+            service_variables = _wait_for_service(client, stage, service_run_id, block_name)
             # The service has created its Prefect block; it ends when the block is deleted, and needs no cancellation.
-            ending_states = TERMINAL_STATES | {StateType.RUNNING}
+            uncancelled_states = TERMINAL_STATES | {StateType.RUNNING}
             try:
-                yield variables
+                yield service_variables
             finally:
-                write_health(path, variables)
+                write_health(path, service_variables)
         finally:
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 delete_service_block(client, block_name)
-                if client.read_flow_run(service_run_id).state_type not in ending_states:
+                if client.read_flow_run(service_run_id).state_type not in uncancelled_states:
                     client.set_flow_run_state(service_run_id, Cancelling())
 
 
-def _start_flow_run(stage: StageConfig, block_name: str) -> UUID:
+def _start_service_run(stage: StageConfig, block_name: str) -> UUID:
     pool = stage.reward_service_pool
     parameters = {"config": stage.reward_service, "block": block_name, "of_flow_run": str(flow_run.id or "")}
     try:
@@ -98,9 +98,9 @@ def _wait_for_service(
     while (variables := read_service_variables(client, block_name)) is None:
         state = client.read_flow_run(service_run_id).state
         if state is not None and state.type in TERMINAL_STATES:
-            reason = " ".join(str(state.message or "").split())
-            has_config_error = state.type == StateType.FAILED and ("RewardError" in reason or "ConfigError" in reason)
-            raise (RewardError if has_config_error else StageFailed)(f"{service} ended: {state.name}: {reason}")
+            message = " ".join(str(state.message or "").split())
+            has_config_error = state.type == StateType.FAILED and ("RewardError" in message or "ConfigError" in message)
+            raise (RewardError if has_config_error else StageFailed)(f"{service} ended: {state.name}: {message}")
         if time.monotonic() > deadline:
             raise StageFailed(f"{service} did not load in {_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)

@@ -51,23 +51,23 @@ from cosmos_core.run.plan import fingerprint_folder, register_result
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.progress import ProgressRecord
 from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, record_failure, update_state
-from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoints_during
+from cosmos_core.upload.checkpoint_upload import checkpoint_url, upload_checkpoints_in_background
 from tasks import events
 from tasks.artifacts import StageArtifacts, log_ui_errors, publish_run_report
 from tasks.budget import BudgetCheck
 from tasks.cancellation import is_cancelled, stop_stages, terminate_on_signals, wait_unless_cancelled
 from tasks.credentials import set_credentials
-from tasks.final_states import failed_state, flow_state, has_result, skipped_state
+from tasks.final_states import derive_flow_state, has_result, make_failed_state, make_skipped_state
 from tasks.layout import prepare_stage_folder
 from tasks.naming import label_flow_run
-from tasks.remote_stage import backoff_seconds, count_lost_child_run, run_remote_stage
+from tasks.remote_stage import compute_backoff_seconds, count_lost_child_run, run_remote_stage
 from tasks.reuse import compute_local_fingerprint, find_result
 from tasks.reward_service import reward_service
 from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED_STAGES = 3  # largest number of stages that the name of a flow run lists
+_MAX_NAMED_STAGES = 3  # maximum number of stages that the name of a flow run lists
 MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about retries
 
 
@@ -92,19 +92,19 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
         record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     semaphores = make_branch_semaphores(run.pipeline)
-    # A signal reaches only the main thread, while the tasks wait in other threads.
+    # Stop the stages from here, since a signal reaches only the main thread, and the tasks wait in other threads.
     with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*run_tags):
         terminate_on_signals(run)
         for name in names:
-            upstream = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
-            stage_task = make_stage_task(run, name, upstream, is_local=is_local, semaphore=semaphores.get(name))
-            futures[name] = stage_task.submit(wait_for=[allow_failure(future) for future in upstream.values()])
+            upstream_futures = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
+            stage_task = make_stage_task(run, name, upstream_futures, is_local=is_local, semaphore=semaphores.get(name))
+            futures[name] = stage_task.submit(wait_for=[allow_failure(future) for future in upstream_futures.values()])
         was_cancelled = wait_unless_cancelled([future.wrapped_future for future in futures.values()])
         if was_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     # A stage may have noticed the cancellation first; the server then accepts only the final state Cancelled.
-    state = flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
+    state = derive_flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
     if not is_local:
         publish_run_report(run.path)
         events.emit_run_over_budget(run)
@@ -124,7 +124,7 @@ def make_stage_task(
     `upstream_futures`, whether they succeed or fail. The run is no parameter of the task, because opening it in each
     task takes time quadratic in the number of stages."""
 
-    def retry_condition(_task: object, _run: object, state: State[Any]) -> bool:
+    def retry_condition(_prefect_task: object, _task_run: object, state: State[Any]) -> bool:
         return should_retry(run, name, getattr(state.data, "result", state.data))
 
     @task(
@@ -133,10 +133,10 @@ def make_stage_task(
     )  # fmt: skip
     def hold_semaphore_and_run() -> State[Any] | Result:
         if missing_stages := [other for other, future in upstream_futures.items() if not has_result(future)]:
-            return skipped_state(f"it starts from {', '.join(missing_stages)}")
+            return make_skipped_state(f"it starts from {', '.join(missing_stages)}")
         with hold_semaphore(semaphore):
             if is_cancelled():
-                return skipped_state("the flow run was cancelled")
+                return make_skipped_state("the flow run was cancelled")
             return produce_result(run, name, is_local=is_local)
 
     return hold_semaphore_and_run
@@ -174,7 +174,7 @@ def _run_locally(run: Run, name: str) -> State[Any] | Result:
         events.emit_stage_failed(run, name, error)
         if isinstance(error, GateFailed):
             artifacts.show_refusal()
-        return failed_state(error)
+        return make_failed_state(error)
     events.emit_stage_completed(run, name, result, was_reused=was_reused, earlier_result=earlier_result)
     if was_reused:  # its artifacts were published when the result was made
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
@@ -183,22 +183,22 @@ def _run_locally(run: Run, name: str) -> State[Any] | Result:
 
 
 def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
-    """Run a stage on its work pool; count a child flow run without a recorded error as a failed attempt."""
+    """Run a stage on its work pool. If the child flow run ended without recording an error, count a failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
         failure = _to_cosmos_error(error, path)
-        # A child flow run that recorded its error has emitted the event itself.
-        is_unrecorded = isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}
-        if is_unrecorded:
+        # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
+        is_error_unrecorded = isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}
+        if is_error_unrecorded:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):
                 update_state(path, failures=count_lost_child_run(path))
         if not should_retry(run, name, failure):
-            if is_unrecorded:
+            if is_error_unrecorded:
                 events.emit_stage_failed(run, name, failure)
-            return failed_state(failure)
+            return make_failed_state(failure)
         if failure is error:
             raise
         raise failure from error
@@ -269,7 +269,7 @@ def _make_result_under_lock(
     on_progress: Callable[[ProgressRecord], None],
     report_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
-    """Make the result of a stage in a worker, or wait for another run that makes the same result, and adopt it."""
+    """Make the result of a stage in a worker. If another run is making the same result, wait for it and reuse it."""
     path, stage_sync, budget = run.stage_path(stage.name), StageSync(run, stage), BudgetCheck(run, stage)
     with FileLock(fingerprint_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
         has_waited_for_lock = not fingerprint_lock.try_acquire()
@@ -285,10 +285,10 @@ def _make_result_under_lock(
             with ExitStack() as device_stack, ExitStack() as service_stack:
                 gpu_environment, gpu_locks = device_stack.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
                 budget.raise_if_spent()
-                num_gpus = len(gpu_locks) or gpus.num_reserved_gpus(kind, recipe)
+                num_gpus = len(gpu_locks) or gpus.count_reserved_gpus(kind, recipe)
                 device_stack.enter_context(record_gpu_time(path, num_gpus))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
-                service_stack.enter_context(upload_checkpoints_during(path, _get_checkpoint_url(run, stage)))
+                service_stack.enter_context(upload_checkpoints_in_background(path, _make_checkpoint_url(run, stage)))
                 service_stack.enter_context(stage_sync.sync_checkpoints(expected_fingerprint))
                 service_variables = service_stack.enter_context(reward_service(run, stage))
                 # The last callback is called first: it releases the GPUs before the last checkpoint is sent.
@@ -307,7 +307,7 @@ def _make_result_under_lock(
             return stage_sync.send_result(_finish_stage(run, stage, expected_fingerprint)), False
 
 
-def _get_checkpoint_url(run: Run, stage: StageConfig) -> str:
+def _make_checkpoint_url(run: Run, stage: StageConfig) -> str:
     """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
     config = run.pipeline.recipes[stage.name].train.ckpt
     if config.upload_s3 != "all" or not run.pipeline.stage_kind(stage).trains_model:
@@ -318,21 +318,21 @@ def _get_checkpoint_url(run: Run, stage: StageConfig) -> str:
 def _run_in_process(
     run: Run, stage: StageConfig, expected_fingerprint: Fingerprint, report_line: Callable[[str], None]
 ) -> Result:
-    """Run a stage that needs neither a worker process nor torch in the process of the flow, and return its manifest."""
+    """Run a stage in the process of the flow, as it needs neither a worker process nor torch; return its manifest."""
     path = run.stage_path(stage.name)
     prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, report_line)
     state, start_time = read_state(path), time.time()
-    # The end of an earlier attempt that was killed together with its flow is unknown: it counts as zero seconds.
-    earlier_attempts, attempt = state.list_attempt_times(0.0), state.attempt + 1
+    # An earlier attempt that was killed together with its flow has no recorded end, and counts as zero seconds.
+    earlier_attempts, attempt_number = state.list_attempt_times(0.0), state.attempt + 1
     attempt_times = [*earlier_attempts, (start_time, None)]
-    update_state(path, state="running", attempt=attempt, spans=attempt_times, renewed=None, ended=None, error="")
-    record_event(path, "started", f"attempt {attempt}")
+    update_state(path, state="running", attempt=attempt_number, spans=attempt_times, renewed=None, ended=None, error="")
+    record_event(path, "started", f"attempt {attempt_number}")
     try:
-        outcome = import_object(prepared_stage.entry)(prepared_stage)
+        program_outcome = import_object(prepared_stage.entry)(prepared_stage)
     finally:
         update_state(path, spans=[*earlier_attempts, (start_time, time.time())])
     manifest.commit_manifest(
-        path, outcome, kind=stage.kind, fingerprint=expected_fingerprint.value, inputs=prepared_stage.inputs,
+        path, program_outcome, kind=stage.kind, fingerprint=expected_fingerprint.value, inputs=prepared_stage.inputs,
         sources=prepared_stage.sources,
     )  # fmt: skip
     return _finish_stage(run, stage, expected_fingerprint)
@@ -350,9 +350,9 @@ def _finish_stage(run: Run, stage: StageConfig, expected_fingerprint: Fingerprin
 def _record_launcher(path: Path) -> None:
     """Record this process as the launcher of the stage. After a failed attempt of the same process, first wait 1, 2, 4
     ... 60 s; a new process, such as one that resumes the run, has the full number of retries and does not wait."""
-    state, launcher = read_state(path), identify_process()
-    if state.model_dump(include={*launcher}) != launcher:  # compare all fields: containers often reuse a pid
+    stage_state, launcher = read_state(path), identify_process()
+    if stage_state.model_dump(include={*launcher}) != launcher:  # compare all fields: containers often reuse a pid
         update_state(path, **launcher, failures=0, failed_with="", is_repeated=False)
-    elif state.state == "failed":
+    elif stage_state.state == "failed":
         update_state(path, state="retrying")
-        worker.sleep_unless_stopping(backoff_seconds(state.failures))
+        worker.sleep_unless_stopping(compute_backoff_seconds(stage_state.failures))

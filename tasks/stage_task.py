@@ -32,7 +32,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, raise_if_suspended, wait_unless_cancelled
-from tasks.final_states import failed_state
+from tasks.final_states import make_failed_state
 from tasks.flow_identity import to_json_values
 from tasks.flow_run import PythonFlowState, StageCall, current_flow
 from tasks.kinds import all_kinds
@@ -95,7 +95,7 @@ class StageTask(Task[Any, StageHandle]):
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
         with ExitStack() as stack, tags(*flow.tags):
-            # A stop between the submission and the start of the stage must stay in effect.
+            # Register a run until the stage has ended, so that a stop before the start of the stage stays in effect.
             stack.enter_context(worker.register_active_run())
             future = super().submit(*arguments, name=name, **settings)
             active_run_registration = stack.pop_all()
@@ -108,8 +108,8 @@ class StageTask(Task[Any, StageHandle]):
         parameters = get_call_parameters(self.fn, arguments, settings, apply_defaults=False)
         futures = []
         for call in expand_mapping_parameters(self.fn, parameters):
-            keys = {"name": call["name"], "overrides": call["overrides"], **call.get("settings", {})}
-            futures.append(self.submit(call["first"], wait_for=wait_for, **keys))
+            stage_settings = {"name": call["name"], "overrides": call["overrides"], **call.get("settings", {})}
+            futures.append(self.submit(call["first"], wait_for=wait_for, **stage_settings))
         if not return_state:
             return PrefectFutureList(futures)  # type: ignore[abstract]
         for future in futures:
@@ -125,7 +125,7 @@ class StageTask(Task[Any, StageHandle]):
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
         future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # if the flow is stopped or times out
+        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # stop it also if the flow times out
             if wait_unless_cancelled([future.wrapped_future]):
                 raise_if_suspended()
                 raise Cancelled("the flow run was cancelled")
@@ -139,7 +139,7 @@ def get_stage_task(kind: str) -> StageTask:
     return StageTask(all_kinds()[kind])
 
 
-def _should_retry_task(_task: object, _task_run: object, state: State[Any]) -> bool:
+def _should_retry_task(_prefect_task: object, _task_run: object, state: State[Any]) -> bool:
     run, error = current_flow().run, getattr(state.data, "result", state.data)
     context = TaskRunContext.get()
     return run is not None and context is not None and should_retry(run, context.parameters["name"], error)
@@ -160,7 +160,7 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
             with flow.add_stage(call, source_file) as (run, stages):
                 return _run_tasks_of_call(run, name, stages)
         except ConfigError as error:
-            return failed_state(error)
+            return make_failed_state(error)
 
     call_stage.__name__ = kind.name
     return call_stage
@@ -182,40 +182,40 @@ def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any]
     `CosmosError` if an attempt of the stage failed, and the stage is to be retried."""
     if is_cancelled():
         raise Cancelled("the flow run was cancelled")
-    outcomes: dict[str, Any] = {}
+    outcome_by_stage: dict[str, Any] = {}
     for stage_name in stages:
         is_called = stage_name == name
         outcome = produce_result(run, name) if is_called else make_stage_task(run, stage_name, {})(return_state=True)
         if isinstance(outcome, State) and not outcome.is_completed():
             return outcome
-        outcomes[stage_name] = outcome
-    path, state = run.stage_path(name), outcomes.get(name)
+        outcome_by_stage[stage_name] = outcome
+    path, state = run.stage_path(name), outcome_by_stage.get(name)
     result = read_result(path)
     assert result is not None
-    paths = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
-    outputs = {key: value if "://" in value else str(path / value) for key, value in paths.items()}
+    output_paths = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
+    outputs = {key: value if "://" in value else str(path / value) for key, value in output_paths.items()}
     handle = StageHandle(name, path, dict(result["metrics"]), outputs)
     return Completed(name=state.name, message=state.message, data=handle) if isinstance(state, State) else handle
 
 
 def _make_call(
-    flow: PythonFlowState, kind: StageKind, name: str, keys: dict[str, Any], overrides: Mapping[str, Any]
+    flow: PythonFlowState, kind: StageKind, name: str, settings: dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[StageCall, Path]:
-    """Return a call of a task with plain JSON values, and the file to which relative paths in its recipe refer."""
-    recipe, after = keys.pop("recipe", None), keys.pop("after", ())
+    """Return the `StageCall` for the arguments of a task, and the file to which relative paths in its recipe refer."""
+    recipe, after = settings.pop("recipe", None), settings.pop("after", ())
     for key, remedy in (("sweep", "a sweep is a loop of the flow"), ("kind", "call the task of that kind")):
-        if key in keys:
+        if key in settings:
             raise ConfigError(f"stage {name!r}: {key} is no argument of a task; {remedy}")
     source_file = Path(flow.entrypoint.rpartition(":")[0])
     tables: TomlTable = {}
-    handles = [after] if isinstance(after, StageHandle | str) else after or ()
-    predecessors = [_get_stage_name(flow, name, "after", handle) for handle in handles]
-    is_after_first = _find_stage_key_of_first_argument(kind) == "after"
-    if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in keys and flow.run:
-        pipeline = flow.run.pipeline  # the stage starts from the model of its first predecessor, with its recipe
-        keys["model"] = pipeline.initial_model(pipeline.stage(predecessors[0]))
+    predecessor_handles = [after] if isinstance(after, StageHandle | str) else after or ()
+    predecessors = [_get_stage_name(flow, name, "after", handle) for handle in predecessor_handles]
+    after_comes_first = _find_stage_key_of_first_argument(kind) == "after"
+    if after_comes_first and kind.reads_model and predecessors and not recipe and "model" not in settings and flow.run:
+        pipeline = flow.run.pipeline  # start from the model of the first predecessor
+        settings["model"] = pipeline.initial_model(pipeline.stage(predecessors[0]))
         tables = pipeline.recipes[predecessors[0]].model_dump(mode="json", exclude_none=True)
-        predecessors += filter(None, [referenced_stage(keys["model"])])
+        predecessors += filter(None, [referenced_stage(settings["model"])])
     if isinstance(recipe, Mapping):
         tables = dict(recipe)
     elif recipe:
@@ -223,14 +223,14 @@ def _make_call(
         tables, _ = read_config(source_file, [])
         if "pipeline" in tables:
             raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")
-    elif isinstance(keys.get("model"), StageHandle) and flow.run is not None:
-        model_stage = _get_stage_name(flow, name, "model", keys["model"])
+    elif isinstance(settings.get("model"), StageHandle) and flow.run is not None:
+        model_stage = _get_stage_name(flow, name, "model", settings["model"])
         tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
         tables = merge_tables(tables, nest_value(split_key(key), value))
     stage: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
     table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
-    for key, value in keys.items():
+    for key, value in settings.items():
         if key in table_keys:
             tables = merge_tables(tables, {kind.table: {key: value}})
         elif isinstance(value, StageHandle):

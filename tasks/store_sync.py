@@ -38,7 +38,7 @@ _CHECKPOINT_POLL_SECONDS = 1.0
 
 
 class StageSync:
-    """Exchange of the files of one stage of a run with the artifact store of the pipeline."""
+    """Transfer of the files of one stage between this machine and the artifact store of its pipeline."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run, self._stage, self._path = run, stage, run.stage_path(stage.name)
@@ -54,13 +54,13 @@ class StageSync:
         for name in self._stage.after:
             path = self._run.stage_path(name)
             local_result = read_result(path)
-            stored_result = self._store.result(self._stored_run_name, name) if self._store else None
+            stored_result = self._store.read_result(self._stored_run_name, name) if self._store else None
             result = stored_result or local_result
             if local_result and stored_result and local_result["digest"] == stored_result["digest"]:
                 result = local_result
             if result is None:
                 continue
-            needs_files = self._stage.entry or name in input_stages  # otherwise the stage reads only metrics
+            needs_files = self._stage.entry or name in input_stages  # a stage without this input reads only metrics
             was_fetched = needs_files and self._fetch_missing_outputs(result, path)
             if was_fetched or result is not local_result:
                 _write_result(path, result)
@@ -88,11 +88,11 @@ class StageSync:
         holder = LeaseHolder(identify_machine(), os.getpid(), read_start_time(os.getpid()))
         self._lease = self._store.lease_result(expected_fingerprint.value, holder, _is_holder_dead)
 
-        def wait_for_holder(holder: LeaseHolder) -> None:
+        def report_and_wait(holder: LeaseHolder) -> None:
             update_state(self._path, state="waiting", error=f"{holder.machine.partition('/')[0]} makes the same result")
             sleep_unless_stopping(0)
 
-        has_waited = self._lease.acquire(wait_for_holder)
+        has_waited = self._lease.acquire(report_and_wait)
         try:
             yield has_waited
         finally:
@@ -110,9 +110,9 @@ class StageSync:
         if self._store is None:
             yield
             return
-        checkpoints = self._store.checkpoints(expected_fingerprint.value, self._path)
-        state = read_state(self._path)
-        if state.forced and not state.attempt:
+        checkpoints = self._store.open_checkpoints(expected_fingerprint.value, self._path)
+        stage_state = read_state(self._path)
+        if stage_state.forced and not stage_state.attempt:
             checkpoints.clear()
         elif name := checkpoints.pull():
             record_event(self._path, "fetched", f"{name} from {self._store.url}")
@@ -127,7 +127,7 @@ class StageSync:
             sync_thread.start()
         # A stopped worker has saved a checkpoint: send it to the store, from which any machine continues.
         push_last_checkpoint = partial(self._push_checkpoints, checkpoints, threading.Event())
-        with cleanup_on_error(partial(_call_logging_errors, push_last_checkpoint, self._path)):
+        with cleanup_on_error(partial(_call_with_logged_errors, push_last_checkpoint, self._path)):
             try:
                 yield
             finally:
@@ -157,15 +157,15 @@ class StageSync:
     def send_stage_state(self) -> None:
         """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
-            _call_logging_errors(lambda: self._open_stored_record().push(is_final=True), self._path)
+            _call_with_logged_errors(lambda: self._open_stored_record().push(is_final=True), self._path)
 
     def send_run(self) -> str:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
         the directory of the run, or its URL in the store."""
         stored_record = self._open_stored_record() if self._store else None
-        stored_state = stored_record.state() if stored_record else None
+        stored_state = stored_record.read_state() if stored_record else None
         if stored_record and stored_state and stored_state.forced_by == read_state(self._path).forced_by:
-            stored_record.pull()  # another machine may have made progress since the last pull
+            stored_record.pull()  # fetch the progress that another machine may have made
         # Remove the old error: it would be reported if the next machine is lost before it records its own error.
         if read_state(self._path).state in {"failed", "stopped"}:
             update_state(self._path, state="waiting", error="", error_type="")
@@ -178,9 +178,9 @@ class StageSync:
         """Return a function that fetches the state and progress of the stage from the store, for display."""
         if self._store is None:
             return lambda: None
-        # All calls share one record, because it remembers which files it has fetched.
-        open_record = cache(self._open_stored_record)
-        return partial(_call_logging_errors, lambda: open_record().pull(), self._path)
+        # All calls use the same `StoredRecord`, because it remembers which files it has fetched.
+        open_record_once = cache(self._open_stored_record)
+        return partial(_call_with_logged_errors, lambda: open_record_once().pull(), self._path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete. Raises `ConfigError`
@@ -188,7 +188,7 @@ class StageSync:
         if self._store is None:
             return read_result(self._path)
         self._open_stored_record().pull()
-        result = self._store.result(self._stored_run_name, self._stage.name)
+        result = self._store.read_result(self._stored_run_name, self._stage.name)
         if result is not None and read_result(self._path) != result:
             _write_result(self._path, result)
         return result
@@ -198,7 +198,7 @@ class StageSync:
         if self._store is None:
             return
         local_state, stored_record = read_state(self._path), self._open_stored_record()
-        if (stored_state := stored_record.state()) is None:
+        if (stored_state := stored_record.read_state()) is None:
             return
         if stored_state.forced and stored_state.forced_by != local_state.forced_by:
             supersede_stage(self._path)
@@ -209,8 +209,8 @@ class StageSync:
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
         """Fetch the outputs from their store if one is missing or damaged on this machine; return True if fetched."""
         url = result.get(STORE_URL_KEY)
-        is_complete = all((path / record["path"]).is_file() for record in result["outputs"])
-        if not url or (is_complete and find_output_damage(path, result) is None):
+        has_all_outputs = all((path / record["path"]).is_file() for record in result["outputs"])
+        if not url or (has_all_outputs and find_output_damage(path, result) is None):
             return False
         local_files = self._list_local_output_files()
         ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, local_files)
@@ -221,13 +221,13 @@ class StageSync:
             if stop_event.is_set():
                 raise Preempted("the training has ended")
 
-        if not (self._lease and self._lease.is_lost):  # a new holder of the lease sends and removes checkpoints itself
+        if not (self._lease and self._lease.is_lost):  # after the loss of the lease, its new holder sends checkpoints
             for name in checkpoints.push(raise_if_training_ended):
                 record_event(self._path, "sent", name)
 
     def _open_stored_record(self) -> StoredRecord:
         assert self._store is not None
-        return self._store.record(self._stored_run_name, self._path, identify_machine())
+        return self._store.open_record(self._stored_run_name, self._path, identify_machine())
 
     @cached_property
     def _stored_run_name(self) -> str:
@@ -239,8 +239,8 @@ class StageSync:
         """Return the output files of the run's stages on this machine, by digest."""
         paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
         results = [(path, result) for path in paths if (result := read_result(path))]
-        files = [(each["sha256"], path / each["path"]) for path, result in results for each in result["outputs"]]
-        return {digest: file for digest, file in files if file.is_file()}
+        output_files = [(each["sha256"], path / each["path"]) for path, result in results for each in result["outputs"]]
+        return {digest: file for digest, file in output_files if file.is_file()}
 
 
 def open_run_from_store(url: str, name: str) -> Run:
@@ -258,13 +258,13 @@ def _write_result(path: Path, result: Result) -> None:
     write_json(path / RESULT_FILE, result)
 
 
-def _call_periodically(function: Callable[[], object], seconds: float, stop_event: threading.Event, path: Path) -> None:
+def _call_periodically(function: Callable[[], object], period: float, stop_event: threading.Event, path: Path) -> None:
     lower_cpu_priority()
-    while not stop_event.wait(seconds):
-        _call_logging_errors(function, path)
+    while not stop_event.wait(period):
+        _call_with_logged_errors(function, path)
 
 
-def _call_logging_errors(function: Callable[[], object], path: Path) -> None:
+def _call_with_logged_errors(function: Callable[[], object], path: Path) -> None:
     message = "%s: the artifact store has not everything, it is tried again: %s"
     with log_errors(partial(logger.warning, message, path.name)), suppress(Preempted):
         function()

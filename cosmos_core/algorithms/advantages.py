@@ -30,7 +30,7 @@ RewardsByGroup = Sequence[Sequence[float | None]]
 
 
 def advantages(
-    groups: RewardsByGroup,
+    reward_groups: RewardsByGroup,
     *,
     algo: str = "grpo",
     normalise_std: bool = True,
@@ -39,23 +39,23 @@ def advantages(
     """Return the advantage of each reward, and the fraction of groups that have two or more valid rewards, all equal.
 
     Args:
-        groups: rewards of the completions of each group.
+        reward_groups: rewards of the completions of each group.
         algo: name of the advantage rule, a key of `ADVANTAGE_RULES`.
         normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
         num_tokens: number of trained tokens of each completion, its weight in REINFORCE++; None: 1 per completion.
 
     Raise RewardError if the rule does not support negative rewards."""
-    valid_rewards = [list(filter(_is_finite, rewards)) for rewards in groups]
+    valid_rewards = [list(filter(_is_finite, rewards)) for rewards in reward_groups]
     advantage_rule = _mean_centred_advantages if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
     group_advantages = advantage_rule([np.asarray(each, dtype=np.float64) for each in valid_rewards])
     values_N = np.concatenate([*group_advantages, np.zeros(0)])
     if algo.startswith("reinforce++"):
-        token_counts = num_tokens or [[1] * len(rewards) for rewards in groups]
-        pairs = zip(chain(*groups), chain(*token_counts), strict=True)
-        counts = [count for reward, count in pairs if _is_finite(reward)]
-        values_N = whiten(values_N, np.array(counts, dtype=np.float64))
+        token_counts = num_tokens or [[1] * len(rewards) for rewards in reward_groups]
+        rewards_and_counts = zip(chain(*reward_groups), chain(*token_counts), strict=True)
+        valid_token_counts = [count for reward, count in rewards_and_counts if _is_finite(reward)]
+        values_N = whiten(values_N, np.array(valid_token_counts, dtype=np.float64))
     flat_values = iter(values_N.tolist())
-    advantage_rows = [[next(flat_values) if _is_finite(reward) else None for reward in rewards] for rewards in groups]
+    advantage_rows = [[next(flat_values) if _is_finite(r) else None for r in rewards] for rewards in reward_groups]
     num_constant_groups = sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards)
     return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
@@ -106,9 +106,9 @@ def _mean_centred_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     return [np.zeros_like(rewards_G) if _all_equal(rewards_G) else rewards_G - rewards_G.mean() for rewards_G in groups]
 
 
-def _grpo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _grpo_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
-    pairs = zip(_mean_centred_advantages(groups), groups, strict=True)
+    pairs = zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
     return [
         centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G for centred_G, rewards_G in pairs
     ]
@@ -119,16 +119,16 @@ def _rloo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
     return [centred_G * len(centred_G) / max(1, len(centred_G) - 1) for centred_G in _mean_centred_advantages(groups)]
 
 
-def _batch_std_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _batch_std_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean of its group) / (population std of all rewards of the step + 1e-6) (arXiv 2508.08221)."""
-    all_rewards = np.concatenate([*groups, np.zeros(0)])
+    all_rewards = np.concatenate([*rewards_by_group, np.zeros(0)])
     std = all_rewards.std() if all_rewards.size else 0.0
-    return [centred_G / (std + STD_EPSILON) for centred_G in _mean_centred_advantages(groups)]
+    return [centred_G / (std + STD_EPSILON) for centred_G in _mean_centred_advantages(rewards_by_group)]
 
 
-def _max_rl_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _max_rl_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / mean in each group, for rewards of 0 and 1 (MaxRL, arXiv 2602.02710)."""
-    min_reward = min((rewards_G.min() for rewards_G in groups if rewards_G.size), default=0.0)
+    min_reward = min((rewards_G.min() for rewards_G in rewards_by_group if rewards_G.size), default=0.0)
     if min_reward < 0:
         raise RewardError(
             f"train.train_policy.algo = 'maxrl' divides by the mean reward of a group, and a reward is "
@@ -136,7 +136,7 @@ def _max_rl_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
         )
     return [
         centred_G / rewards_G.mean() if centred_G.any() else centred_G
-        for centred_G, rewards_G in zip(_mean_centred_advantages(groups), groups, strict=True)
+        for centred_G, rewards_G in zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
     ]
 
 
@@ -151,8 +151,8 @@ def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float])
     rewards_by_group = zip(*rewards, strict=True)
     validity_by_group = [[any(map(_is_finite, each)) for each in zip(*row, strict=True)] for row in rewards_by_group]
     weighted_sums = [np.zeros(len(row)) for row in validity_by_group]
-    for groups, weight in zip(rewards, weights, strict=True):
-        for weighted_sum_G, group_values in zip(weighted_sums, groups, strict=True):
+    for rewards_of_function, weight in zip(rewards, weights, strict=True):
+        for weighted_sum_G, group_values in zip(weighted_sums, rewards_of_function, strict=True):
             has_value_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
             weighted_sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
     valid_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]

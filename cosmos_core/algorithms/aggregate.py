@@ -28,10 +28,10 @@ def compute_denominator(loss_type: LossAggregation, lengths: Iterable[int], max_
     GRPO, arXiv 2503.20783); for `token-sum` 1. Without tokens D is 1, so that the loss is 0 rather than NaN."""
     if loss_type == "token-sum":
         return 1.0
-    total = sum(lengths) if loss_type == "token-mean" else sum(length > 0 for length in lengths)
+    denominator = sum(lengths) if loss_type == "token-mean" else sum(length > 0 for length in lengths)
     if loss_type == "seq-mean-token-mean" and max_tokens is not None:
-        total *= max_tokens
-    return float(max(total, 1))
+        denominator *= max_tokens
+    return float(max(denominator, 1))
 
 
 def aggregate_loss(
@@ -65,9 +65,9 @@ def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.tensor([source == name for source in sources])
 
 
-def add_metrics(first: Metrics, second: Metrics) -> Metrics:
+def add_metrics(metrics: Metrics, other_metrics: Metrics) -> Metrics:
     """Return the sums of two sets of metrics by name; a metric that only one set has is kept unchanged."""
-    return first | second | {name: first[name] + second[name] for name in first.keys() & second.keys()}
+    return metrics | other_metrics | {n: metrics[n] + other_metrics[n] for n in metrics.keys() & other_metrics.keys()}
 
 
 def compute_means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
@@ -75,9 +75,9 @@ def compute_means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
     the metrics NAME (mean) and `NAME_square` (mean square), the result also has the effective sample size as a fraction
     of the tokens: the squared mean over the mean square (Kish)."""
     sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
-    averages = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
-    for key, mean in list(averages.items()):
+    means = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
+    for key, mean in list(means.items()):
         name = key.removesuffix("_square")
-        if mean and name != key and name in averages:
-            averages[f"{name}_effective_sample_size"] = averages[name] ** 2 / mean
-    return averages
+        if mean and name != key and name in means:
+            means[f"{name}_effective_sample_size"] = means[name] ** 2 / mean
+    return means

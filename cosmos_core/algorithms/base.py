@@ -129,8 +129,8 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
-        """End train step `step`, counted from 1, which may have had no samples and thus no update. The default resets
-        the reference policy at the steps that the config sets."""
+        """Do what follows train step `step`, counted from 1, even if it had no samples and thus no update. The default
+        resets the reference policy at the steps that the config sets."""
         config = self.config
         if isinstance(config, GrpoConfig) and (interval := config.reference_reset_interval) and step % interval == 0:
             view.reset("reference", optimizer=config.reset_optimizer_with_reference)
@@ -141,14 +141,14 @@ class Algorithm:
         loss_sum, num_correct, num_tokens = 0.0, 0.0, 0
         sums_by_source: dict[str, tuple[float, int]] = {}
         for samples in chunks:
-            rows = view.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
-            losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in rows]
+            outputs = view.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
+            losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in outputs]
             loss_sum += sum(losses)
             for sample, value in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    total, count = sums_by_source.get(source, (0.0, 0))
-                    sums_by_source[source] = total + value, count + sample.num_learned
-            num_correct += sum(row["is_argmax"].sum().item() for row in rows)
+                    source_loss, count = sums_by_source.get(source, (0.0, 0))
+                    sums_by_source[source] = source_loss + value, count + sample.num_learned
+            num_correct += sum(row["is_argmax"].sum().item() for row in outputs)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
         return {
@@ -171,8 +171,8 @@ def equal_batches(num_samples: int, size: int | None) -> list[slice]:
     """Return the slices of samples of each optimizer step of a train step, with at most `size` samples each (None: one
     slice). Sizes differ by at most 1, because otherwise a few remaining samples could get a whole optimizer step."""
     num_batches = -(-num_samples // (size or max(1, num_samples)))
-    bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
-    return [slice(*slice_bounds) for slice_bounds in pairwise(bounds)]
+    batch_bounds = [-(-i * num_samples // num_batches) for i in range(num_batches + 1)] if num_batches else []
+    return [slice(*slice_bounds) for slice_bounds in pairwise(batch_bounds)]
 
 
 def pad_rows(rows: Sequence[Tensor], like_BS: Tensor) -> Tensor:
@@ -189,4 +189,4 @@ def metric_weights(config: AlgorithmConfig) -> dict[str, float]:
     if config.remote_reward_config is not None:
         return {name: reward_fn.weight for reward_fn, name in config.remote_reward_config.metric_names.items()}
     metric_name_by_reward = metric_names(config.rewards)
-    return {metric_name_by_reward[reward]: weight for reward, weight in config.rewards.items()}
+    return {metric_name_by_reward[reward_name]: weight for reward_name, weight in config.rewards.items()}

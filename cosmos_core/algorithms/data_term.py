@@ -15,14 +15,14 @@ from cosmos_core.models.base import MicroBatch
 from cosmos_core.types import ScoredGroup
 
 
-def make_sft_update(samples: Sequence[Sample], weight: float) -> Update:
-    """Return an update whose loss is `weight` times the mean of -log p over all trained tokens of the samples. The
-    metric `data/nll` is the mean without the factor `weight`."""
+def make_sft_update(samples: Sequence[Sample], loss_weight: float) -> Update:
+    """Return an update whose loss is `loss_weight` times the mean of -log p over all trained tokens of the samples. The
+    metric `data/nll` is the mean without the factor `loss_weight`."""
     loss_denominator = compute_denominator("token-mean", [sample.num_learned for sample in samples])
 
     def loss(micro_batch: MicroBatch) -> Loss:
-        value, metrics = sft_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, loss_denominator)
-        return Loss(weight * value, {f"data/{name}": metric for name, metric in metrics.items()})
+        sft_loss_value, metrics = sft_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, loss_denominator)
+        return Loss(loss_weight * sft_loss_value, {f"data/{name}": metric for name, metric in metrics.items()})
 
     return Update(samples, loss, has_constant_gradient=True)
 

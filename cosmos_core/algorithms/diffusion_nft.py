@@ -44,7 +44,7 @@ class DiffusionNft(FlowRl):
             optimality_B = optimality_probability(advantages_B, min_advantage, max_advantage, mode)
             inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
             loss_terms = nft_loss(inputs, beta, max_advantage)
-            value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
+            loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_loss_B,
                 unweighted_policy_loss=loss_terms.unscaled_policy_loss_B,
@@ -52,7 +52,7 @@ class DiffusionNft(FlowRl):
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
-            return Loss(value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
+            return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
 
         return Update(samples, loss, extra_weights=(OLD_POLICY_WEIGHTS, *self._reference_weights))
 

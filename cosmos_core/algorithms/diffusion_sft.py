@@ -31,8 +31,8 @@ def flow_loss(micro_batch: MicroBatch, num_samples: int) -> Loss:
         [sample.weight for sample in micro_batch.samples], dtype=error_B.dtype, device=error_B.device
     )
     sample_count = torch.tensor(float(len(micro_batch.samples)), dtype=torch.float64, device=error_B.device)
-    metric = torch.stack([error_B.detach().double().sum(), sample_count])
-    return Loss((weights_B * error_B).sum() / num_samples, {"flow_error": metric})
+    flow_error_metric = torch.stack([error_B.detach().double().sum(), sample_count])
+    return Loss((weights_B * error_B).sum() / num_samples, {"flow_error": flow_error_metric})
 
 
 class DiffusionSft(Algorithm):
@@ -47,9 +47,9 @@ class DiffusionSft(Algorithm):
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
                 assert sample.noise is not None
-                error = row["velocity"] - compute_velocity(sample.latents, sample.noise).to(row["velocity"])
+                residual = row["velocity"] - compute_velocity(sample.latents, sample.noise).to(row["velocity"])
                 # The first frames of a clip may be conditioning frames; latents of an image have none.
-                error_sum += error[:, sample.num_conditioning_frames :].double().square().mean().item()
+                error_sum += residual[:, sample.num_conditioning_frames :].double().square().mean().item()
                 num_samples += 1
         return {"loss": error_sum / max(1, num_samples), "samples": float(num_samples)}
 

@@ -82,7 +82,7 @@ def teacher_loss(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     sum_BS, num_terms = values_BS, 1
-    while discount and num_terms < values_BS.shape[1]:  # `sum_BS` sums over `num_terms` tokens
+    while discount and num_terms < values_BS.shape[1]:  # so far, `sum_BS` sums over `num_terms` tokens
         sum_BS = sum_BS + discount**num_terms * pad(sum_BS[:, num_terms:], (0, num_terms))
         num_terms *= 2
     return discount * pad(sum_BS[:, 1:], (0, 1))
@@ -118,31 +118,31 @@ def _kl_div(logprobs_BSE: Tensor, other_logprobs_BSE: Tensor) -> Tensor:
 def score_with_teacher(
     config: DistillationConfig, samples: Sequence[Sample], view: TrainerView, request: RequestedOutputs
 ) -> tuple[list[Sample], list[Tensor]]:
-    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens; with `top_k`, of the K
-    token ids at which policy and teacher are compared, which the samples get as `top_ids`."""
+    """Return the samples and, for each sample, the teacher's log-probabilities of its tokens. With `top_k`, these are
+    the log-probabilities of K token ids per token, and the returned samples have these ids as `top_ids`."""
     teacher_samples, max_batch_tokens = list(samples), config.max_token_len_per_mini_batch
     size = config.mini_batch if max_batch_tokens is None else None
     if config.top_k:
         request = replace(request, entropy="", top_k=config.top_k)
         if not config.trainer_token_ids_from_teacher:
             teacher_samples = _set_top_token_ids(teacher_samples, view.evaluate(teacher_samples, request))
-    rows = view.evaluate(
+    teacher_outputs = view.evaluate(
         batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER_WEIGHTS, size=size
     )
     if config.top_k and config.trainer_token_ids_from_teacher:
-        teacher_samples = _set_top_token_ids(teacher_samples, rows)
-    return teacher_samples, [row["top_logprobs" if config.top_k else "logprobs"] for row in rows]
+        teacher_samples = _set_top_token_ids(teacher_samples, teacher_outputs)
+    return teacher_samples, [row["top_logprobs" if config.top_k else "logprobs"] for row in teacher_outputs]
 
 
 def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
     """Return the sample with its prompt tokens also in the loss mask, except the first. The policy did not sample
     prompt tokens, so their rollout log-probabilities are NaN."""
-    mask = sample.loss_mask.copy()
-    mask[1:num_prompt_tokens] = 1
+    loss_mask = sample.loss_mask.copy()
+    loss_mask[1:num_prompt_tokens] = 1
     assert sample.rollout_logprobs is not None
     unknown_logprobs = np.full(max(0, num_prompt_tokens - 1), np.nan, dtype=np.float32)
     rollout_logprobs = np.concatenate([unknown_logprobs, sample.rollout_logprobs])
-    return replace(sample, loss_mask=mask, rollout_logprobs=rollout_logprobs)
+    return replace(sample, loss_mask=loss_mask, rollout_logprobs=rollout_logprobs)
 
 
 def _set_top_token_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:

@@ -41,15 +41,15 @@ class PairLogprobs(NamedTuple):
 class LossDenominators(NamedTuple):
     """Denominators of the loss of an optimizer step: the numbers of pairs and of tokens of chosen responses."""
 
-    pairs: float
+    num_pairs: float
     num_chosen_tokens: float
 
 
 def preference_loss(
     pairs: PairLogprobs, config: DpoLossConfig, denominators: LossDenominators
 ) -> tuple[Tensor, Metrics]:
-    """Return the loss of the pairs of a micro-batch with the denominators of the optimizer step, and metrics to be
-    summed."""
+    """Return the loss of the pairs of a micro-batch, divided by the denominators of the optimizer step, and metrics
+    that are summed over micro-batches."""
     chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
@@ -57,7 +57,8 @@ def preference_loss(
         if name in {"sft", "orpo"}:
             loss = loss - weight * pairs.chosen.sum() / denominators.num_chosen_tokens
         if name != "sft":
-            loss = loss + weight * _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config).sum() / denominators.pairs
+            pair_losses_P = _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config)
+            loss = loss + weight * pair_losses_P.sum() / denominators.num_pairs
     values_by_metric = {
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
@@ -76,7 +77,7 @@ def source_losses(
 ) -> Metrics:
     """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`; `sources` has the data set of each
     pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step."""
-    pair_denominators = LossDenominators(1.0, step_denominators.num_chosen_tokens / step_denominators.pairs)
+    pair_denominators = LossDenominators(1.0, step_denominators.num_chosen_tokens / step_denominators.num_pairs)
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
@@ -108,8 +109,8 @@ def _orpo_loss(pairs: PairLogprobs, chosen_P: Tensor, rejected_P: Tensor, config
     """Return the ORPO loss of the odds p / (1 - p), where p is the geometric mean of the tokens' probabilities."""
     log_odds = []
     for logps_P, num_tokens_P in ((pairs.chosen, pairs.num_chosen_tokens), (pairs.rejected, pairs.num_rejected_tokens)):
-        mean_P = (logps_P / num_tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
-        log_odds.append(mean_P - torch.log(-torch.expm1(mean_P)))
+        mean_logprob_P = (logps_P / num_tokens_P.clamp(min=1)).clamp(max=-_MIN_NEG_LOGPROB)
+        log_odds.append(mean_logprob_P - torch.log(-torch.expm1(mean_logprob_P)))
     return -config.beta * logsigmoid(log_odds[0] - log_odds[1])
 
 
@@ -141,30 +142,31 @@ class Dpo(Algorithm):
         def loss(micro_batch: MicroBatch) -> Loss:
             sorted_indices = sorted(micro_batch.indices)
             assert sorted_indices == [j for i in sorted_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
-            rows = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
+            order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_logps_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
             tensors_B = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
-            pairs = PairLogprobs(*(values_B[indices] for values_B in tensors_B for indices in (rows[::2], rows[1::2])))
-            value, metrics = preference_loss(pairs, self.config.dpo, denominators)
-            sources = [micro_batch.samples[row].source for row in rows[::2]]
-            return Loss(value, metrics | source_losses(pairs, sources, self.config.dpo, denominators))
+            pairs = PairLogprobs(*(values_B[rows] for values_B in tensors_B for rows in (order[::2], order[1::2])))
+            loss_value, metrics = preference_loss(pairs, self.config.dpo, denominators)
+            sources = [micro_batch.samples[row].source for row in order[::2]]
+            return Loss(loss_value, metrics | source_losses(pairs, sources, self.config.dpo, denominators))
 
         yield Update(samples, loss)
 
     def measure(self, chunks: Iterable[Sequence[Sample]], view: TrainerView, size: int) -> dict[str, float]:
         """Return metrics of held-out pairs: the loss (in total and of each data set), mean rewards, and the fraction of
         pairs whose chosen response has the higher reward. `size`: number of pairs in a forward pass."""
-        logps, references, tokens, sources = [], [], [], []
+        logps, reference_logps, token_counts, sources = [], [], [], []
         for samples in chunks:
-            rows = view.evaluate(samples, size=2 * size)
-            logps.append(torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows]).cpu())
-            references += [sample.reference_logprob for sample in samples]
-            tokens += [sample.num_learned for sample in samples]
+            sample_outputs = view.evaluate(samples, size=2 * size)
+            logps.append(torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in sample_outputs]).cpu())
+            reference_logps += [sample.reference_logprob for sample in samples]
+            token_counts += [sample.num_learned for sample in samples]
             sources += [sample.source for sample in samples[::2]]
-        columns = (torch.cat(logps), *(torch.tensor(values, dtype=torch.float64) for values in (references, tokens)))
-        pairs = PairLogprobs(*(values[response_offset::2] for values in columns for response_offset in (0, 1)))
-        denominators = LossDenominators(len(pairs.chosen), float(sum(tokens[::2])))
+        value_columns = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
+        value_columns.insert(0, torch.cat(logps))
+        pairs = PairLogprobs(*(values[response_offset::2] for values in value_columns for response_offset in (0, 1)))
+        denominators = LossDenominators(len(pairs.chosen), float(sum(token_counts[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
         metrics |= source_losses(pairs, sources, self.config.dpo, denominators)
         return {"loss": loss.item(), **compute_means(metrics), "pairs": float(len(pairs.chosen))}

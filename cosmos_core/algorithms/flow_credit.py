@@ -55,17 +55,17 @@ class AdvantageSettings:
 
 
 def diffusion_advantages(
-    groups: Sequence[Sequence[Score]], settings: AdvantageSettings
+    scores_by_group: Sequence[Sequence[Score]], advantage_settings: AdvantageSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
     The advantage is None for an invalid reward and, without `keeps_equal_groups`, in groups of equal rewards."""
-    rewards_by_group = [[score.value for score in scores] for scores in groups]
-    if settings.reward_weights:
-        rows = _sum_normalised_rewards(groups, settings)
+    rewards_by_group = [[score.value for score in scores] for scores in scores_by_group]
+    if advantage_settings.reward_weights:
+        rows = _sum_normalised_rewards(scores_by_group, advantage_settings)
     else:
-        rows = _normalise_rewards(rewards_by_group, settings)
+        rows = _normalise_rewards(rewards_by_group, advantage_settings)
     advantages: list[list[float | None]] = [
-        row if any(row) or settings.keeps_equal_groups else [None] * len(row) for row in rows
+        row if any(row) or advantage_settings.keeps_equal_groups else [None] * len(row) for row in rows
     ]
     valid_rewards = [[value for value in values if value is not None] for values in rewards_by_group]
     constant_group_flags = [float(not any(row)) for row, values in zip(rows, valid_rewards, strict=True) if values]
@@ -88,18 +88,18 @@ def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: Advanta
 
 
 def _normalise_rewards(
-    groups: Sequence[Sequence[float | None]], settings: AdvantageSettings
+    rewards_by_group: Sequence[Sequence[float | None]], advantage_settings: AdvantageSettings
 ) -> list[list[float | None]]:
     """Return (reward - mean of its group) / standard deviation, or exactly 0 in groups of equal rewards."""
-    valid_rewards = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in groups]
+    valid_rewards = [np.array([r for r in rewards if r is not None], dtype=np.float64) for rewards in rewards_by_group]
     all_rewards = np.concatenate([*valid_rewards, np.zeros(0)])
     normalised_rewards: list[list[float | None]] = []
-    for rewards, values_G in zip(groups, valid_rewards, strict=True):
+    for rewards, values_G in zip(rewards_by_group, valid_rewards, strict=True):
         if not values_G.size or values_G.max() == values_G.min():
             normalised_rewards.append([None if r is None else 0.0 for r in rewards])
             continue
-        std = float((all_rewards if settings.std_scope == "batch" else values_G).std())
-        mean, divisor = float(values_G.mean()), std + STD_EPSILON if settings.divides_by_std else 1.0
+        std = float((all_rewards if advantage_settings.std_scope == "batch" else values_G).std())
+        mean, divisor = float(values_G.mean()), std + STD_EPSILON if advantage_settings.divides_by_std else 1.0
         normalised_rewards.append([None if r is None else (r - mean) / divisor for r in rewards])
     return normalised_rewards
 
@@ -110,11 +110,11 @@ def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) 
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 
-def compute_diversity(groups: Sequence[ScoredGroup]) -> float:
+def compute_diversity(scored_groups: Sequence[ScoredGroup]) -> float:
     """Return the mean over prompts of the root mean square difference between the latents of two completions. A falling
     value shows that the policy generates ever more similar images or videos for different seeds."""
     distances = []
-    for group in groups:
+    for group in scored_groups:
         samples = [completion.diffusion_sample for completion in group.group.completions]
         latents = [sample.latents.flatten() for sample in samples if sample is not None]
         if len(latents) > 1:
@@ -179,6 +179,6 @@ def _mean_or_nan(values: Sequence[float | None]) -> float:
     return float(np.mean(valid_values)) if valid_values else math.nan
 
 
-def make_noise(shape: Sequence[int], seed: int) -> Tensor:
+def make_noise(noise_shape: Sequence[int], seed: int) -> Tensor:
     """Return standard normal noise on the CPU that depends only on the shape and the seed."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return torch.randn(tuple(noise_shape), generator=torch.Generator().manual_seed(seed))

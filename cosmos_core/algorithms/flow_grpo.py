@@ -31,7 +31,7 @@ class _SamplerStep:
     """One stochastic step of a rollout."""
 
     rollout: FlowRollout
-    index: int
+    step_index: int
     """Index of the step among the recorded steps of the rollout."""
 
     @property
@@ -41,7 +41,7 @@ class _SamplerStep:
     @property
     def noise_levels(self) -> tuple[float, float, float]:
         """Return the noise levels before and after the step, and the second noise level of the sampler's schedule."""
-        sigmas, i = self.sample.sigmas, self.sample.steps[self.index]
+        sigmas, i = self.sample.sigmas, self.sample.steps[self.step_index]
         return sigmas[i], sigmas[i + 1], sigmas[1]
 
 
@@ -57,11 +57,11 @@ class FlowGrpo(FlowRl):
         steps = [_SamplerStep(each, i) for each in trained_rollouts for i in range(len(each.diffusion_sample.steps))]
         if not steps:
             return None
-        is_guided = flow_sampling.guidance_scale > 1
+        uses_guidance = flow_sampling.guidance_scale > 1
         samples = [
             FlowSample(
-                step.sample.latents_before[step.index], step.noise_levels[0], step.rollout.prompt.embedding,
-                negative_text=self.null_text if is_guided else None,
+                step.sample.latents_before[step.step_index], step.noise_levels[0], step.rollout.prompt.embedding,
+                negative_text=self.null_text if uses_guidance else None,
                 num_conditioning_frames=step.sample.num_conditioning_frames, algorithm_values={_STEP_KEY: step},
             )
             for step in steps
@@ -71,38 +71,39 @@ class FlowGrpo(FlowRl):
         def loss(micro_batch: MicroBatch) -> Loss:
             inputs = self._make_step_inputs(micro_batch)
             loss_terms = flow_grpo_loss(inputs, config.epsilon_low, config.epsilon_high, uses_grpo_guard=uses_guard)
-            value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
+            loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_loss_B,
                 ratio=loss_terms.ratio_B,
                 clip_fraction=loss_terms.is_clipped_B.double(),
                 ratio_deviation=(loss_terms.ratio_B - 1).abs(),
             )
-            return Loss(value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
+            return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
 
-        request = RequestedOutputs(flow_sampling.guidance_scale if is_guided else 1.0)
-        return Update(samples, loss, request, extra_weights=self._reference_weights)
+        output_request = RequestedOutputs(flow_sampling.guidance_scale if uses_guidance else 1.0)
+        return Update(samples, loss, output_request, extra_weights=self._reference_weights)
 
     def _make_step_inputs(self, micro_batch: MicroBatch) -> FlowGrpoInputs:
         steps: list[_SamplerStep] = [sample.algorithm_values[_STEP_KEY] for sample in micro_batch.samples]
-        noisy, config = micro_batch.outputs["noisy"], self.config
-        tensor_options: Any = {"dtype": torch.float64, "device": noisy.device}
+        latents, config = micro_batch.outputs["noisy"], self.config
+        tensor_options: Any = {"dtype": torch.float64, "device": latents.device}
         sigmas = NoiseLevels(*torch.tensor([step.noise_levels for step in steps], **tensor_options).T)
         reference_velocity = micro_batch.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], **tensor_options)
         clipped_advantages_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
-        has_old_means = steps[0].sample.transition_means is not None
+        has_means = steps[0].sample.transition_means is not None
 
         def velocity_to_distribution(velocity: Tensor) -> StepDistribution:
             assert self.sampling is not None and self.sampling.flow is not None
-            return compute_step_distribution(self.sampling.flow.kernel, noisy, velocity, sigmas, self.sampling.flow.eta)
+            solver, noise_scale = self.sampling.flow.stochastic_solver, self.sampling.flow.noise_scale
+            return compute_step_distribution(solver, latents, velocity, sigmas, noise_scale)
 
         return FlowGrpoInputs(
             velocity_to_distribution(micro_batch.outputs["velocity"]),
-            torch.stack([step.sample.latents_after[step.index] for step in steps]).to(noisy),
-            torch.tensor([step.sample.log_probs[step.index] for step in steps], dtype=noisy.dtype, device=noisy.device),
+            torch.stack([step.sample.latents_after[step.step_index] for step in steps]).to(latents),
+            torch.tensor([s.sample.log_probs[s.step_index] for s in steps], dtype=latents.dtype, device=latents.device),
             ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_advantages_B),
-            torch.stack([s.sample.transition_means[s.index] for s in steps]).to(noisy) if has_old_means else None,
+            torch.stack([s.sample.transition_means[s.step_index] for s in steps]).to(latents) if has_means else None,
             velocity_to_distribution(reference_velocity) if reference_velocity is not None else None,
             sigmas.sigma - sigmas.next_sigma,
             micro_batch.mask,

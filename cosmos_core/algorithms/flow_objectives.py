@@ -29,11 +29,11 @@ ADVANTAGE_TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def optimality_probability(
-    advantages_B: Tensor, min_advantage: float, max_advantage: float, mode: str = "all"
+    advantages_B: Tensor, min_advantage: float, max_advantage: float, advantage_mode: str = "all"
 ) -> Tensor:
     """Return the probability r that a sample is optimal (arXiv 2509.16117): 0.5 for an advantage of 0, 1 for
     `max_advantage`. Advantages are clipped to both bounds and transformed by `ADVANTAGE_TRANSFORMS[mode]`."""
-    clipped_advantages_B = ADVANTAGE_TRANSFORMS[mode](advantages_B.clamp(min_advantage, max_advantage))
+    clipped_advantages_B = ADVANTAGE_TRANSFORMS[advantage_mode](advantages_B.clamp(min_advantage, max_advantage))
     return (clipped_advantages_B / max_advantage / 2 + 0.5).clamp(0, 1)
 
 
@@ -92,9 +92,9 @@ def nft_loss(inputs: NftInputs, beta: float, loss_scale: float) -> NftLosses:
 
 def _normalised_latent_error(inputs: NftInputs, velocity: Tensor) -> Tensor:
     """Return per sample the squared error of the clean latents from `velocity`, divided by the mean absolute error."""
-    error = estimate_clean_latents(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
-    mean_abs_error_B = mean_per_sample(error.detach().double().abs(), inputs.mask).clamp(min=_MIN_ABS_ERROR)
-    return mean_per_sample(error**2, inputs.mask) / mean_abs_error_B.to(error)
+    latent_error = estimate_clean_latents(inputs.x.float(), velocity, inputs.sigma_B) - inputs.x0.float()
+    mean_abs_error_B = mean_per_sample(latent_error.detach().double().abs(), inputs.mask).clamp(min=_MIN_ABS_ERROR)
+    return mean_per_sample(latent_error**2, inputs.mask) / mean_abs_error_B.to(latent_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,10 @@ def flow_grpo_loss(
     if uses_grpo_guard:
         assert inputs.old_step_mean is not None
         std_B = inputs.step_distribution.std.to(log_ratio_B)
-        bias_B = mean_per_sample((inputs.step_distribution.mean - inputs.old_step_mean) ** 2, inputs.mask)
+        log_ratio_bias_B = mean_per_sample((inputs.step_distribution.mean - inputs.old_step_mean) ** 2, inputs.mask)
         if inputs.step_distribution.has_log_density:
-            bias_B = bias_B / (2 * std_B**2)
-        log_ratio_B = (log_ratio_B + bias_B) * std_B
+            log_ratio_bias_B = log_ratio_bias_B / (2 * std_B**2)
+        log_ratio_B = (log_ratio_B + log_ratio_bias_B) * std_B
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
     min_ratio = 1 - epsilon_low if epsilon_low >= 0 else 0.0
     max_ratio = 1 + epsilon_high if epsilon_high >= 0 else math.inf
@@ -157,8 +157,8 @@ def flow_grpo_loss(
     kl_B = torch.zeros_like(policy_loss_B)
     if inputs.reference_distribution is not None:
         mean_difference = inputs.step_distribution.mean - inputs.reference_distribution.mean.detach()
-        distance_B = mean_per_sample(mean_difference**2, inputs.mask)
-        kl_B = distance_B / 2
+        mean_distance_B = mean_per_sample(mean_difference**2, inputs.mask)
+        kl_B = mean_distance_B / 2
         if inputs.step_distribution.has_log_density:
-            kl_B = distance_B / (2 * inputs.step_distribution.noise_rate.to(distance_B) ** 2)
+            kl_B = mean_distance_B / (2 * inputs.step_distribution.noise_rate.to(mean_distance_B) ** 2)
     return FlowGrpoLosses(policy_loss_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)

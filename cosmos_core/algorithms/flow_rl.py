@@ -62,24 +62,24 @@ class FlowRl(Algorithm):
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         super().__init__(config, custom, sampling)
-        weights = metric_weights(config)
-        monitored_rewards = [name for name, weight in weights.items() if not weight]
+        reward_weights = metric_weights(config)
+        monitored_rewards = [name for name, weight in reward_weights.items() if not weight]
         self._reward_monitor = RewardMonitor(config.least_diversity, monitored_rewards)
-        self._weights = {name: weight for name, weight in weights.items() if weight}
-        self._step = self._num_updates = 0
+        self._reward_weights = {name: weight for name, weight in reward_weights.items() if weight}
+        self._train_step = self._num_updates = 0
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
         """Return the completions that have a valid reward, with their advantages, and metrics of the groups. Groups
         whose rewards are all equal are included only if `keeps_equal_groups` is set."""
         if groups:
-            self._step = groups[0].group.step
-        settings = AdvantageSettings(
+            self._train_step = groups[0].group.step
+        advantage_settings = AdvantageSettings(
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
-            reward_weights=self._weights if self.config.normalise_each_reward else {},
+            reward_weights=self._reward_weights if self.config.normalise_each_reward else {},
             keeps_equal_groups=self.keeps_equal_groups,
         )
-        advantages, metrics = diffusion_advantages([group.scores for group in groups], settings)
+        advantages, metrics = diffusion_advantages([group.scores for group in groups], advantage_settings)
         if self.diffusers.flow_rl.exp_reward:
             advantages = [
                 [None if a is None else -math.exp(min(-a, _MAX_EXP_INPUT)) for a in row] for row in advantages
@@ -98,7 +98,7 @@ class FlowRl(Algorithm):
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:
-                    update = replace(update, data=self.data_term(self._step, self._num_updates))
+                    update = replace(update, data=self.data_term(self._train_step, self._num_updates))
                 yield update
                 self._num_updates += 1
 
@@ -128,6 +128,6 @@ def sum_metrics(**values_B: Tensor) -> Metrics:
     return {name: torch.stack([v.sum(), v.new_tensor(float(v.numel()))]) for name, v in flat_values.items()}
 
 
-def seeded_permutation(count: int, seed: int) -> list[int]:
-    """Return a permutation of `range(count)` that depends only on `seed`."""
-    return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")]
+def seeded_permutation(num_elements: int, seed: int) -> list[int]:
+    """Return a permutation of the numbers from 0 to `num_elements` - 1 that depends only on `seed`."""
+    return [int(i) for i in np.argsort(np.random.PCG64(seed).random_raw(num_elements), kind="stable")]

@@ -112,7 +112,7 @@ class Grpo(Algorithm):
                 for row in zip(all_samples, is_excluded, strict=True)
             ],
         )
-        if config.algo == "gdpo" and (weights := metric_weights(config)):  # empty with `bypass_reward`
+        if config.algo == "gdpo" and (weights := metric_weights(config)):  # no weights with `bypass_reward`
             reward_columns = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
@@ -121,8 +121,8 @@ class Grpo(Algorithm):
         metrics = {"reward/constant_groups": constant_group_fraction}
         samples, num_ignored_tokens, num_sampled_tokens, num_invalid_tokens, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
-            columns = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, is_excluded)]
-            rows = zip(group.group.completions, *columns, strict=True)
+            group_columns = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, is_excluded)]
+            rows = zip(group.group.completions, *group_columns, strict=True)
             for i, (completion, sample, advantage, prefix_length, is_dropped) in enumerate(rows, num_completions):
                 if advantage is not None and not is_dropped:
                     samples.append(replace(sample, advantage=advantage, completion_index=i))
@@ -141,25 +141,25 @@ class Grpo(Algorithm):
         completions, min_tokens = group.group.completions, self.config.min_filter_prefix_tokens
         if min_tokens is None:
             return [0] * len(completions)
-        rewards = [score.value for score in group.scores]
-        return excluded_prefix_lengths([each.token_ids for each in completions], rewards, min_tokens)
+        group_rewards = [score.value for score in group.scores]
+        return excluded_prefix_lengths([each.token_ids for each in completions], group_rewards, min_tokens)
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
         is_scaled_by_advantage = not self.teacher and can_skip_zero_advantage(self.config, self._settings)
         skips_zero_advantage = self.has_separate_gradients and is_scaled_by_advantage
-        samples, batches, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=skips_zero_advantage)
+        samples, slices, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=skips_zero_advantage)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
 
         def evaluate_logprobs(weights: str) -> list[Tensor]:
             return [row["logprobs"] for row in view.evaluate(samples, self._requested_outputs, weights=weights)]
 
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
-        has_one_update = len(batches) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
+        has_one_update = len(slices) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old_logprobs = None
         if self.config.use_rollout_logprobs_for_loss:
-            old_logprobs = [_rollout_logprob_row(sample) for sample in samples]
+            old_logprobs = [_make_rollout_logprob_row(sample) for sample in samples]
         elif not has_one_update:
             old_logprobs = evaluate_logprobs("policy")
         reference_logprobs = (
@@ -171,21 +171,21 @@ class Grpo(Algorithm):
             returns = whitened_returns(samples, preupdate_logprobs, reference_logprobs, self.config.kl_beta)
         weight_rule = self._weight_rule
         if weight_rule is not None and old_logprobs is not None and self.config.self_normalised_weights:
-            weight_rule = self_normalise_weights(weight_rule, map(_importance_ratio_rows, samples, old_logprobs))
+            weight_rule = self_normalise_weights(weight_rule, map(_make_importance_ratio_rows, samples, old_logprobs))
         teacher_logprobs = None
         if self.teacher is not None:
             samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
-        update_batches = [*zip(batches, all_samples, strict=True)] * self.config.mu_iterations
+        update_batches = [*zip(slices, all_samples, strict=True)] * self.config.mu_iterations
         for update_index, (batch, step_samples) in enumerate(update_batches):
             inputs = _UpdateInputs(
                 samples[batch], step_samples, old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
-                returns and returns[batch], self._high_entropy_masks(samples[batch], view), weight_rule,
+                returns and returns[batch], self._compute_high_entropy_masks(samples[batch], view), weight_rule,
                 is_first_update=update_index == 0,
             )  # fmt: skip
             yield replace(self._make_update(inputs), metrics=metrics)
 
-    def _high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
+    def _compute_high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
             return None
         rows = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
@@ -200,27 +200,27 @@ class Grpo(Algorithm):
         def loss(micro_batch: MicroBatch) -> Loss:
             logprobs = _collate_logprobs(micro_batch, inputs.old_logprobs)
             loss_BS, metrics = self._policy_loss(micro_batch, inputs, logprobs)
-            value = aggregate_loss(loss_BS, micro_batch.mask_BS, config.loss_type, denominator, max_tokens)
+            loss_value = aggregate_loss(loss_BS, micro_batch.mask_BS, config.loss_type, denominator, max_tokens)
             if config.positive_nll_coef:
                 rewards_B = micro_batch.logprobs_BS.new_tensor([sample.reward for sample in micro_batch.samples])
                 nll = positive_nll_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, rewards_B, num_positive_tokens)
-                value = value + config.positive_nll_coef * nll
+                loss_value = loss_value + config.positive_nll_coef * nll
             if config.use_rollout_logprobs_for_loss:
                 # The engine is compared with the old policy, which is the current policy only in the first update.
                 if not inputs.is_first_update:
-                    return Loss(value, metrics)
+                    return Loss(loss_value, metrics)
                 logprobs = logprobs._replace(preupdate_logprobs_BS=micro_batch.logprobs_BS.detach())
             min_ratio, max_ratio = config.rollout_correction_low, config.rollout_correction_high
             logprob_differences, mismatch_metrics = _compare_engine_logprobs(logprobs, min_ratio, max_ratio)
-            return Loss(value, add_metrics(metrics, mismatch_metrics), logprob_differences)
+            return Loss(loss_value, add_metrics(metrics, mismatch_metrics), logprob_differences)
 
-        entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
+        requested_entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
-        entropy = "gradient" if config.entropy_coeff else entropy
-        request = RequestedOutputs(config.temperature, entropy=entropy, top_k=top_k)
+        requested_entropy = "gradient" if config.entropy_coeff else requested_entropy
+        output_request = RequestedOutputs(config.temperature, entropy=requested_entropy, top_k=top_k)
         # Micro-batches are assigned per optimizer step: slices of a train step would leave some only partly filled.
         samples = batch_within_token_limit(inputs.samples, config.max_token_len_per_mini_batch)
-        return Update(samples, loss, request, has_constant_gradient=self._has_constant_gradient(inputs))
+        return Update(samples, loss, output_request, has_constant_gradient=self._has_constant_gradient(inputs))
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
@@ -245,10 +245,10 @@ class Grpo(Algorithm):
             weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
         teacher_terms = TeacherLoss(None, None, {})
         if self.teacher and (teacher_logprobs := _pad_micro_batch(inputs.teacher_logprobs, micro_batch)) is not None:
-            has_top_k, outputs = self.teacher.top_k > 0, micro_batch.outputs
-            policy_logprobs = outputs["top_logprobs"] if has_top_k else logprobs.preupdate_logprobs_BS
-            masks = micro_batch.mask_BS, logprobs.is_sampled_BS
-            teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *masks)
+            has_top_k, model_outputs = self.teacher.top_k > 0, micro_batch.outputs
+            policy_logprobs = model_outputs["top_logprobs"] if has_top_k else logprobs.preupdate_logprobs_BS
+            token_masks = micro_batch.mask_BS, logprobs.is_sampled_BS
+            teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *token_masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
         token_advantages_BS = teacher_terms.advantages_BS
         if (returns_BS := _pad_micro_batch(inputs.returns, micro_batch)) is not None:
@@ -272,9 +272,9 @@ ALGORITHM = Grpo
 def make_sample(
     prompt: Prompt, completion: Completion, advantage: float, reward: float, num_ignored_tokens: int = 0
 ) -> Sample:
-    """Return a completion as a sample whose loss mask has the tokens that the policy sampled, except the first
-    `num_ignored_tokens`, and tokens without a finite log-probability from the engine: the sampling probability of such
-    a token is unknown, and a ratio of 1 would treat the token as on-policy."""
+    """Return a completion as a sample. The loss mask has the tokens that the policy sampled, except the first
+    `num_ignored_tokens` and those without a finite log-probability from the engine: the sampling probability of such a
+    token is unknown, and a ratio of 1 would treat the token as on-policy."""
     token_ids = np.array([*prompt.token_ids, *completion.token_ids], dtype=np.int64)
     sampled_mask = np.array(completion.loss_mask, dtype=np.uint8)
     loss_mask = sampled_mask.copy()
@@ -289,8 +289,8 @@ def make_sample(
 
 def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> ImportanceWeightRule | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
-    max_deviation = config.geometric_mask
-    mean_range = None if max_deviation is None else (1 - max_deviation, 1 + max_deviation)
+    max_mean_deviation = config.geometric_mask
+    mean_range = None if max_mean_deviation is None else (1 - max_mean_deviation, 1 + max_mean_deviation)
     sequence_limits = (mean_range, config.mean_k3_mask, config.max_k3_mask)
     weight_rule = ImportanceWeightRule("none", 0.0, math.inf, *sequence_limits)
     # An objective with the ratio to the rollout policy needs no importance weights, which would repeat the ratio.
@@ -302,25 +302,25 @@ def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> Importan
         weight_rule = replace(weight_rule, name=config.rollout_correction, min_weight=min_weight, max_weight=max_weight)
     elif sampling is not None and sampling.is_off_policy and not has_rollout_ratio:
         weight_rule = replace(weight_rule, name="truncate", max_weight=config.rollout_correction_high)
-    has_limits = any(limit is not None for limit in sequence_limits)
-    return weight_rule if has_limits or weight_rule.name != "none" else None
+    has_sequence_limits = any(limit is not None for limit in sequence_limits)
+    return weight_rule if has_sequence_limits or weight_rule.name != "none" else None
 
 
-def _pad_micro_batch(values: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
-    """Return the elements of `values` for the samples of a micro-batch as a padded tensor; None if `values` is None."""
-    return None if values is None else pad_rows([values[i] for i in micro_batch.indices], micro_batch.logprobs_BS)
+def _pad_micro_batch(rows: Sequence[Tensor] | None, micro_batch: MicroBatch) -> Tensor | None:
+    """Return the rows of the samples of a micro-batch as one padded tensor; None if `rows`, one per sample, is None."""
+    return None if rows is None else pad_rows([rows[i] for i in micro_batch.indices], micro_batch.logprobs_BS)
 
 
-def _rollout_logprob_row(sample: Sample) -> Tensor:
+def _make_rollout_logprob_row(sample: Sample) -> Tensor:
     """Return the rollout log-probability of each token of a sample after the first, 0 for untrained tokens."""
-    row = torch.zeros(len(sample.input_ids) - 1)
-    row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
-    return row
+    logprob_row = torch.zeros(len(sample.input_ids) - 1)
+    logprob_row[torch.as_tensor(sample.loss_mask[1:]).bool()] = torch.as_tensor(sample.rollout_logprobs)
+    return logprob_row
 
 
-def _importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _make_importance_ratio_rows(sample: Sample, old_logprobs_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return old log-probabilities, rollout log-probabilities and mask of one sample, for `self_normalise_weights`."""
-    rollout_logprobs_S = _rollout_logprob_row(sample).to(old_logprobs_S)
+    rollout_logprobs_S = _make_rollout_logprob_row(sample).to(old_logprobs_S)
     loss_mask_S = torch.as_tensor(sample.loss_mask[1:], device=old_logprobs_S.device)
     is_sampled_S = loss_mask_S.bool() & ~rollout_logprobs_S.isnan()
     return old_logprobs_S, rollout_logprobs_S, is_sampled_S

@@ -33,29 +33,29 @@ def can_skip_zero_advantage(config: GrpoConfig, settings: PolicySettings) -> boo
 
 
 def drop_zero_gradient_samples(
-    steps: Sequence[Sequence[Sample]], *, skips_zero_advantage: bool
+    samples_by_step: Sequence[Sequence[Sample]], *, skips_zero_advantage: bool
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
-    metric `ZERO_GRADIENT_METRIC`. `steps` are the samples of each optimizer step. With `skips_zero_advantage`, a sample
-    with an advantage of 0 is not run, except for a few per step."""
+    metric `ZERO_GRADIENT_METRIC`. `samples_by_step` has the samples of each optimizer step. With
+    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, except for a few per step."""
 
     def has_zero_gradient(sample: Sample) -> bool:
         return skips_zero_advantage and sample.advantage == 0
 
-    samples_to_run = [_select_samples_to_run(samples, has_zero_gradient) for samples in steps]
+    samples_to_run = [_select_samples_to_run(samples, has_zero_gradient) for samples in samples_by_step]
     slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, samples_to_run), initial=0))]
-    num_zero_gradient = float(sum(map(has_zero_gradient, chain(*steps))))
+    num_zero_gradient = float(sum(map(has_zero_gradient, chain(*samples_by_step))))
     return list(chain(*samples_to_run)), slices, {ZERO_GRADIENT_METRIC: num_zero_gradient}
 
 
 def _select_samples_to_run(samples: Sequence[Sample], has_zero_gradient: Callable[[Sample], bool]) -> list[Sample]:
-    """Return the samples with a gradient. If there are fewer than `MIN_COMPARED_COMPLETIONS`, with images or without,
-    add samples with a gradient of 0 up to that number of each kind."""
+    """Return the samples with a gradient. If fewer than `MIN_COMPARED_COMPLETIONS` of them have images, or have none,
+    add as many samples with a gradient of 0 of that kind as are missing."""
     selected_indices = {i for i, sample in enumerate(samples) if not has_zero_gradient(sample)}
     for has_images in (False, True):
         modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
         zero_gradient_indices = [i for i in modality_indices if i not in selected_indices]
         num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(modality_indices) + len(zero_gradient_indices))
-        stride = max(1, len(zero_gradient_indices) // max(1, num_missing))
-        selected_indices.update(zero_gradient_indices[::stride][:num_missing])
+        index_stride = max(1, len(zero_gradient_indices) // max(1, num_missing))
+        selected_indices.update(zero_gradient_indices[::index_stride][:num_missing])
     return [samples[i] for i in sorted(selected_indices)]

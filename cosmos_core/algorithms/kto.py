@@ -42,8 +42,8 @@ def unpaired_loss(
     rewards_B = config.beta * (responses.logps_B - responses.reference_logps_B)
     is_desirable_B = responses.is_desirable_B
     sigmoid_sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)
-    weight_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
-    loss = (weight_B * torch.sigmoid(sigmoid_sign_B * (rewards_B - config.beta * kl))).sum() / num_responses
+    weights_B = rewards_B.new_tensor([config.undesirable_weight, config.desirable_weight])[is_desirable_B.long()]
+    loss = (weights_B * torch.sigmoid(sigmoid_sign_B * (rewards_B - config.beta * kl))).sum() / num_responses
     values_by_metric = {"rewards": rewards_B, "logps": responses.logps_B}
     metrics = {
         f"{name}/{label}": torch.stack([values_B.detach()[mask_B].sum(dtype=torch.float64), mask_B.sum().double()])
@@ -77,9 +77,9 @@ class Kto(Algorithm):
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             indices = list(micro_batch.indices)
             responses = LabelledLogprobs(logps_B, reference_logprobs_B[indices], is_desirable_B[indices])
-            value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
+            loss_value, metrics = unpaired_loss(responses, kl, self.config.kto, len(samples))
             sources = [sample.source for sample in micro_batch.samples]
-            return Loss(value, metrics | source_losses(responses, sources, kl, self.config.kto))
+            return Loss(loss_value, metrics | source_losses(responses, sources, kl, self.config.kto))
 
         yield Update(samples, loss)
 
@@ -89,18 +89,18 @@ class Kto(Algorithm):
         carry their reference log-probabilities. `size`: number of samples in a forward pass."""
         labels: list[bool] = []
         sources: list[str] = []
-        logps, references, log_ratios = [], [], []
+        logps, reference_logps, log_ratios = [], [], []
         for samples in chunks:
             labelled_samples, mismatched_samples = samples[::2], samples[1::2]
             labels += [sample.reward > 0 for sample in labelled_samples]
             sources += [sample.source for sample in labelled_samples]
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
-            references.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
-            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # KL needs responses of two rows
-                mismatched_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
-                log_ratios.append(_sum_logprobs(view, mismatched_samples, "policy", size) - mismatched_B)
+            reference_logps.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
+            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # KL needs another row's response
+                reference_logps_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
+                log_ratios.append(_sum_logprobs(view, mismatched_samples, "policy", size) - reference_logps_B)
         logps_B = torch.cat(logps)
-        responses = LabelledLogprobs(logps_B, torch.cat(references), torch.tensor(labels, device=logps_B.device))
+        responses = LabelledLogprobs(logps_B, torch.cat(reference_logps), torch.tensor(labels, device=logps_B.device))
         kl = torch.cat(log_ratios).mean().clamp(min=0) if log_ratios else logps_B.new_zeros(())
         loss, metrics = unpaired_loss(responses, kl, self.config.kto, len(labels))
         metrics |= source_losses(responses, sources, kl, self.config.kto)
@@ -109,7 +109,7 @@ class Kto(Algorithm):
     def _evaluate_reference_and_log_ratios(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return the reference log-probabilities of responses, and the log-ratios of policy to reference of mismatched
         responses, for the KL estimate; the log-ratios are 0 for losses without KL and for a step of one row."""
-        if self.config.kto.loss_type != "kto" or len(samples) < 2:  # KL needs responses of two rows
+        if self.config.kto.loss_type != "kto" or len(samples) < 2:  # KL needs another row's response
             reference_logprobs_B = _sum_logprobs(view, samples, "reference")
             return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
         mismatched_samples = swap_responses(samples, self.max_tokens)
@@ -119,8 +119,8 @@ class Kto(Algorithm):
 
 
 def _sum_logprobs(view: TrainerView, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
-    rows = view.evaluate(samples, weights=weights, size=size)
-    return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in rows])
+    sample_outputs = view.evaluate(samples, weights=weights, size=size)
+    return torch.stack([row["logprobs"].sum(dtype=torch.float64) for row in sample_outputs])
 
 
 ALGORITHM = Kto

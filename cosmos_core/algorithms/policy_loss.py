@@ -65,11 +65,11 @@ def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLos
         advantages_B1 = advantages_B1 + apply_mask(inputs.token_advantages_BT, mask_BT)
     objective_inputs = ObjectiveInputs(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
-    loss_BT, metrics = getattr(_objective_module(settings), settings.objective)(objective_inputs, settings)
+    loss_BT, metrics = getattr(_import_objective(settings), settings.objective)(objective_inputs, settings)
     if inputs.weights_BT is not None:
         loss_BT = loss_BT * inputs.weights_BT
     if settings.off_policy_masking_delta is not None:
-        is_off_policy_B1 = _off_policy_mask(objective_inputs, settings.off_policy_masking_delta)
+        is_off_policy_B1 = _make_off_policy_mask(objective_inputs, settings.off_policy_masking_delta)
         metrics["off_policy_masked"] = token_metric(is_off_policy_B1.expand_as(mask_BT), mask_BT)
         loss_BT = apply_mask(loss_BT, ~is_off_policy_B1)
     ratio_BT = probability_ratio(log_ratio_BT)
@@ -93,23 +93,23 @@ def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLos
 def scales_with_advantage(settings: PolicySettings) -> bool:
     """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0, as its objective declares;
     the KL penalty and the entropy bonus have a gradient at every token."""
-    is_objective_scaled: bool = getattr(_objective_module(settings), "SCALES_WITH_ADVANTAGE", False)
+    is_objective_scaled: bool = getattr(_import_objective(settings), "SCALES_WITH_ADVANTAGE", False)
     return is_objective_scaled and not settings.kl_beta and not settings.entropy_coeff
 
 
-def _objective_module(settings: PolicySettings) -> ModuleType:
+def _import_objective(settings: PolicySettings) -> ModuleType:
     return importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
 
 
-def _off_policy_mask(terms: ObjectiveInputs, delta: float) -> Tensor:
+def _make_off_policy_mask(inputs: ObjectiveInputs, max_mean_log_ratio: float) -> Tensor:
     """Return a mask of the sequences that off-policy masking excludes (DeepSeek-V3.2, arXiv 2512.02556), shape (B, 1):
-    those of a negative advantage (mean over tokens) and a mean log(mu / pi) above `delta`, where mu is the rollout
-    policy. The policy is already too far from mu to be pushed further away from the sequence."""
-    assert terms.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
-    lengths_B1 = terms.mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    mean_log_ratio_B1 = -torch.where(terms.mask_BT, terms.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / lengths_B1
-    advantage_sum_B1 = apply_mask(terms.advantages_B1.expand_as(terms.mask_BT), terms.mask_BT).sum(-1, keepdim=True)
-    return (advantage_sum_B1 < 0) & (mean_log_ratio_B1 > delta)
+    those with a negative mean advantage and a mean log(mu / pi) above `max_mean_log_ratio`, where mu is the rollout
+    policy. On such a sequence, the policy pi is already so far from mu that training would push it too far away."""
+    assert inputs.rollout_log_ratio_BT is not None, "the off-policy mask needs the log-probabilities of the rollouts"
+    length_B1 = inputs.mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    mean_log_ratio_B1 = -torch.where(inputs.mask_BT, inputs.rollout_log_ratio_BT, 0.0).sum(-1, keepdim=True) / length_B1
+    advantage_sum_B1 = apply_mask(inputs.advantages_B1.expand_as(inputs.mask_BT), inputs.mask_BT).sum(-1, keepdim=True)
+    return (advantage_sum_B1 < 0) & (mean_log_ratio_B1 > max_mean_log_ratio)
 
 
 def positive_nll_loss(logprobs_BT: Tensor, mask_BT: Tensor, rewards_B: Tensor, denominator: float) -> Tensor:

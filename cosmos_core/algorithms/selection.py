@@ -39,7 +39,7 @@ def excluded_prefix_lengths(
 
     def count_shared_tokens(i: int, j: int) -> int:
         pairs = zip(completions[i], completions[j], strict=False)
-        return 0 if i == j else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return 0 if i == j else sum(1 for _ in takewhile(lambda token_pair: token_pair[0] == token_pair[1], pairs))
 
     shared_lengths = [[count_shared_tokens(i, j) for j in indices] for i in indices]
     excluded_token_counts = [0] * len(completions)

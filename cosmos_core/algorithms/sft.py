@@ -34,9 +34,9 @@ class Sft(Algorithm):
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         loss_denominator = compute_denominator("token-mean", [sample.num_learned for sample in samples])
 
-        def loss(batch: MicroBatch) -> Loss:
-            value, metrics = sft_loss(batch.logprobs_BS, batch.mask_BS, loss_denominator)
-            return Loss(value, metrics | source_losses(batch))
+        def loss(micro_batch: MicroBatch) -> Loss:
+            loss_value, metrics = sft_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, loss_denominator)
+            return Loss(loss_value, metrics | source_losses(micro_batch))
 
         yield Update(samples, loss, has_constant_gradient=True)
 

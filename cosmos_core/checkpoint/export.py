@@ -39,7 +39,7 @@ class LoadingInstructions(NamedTuple):
 
     library: str
     code_lines: tuple[str, ...]
-    adapter: str
+    adapter_text: str
     """Sentence about the LoRA adapter that is exported with the model."""
 
 
@@ -76,21 +76,21 @@ def export_causal_lm(stage: Stage) -> Outcome:
 
 
 def _export_and_verify(stage: Stage, step: int) -> Outcome:
-    dtype: torch.dtype = getattr(torch, stage.recipe.train.param_dtype)
+    export_dtype: torch.dtype = getattr(torch, stage.recipe.train.param_dtype)
     revision, chat_template = stage.recipe.policy.model_revision, stage.recipe.policy.chat_template
     stage.progress.phase("load")
     tokenizer = load_tokenizer(stage.model, revision, chat_template)
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
-    target = stage.path / export_folder(step)
+    export_path = stage.path / export_folder(step)
     stage.progress.phase("export")
     copied_files = adapter_files(stage)
     readme_content = model_card(stage, loading_instructions(stage, select_auto_class(model.config).__name__)).encode()
     extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
     extra_files |= processor_files(stage.model, revision, chat_template)
-    export_model(model, tokenizer, target, dtype=dtype, extra_files=extra_files)
-    verify = partial(verify_export, model, target, dtype=dtype, tokenizer=tokenizer)
-    weight_files = target.glob("*.safetensors")
-    return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=bool(copied_files))
+    export_model(model, tokenizer, export_path, dtype=export_dtype, extra_files=extra_files)
+    verify_files = partial(verify_export, model, export_path, dtype=export_dtype, tokenizer=tokenizer)
+    weight_files = export_path.glob("*.safetensors")
+    return make_verified_outcome(stage, step, verify_files, copied_files, weight_files, has_adapter=bool(copied_files))
 
 
 def make_verified_outcome(
@@ -107,19 +107,19 @@ def make_verified_outcome(
     are the export's safetensors files."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
-    checks, folder = verify(), export_folder(step)
-    target = stage.path / folder
-    if changed_files := [name for name, content in copied_files.items() if (target / name).read_bytes() != content]:
+    passed_checks, folder = verify(), export_folder(step)
+    export_path = stage.path / folder
+    if changed_files := [n for n, content in copied_files.items() if (export_path / n).read_bytes() != content]:
         remedy = "check the disk and run the stage again"
-        raise StageFailed(f"export {target}: {changed_files[0]} is not what was copied; {remedy}")
+        raise StageFailed(f"export {export_path}: {changed_files[0]} is not what was copied; {remedy}")
     if copied_files:
-        checks.append("adapter: bytes")
-    logger.info("exported %s %s; checks: %s", target, describe_precision(stage), ", ".join(checks))
-    size, dtype = sum(file.stat().st_size for file in weight_files), stage.recipe.train.param_dtype
-    info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(checks), "dtype": dtype}
+        passed_checks.append("adapter: bytes")
+    logger.info("exported %s %s; checks: %s", export_path, describe_precision(stage), ", ".join(passed_checks))
+    num_bytes, dtype = sum(file.stat().st_size for file in weight_files), stage.recipe.train.param_dtype
+    outcome_info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(passed_checks), "dtype": dtype}
     if has_adapter:
-        info["adapter"] = f"{folder}/{ADAPTER_FOLDER}"
-    return Outcome(outputs=(folder,), metrics={"export/bytes": float(size)}, info=info)
+        outcome_info["adapter"] = f"{folder}/{ADAPTER_FOLDER}"
+    return Outcome(outputs=(folder,), metrics={"export/bytes": float(num_bytes)}, info=outcome_info)
 
 
 def export_folder(step: int) -> str:
@@ -142,11 +142,11 @@ def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructi
     )  # fmt: skip
 
 
-def model_card(stage: Stage, loading: LoadingInstructions) -> str:
+def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
     origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
     revision = origin.get("revision", "")
-    metadata = [f"library_name: {loading.library}", *([f"base_model: {base_model_name}"] if revision else [])]
+    metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
     base_metadata = read_card_metadata(_base_model_folder(stage))
     license_fields = {key: base_metadata[key] for key in _LICENSE_KEYS if key in base_metadata}
     metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
@@ -161,10 +161,10 @@ def model_card(stage: Stage, loading: LoadingInstructions) -> str:
     lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
         *(f"- {name}: {value}" for name, value in model_card_fields.items() if value), "",
-        "```python", *loading.code_lines, "```", "",
+        "```python", *instructions.code_lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
-        lines += [f"{loading.adapter} Its base is `{_adapter_base_model(stage)}`.", ""]
+        lines += [f"{instructions.adapter_text} Its base is `{_adapter_base_model(stage)}`.", ""]
     for name, stage_result in sorted(stage.inputs.items()):
         lines += _describe_upstream_stage(name, stage_result)
     return "\n".join(lines)
@@ -201,12 +201,12 @@ def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
 def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
     config names the base model by its public name instead of a local folder."""
-    paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*"))
-    files = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in paths}
-    if content := files.get(name := f"{ADAPTER_FOLDER}/adapter_config.json"):
+    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*"))
+    adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}
+    if content := adapter_contents.get(name := f"{ADAPTER_FOLDER}/adapter_config.json"):
         adapter_config = json.loads(content) | {"base_model_name_or_path": _adapter_base_model(stage)}
-        files[name] = json.dumps(adapter_config, indent=2, sort_keys=True).encode()
-    return files
+        adapter_contents[name] = json.dumps(adapter_config, indent=2, sort_keys=True).encode()
+    return adapter_contents
 
 
 def license_files(stage: Stage) -> dict[str, bytes]:
@@ -219,7 +219,7 @@ def license_files(stage: Stage) -> dict[str, bytes]:
 
 
 def _base_model_folder(stage: Stage) -> Path:
-    """Return the folder of the base model; a path that is no folder if the base model is in none."""
+    """Return the local folder of the base model; the null device if the base model is in no local folder."""
     path = Path(stage.origin.get("base_model", ""))
     return path if path.is_absolute() else Path(os.devnull)
 

@@ -36,33 +36,33 @@ def run(stage: Stage) -> Outcome:
     policy = stage.recipe.policy
     if stage.config.checkpoint:
         step, training_stage = find_checkpoint_step(stage), find_train_stage(stage)
-        family = open_pipeline(training_stage.model, policy)
-        model: Any = load_checkpoint_model(stage, step, partial(_load_initial_denoiser, family))
+        model_family = open_pipeline(training_stage.model, policy)
+        model: Any = load_checkpoint_model(stage, step, partial(_load_initial_denoiser, model_family))
     else:
         step = num_trained_steps(stage)
-        family = open_pipeline(stage.model, policy)
-        model = family.load_denoiser(torch.float32)
-    target, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
+        model_family = open_pipeline(stage.model, policy)
+        model = model_family.load_denoiser(torch.float32)
+    export_path, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
     stage.progress.phase("export")
     copied_files = {} if stage.config.checkpoint else adapter_files(stage)
-    readme_content = model_card(stage, _loading_instructions(family)).encode()
+    readme_content = model_card(stage, _loading_instructions(model_family)).encode()
     extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
-    export_pipeline(family, model, target, dtype=dtype, extra_files=extra_files)
-    verify = partial(verify_pipeline, family, model, target, dtype=dtype, model_class=policy.model_class)
+    export_pipeline(model_family, model, export_path, dtype=dtype, extra_files=extra_files)
+    verify = partial(verify_pipeline, model_family, model, export_path, dtype=dtype, model_class=policy.model_class)
     has_adapter = bool(copied_files) or has_lora_adapter(model)
-    weight_files = target.rglob("*.safetensors")
+    weight_files = export_path.rglob("*.safetensors")
     return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=has_adapter)
 
 
-def _load_initial_denoiser(family: DiffusionModel, training_stage: Stage) -> Any:
+def _load_initial_denoiser(model_family: DiffusionModel, training_stage: Stage) -> Any:
     """Return the denoiser with which a training stage began, with its trainable parameters marked."""
-    model = family.load_denoiser(getattr(torch, training_stage.recipe.train.master_dtype))
-    mark_trained_weights(model, training_stage.recipe.policy, family.lora_targets)
+    model = model_family.load_denoiser(getattr(torch, training_stage.recipe.train.master_dtype))
+    mark_trained_weights(model, training_stage.recipe.policy, model_family.lora_targets)
     return model
 
 
-def _loading_instructions(family: DiffusionModel) -> LoadingInstructions:
-    model_index = family.folder.index
+def _loading_instructions(model_family: DiffusionModel) -> LoadingInstructions:
+    model_index = model_family.folder.model_index
     load_call = f"DiffusionPipeline.from_pretrained(path{render_pipeline_arguments(model_index)})"
     return LoadingInstructions(
         "diffusers",

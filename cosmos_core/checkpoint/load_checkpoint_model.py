@@ -22,25 +22,25 @@ from cosmos_core.run.stage import Stage, find_source_stage, load_stage
 
 
 def find_checkpoint_step(stage: Stage) -> int:
-    """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects;
-    raise a `ModelError` if it is not complete or, without validation, no step is the best."""
+    """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
+    Raise `ModelError` if this checkpoint is not complete, or if `best` is set and the training was not validated."""
     checkpoint, name = stage.config.checkpoint, referenced_stage(stage.config.model)
-    key = f"checkpoint = {checkpoint!r} of stage {name!r}"
+    setting = f"checkpoint = {checkpoint!r} of stage {name!r}"
     upstream_result = stage.inputs[str(name)]
     if checkpoint == "best":
         if not (best_step_record := upstream_result["info"].get("best")):
-            raise ModelError(f"{key}: it was not validated, so no step is the best; set validation.enable = true")
+            raise ModelError(f"{setting}: it was not validated, so no step is the best; set validation.enable = true")
         checkpoint = best_step_record["step"]
-    step, folder = int(checkpoint), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
-    if step not in saved_steps(folder):
-        steps = ", ".join(map(str, saved_steps(folder))) or "none"
+    step, checkpoints_folder = int(checkpoint), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
+    if step not in saved_steps(checkpoints_folder):
+        saved_steps_text = ", ".join(map(str, saved_steps(checkpoints_folder))) or "none"
         raise ModelError(
-            f"{key}: there is no checkpoint of step {checkpoint}, only {steps}; train with "
+            f"{setting}: there is no checkpoint of step {checkpoint}, only {saved_steps_text}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {name}"
         )
-    if obstacle := resume_obstacle(folder, step, None):
-        raise ModelError(f"{key}: {step_folder(folder, step)}: {obstacle}; choose another step")
+    if obstacle := resume_obstacle(checkpoints_folder, step, None):
+        raise ModelError(f"{setting}: {step_folder(checkpoints_folder, step)}: {obstacle}; choose another step")
     return step
 
 
@@ -49,11 +49,11 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     average of the weights if the training kept one.
 
     `load_initial_model` loads the initial model of the training stage; None: a causal language model. Raise a
-    `ModelError` if the initial model cannot be loaded, or has changed.
+    `ModelError` if the initial model cannot be loaded, or if the checkpoint lacks a trained parameter of this model.
     """
     training_stage = find_train_stage(stage)
     train = training_stage.recipe.train
-    torch.manual_seed(training_stage.seed)  # LoRA adapters get the same initial weights as in the training
+    torch.manual_seed(training_stage.seed)  # gives LoRA adapters the initial weights of the training
     model = (load_initial_model or _load_causal_lm)(training_stage)
     folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
     storage_reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -61,7 +61,7 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ema_weights = {name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items() if train.ema_enable}
     # An SGD optimizer without momentum has no state, so only weights are read from the checkpoint.
-    tensors = named_tensors(TrainState(model, torch.optim.SGD(parameters.values()), named_weights={"ema": ema_weights}))
+    tensors = named_tensors(TrainState(model, torch.optim.SGD(parameters.values()), weight_sets={"ema": ema_weights}))
     if missing_names := sorted(tensors.keys() - saved_names):
         raise ModelError(
             f"checkpoint {folder} has no {missing_names[0]!r}: it is of another model than {training_stage.model}"

@@ -46,38 +46,38 @@ def run(stage: Stage) -> Outcome:
     """
     config, revision = stage.recipe.merge, stage.recipe.policy.model_revision
     upstream_results = _get_upstream_results(stage)
-    folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
-    weights = merge_coefficients(config, len(folders))
+    model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
+    weights = merge_coefficients(config, len(model_folders))
     stage.progress.phase("export")
-    target = stage.path / _MODEL_FOLDER
+    merged_folder = stage.path / _MODEL_FOLDER
     with (
-        translate_disk_errors(f"merge {target}", lambda: "nothing is left of it"),
-        replace_folder(target) as temporary_folder,
+        translate_disk_errors(f"merge {merged_folder}", lambda: "nothing is left of it"),
+        replace_folder(merged_folder) as temporary_folder,
         ExitStack() as exit_stack,
     ):
-        models = [_TensorReader(str(folder), None, exit_stack) for folder in folders]
+        models = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
         base_model = _TensorReader(stage.model, revision, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
         for other_model in models[1:]:
             _check_same_tensors(models[0], other_model)
         if base_model is not None:
             _check_same_tensors(models[0], base_model, allows_extra=True)
-        for file_number, (file, names) in enumerate(models[0].files.items(), start=1):
+        for file_number, (weight_file, names) in enumerate(models[0].files.items(), start=1):
             tensors = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
-            save_file(tensors, temporary_folder / Path(file).name, metadata={"format": "pt"})
+            save_file(tensors, temporary_folder / Path(weight_file).name, metadata={"format": "pt"})
             stage.progress.step(file_number, len(models[0].files))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
-        for other_file in folders[0].iterdir():
+        for other_file in model_folders[0].iterdir():
             if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != "README.md":
                 shutil.copyfile(other_file, temporary_folder / other_file.name)
     stage.progress.phase("load")
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
-    init_on_meta(str(target), dtype=torch.float32, device=torch.device("cpu"))
-    num_bytes = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    init_on_meta(str(merged_folder), dtype=torch.float32, device=torch.device("cpu"))
+    num_bytes = sum(weight_file.stat().st_size for weight_file in merged_folder.glob("*.safetensors"))
     merged_names = [Path(result["path"]).name for result in upstream_results]
-    info: dict[str, Any] = {"model": _MODEL_FOLDER, "checks": ["keys"], "merged": merged_names}
-    metrics = {"merge/bytes": float(num_bytes), "merge/models": float(len(folders))}
-    return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=info)
+    outcome_info: dict[str, Any] = {"model": _MODEL_FOLDER, "checks": ["keys"], "merged": merged_names}
+    metrics = {"merge/bytes": float(num_bytes), "merge/models": float(len(model_folders))}
+    return Outcome(outputs=(_MODEL_FOLDER,), metrics=metrics, info=outcome_info)
 
 
 class _TensorReader:
@@ -96,7 +96,7 @@ class _TensorReader:
             self.files[file] = list(reader.keys())
             self._readers |= dict.fromkeys(self.files[file], reader)
 
-    def shapes(self) -> dict[str, list[int]]:
+    def get_shapes(self) -> dict[str, list[int]]:
         return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -105,15 +105,15 @@ class _TensorReader:
 
 def combine_tensors(
     config: MergeConfig,
-    weights: Sequence[float],
+    merge_weights: Sequence[float],
     models: Sequence[Mapping[str, Tensor] | _TensorReader],
     base_model: Mapping[str, Tensor] | _TensorReader | None,
     name: str,
     seed: int,
 ) -> Tensor:
-    """Return the combination of the tensor `name` of all models, computed in float32, in the dtype of the first model,
-    from which an integer tensor is copied. The random choices of DARE depend on `seed` and `name` only. TIES and DARE
-    combine the differences from `base_model`; None: the tensors are summed with `weights`.
+    """Return the combination of the tensors `name` of all models, computed in float32 and cast to the dtype of the
+    first model. TIES and DARE combine the differences from `base_model`, with random choices that depend on `seed` and
+    `name` only. Without `base_model`, tensors are summed with weights. Integer tensors are those of the first model.
 
     Raises:
         ModelError: the combined tensor has a value that is not finite.
@@ -121,16 +121,16 @@ def combine_tensors(
     first_tensor = models[0][name]
     if not first_tensor.is_floating_point():
         return first_tensor
-    tensors, weights_M = [model[name].float() for model in models], torch.tensor(weights)
+    float_tensors, weights_M = [model[name].float() for model in models], torch.tensor(merge_weights)
     if base_model is None:
-        merged_tensor = task_arithmetic(tensors, weights_M)
+        merged_tensor = task_arithmetic(float_tensors, weights_M)
     else:
         base_tensor = base_model[name].float()
-        task_vectors = [tensor - base_tensor for tensor in tensors]
+        task_vectors = [tensor - base_tensor for tensor in float_tensors]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
             merged_tensor = base_tensor + _TASK_VECTOR_METHODS[config.method](task_vectors, weights_M, config.density)
-    merged_tensor = merged_tensor.to(first_tensor.dtype)  # a sum may overflow in float16
+    merged_tensor = merged_tensor.to(first_tensor.dtype)  # checked below, because a sum may overflow in float16
     if not torch.isfinite(merged_tensor).all():
         raise ModelError(f"merge: {name} has values that are not finite; look for them in the merged models")
     return merged_tensor
@@ -142,8 +142,8 @@ def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     results = [stage.inputs[name] for name in names if name != base_stage and stage.inputs[name]["info"].get("model")]
     if len(results) < 2:
         base_text = f" besides the base {base_stage!r}" if base_stage in names else ""
-        problem = f"after = {json.dumps(names)} names {len(results)} models to merge"
-        raise ConfigError(f"stage {stage.name!r}: {problem}; name at least two{base_text}")
+        problem_text = f"after = {json.dumps(names)} names {len(results)} models to merge"
+        raise ConfigError(f"stage {stage.name!r}: {problem_text}; name at least two{base_text}")
     return results
 
 
@@ -160,9 +160,9 @@ def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
 def _check_same_tensors(first_model: _TensorReader, other_model: _TensorReader, *, allows_extra: bool = False) -> None:
     """Check that two models have tensors of the same names and shapes; with `allows_extra`, `other_model` may have
     further tensors, such as an output layer that is stored although it is tied to the embedding."""
-    shapes, other_shapes = first_model.shapes(), other_model.shapes()
-    names = shapes.keys() if allows_extra else {*shapes, *other_shapes}
-    if differing_names := sorted(name for name in names if shapes.get(name) != other_shapes.get(name)):
+    shapes, other_shapes = first_model.get_shapes(), other_model.get_shapes()
+    compared_names = shapes.keys() if allows_extra else {*shapes, *other_shapes}
+    if differing_names := sorted(name for name in compared_names if shapes.get(name) != other_shapes.get(name)):
         name = differing_names[0]
         raise ModelError(
             f"merge: {len(differing_names)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "

@@ -35,7 +35,7 @@ OTHER_CONFIGURATION_REASON = "it belongs to another configuration"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
-# With `no_dist=True`, so that each rank reads its own tensors without collectives, DCP logs this warning at each load.
+# Loading uses `no_dist=True`, so that ranks read tensors without collectives, about which DCP warns at each load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -46,14 +46,14 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of all checkpoint folders in `folder`, complete or not, in ascending order."""
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in map(_STEP_FOLDER_PATTERN.fullmatch, names) if match)
+    folder_names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in map(_STEP_FOLDER_PATTERN.fullmatch, folder_names) if match)
 
 
 def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
-    """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it is intact. With
-    a `fingerprint`, the checkpoint must have this one. `is_hashed`: whether this process has already computed
-    the digests of the files, so that only their sizes are compared."""
+    """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it is intact.
+    `fingerprint` is the required fingerprint of the checkpoint; None: any. `is_hashed`: whether this process has
+    already computed the digests of the files, so that only their sizes are compared."""
     policy_folder = step_folder(folder, step) / "policy"
     manifest = read_manifest(policy_folder)
     if not manifest:
@@ -65,8 +65,8 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
     if not _has_complete_file_records(manifest):
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
     files = manifest["files"].items()
-    problems = (_find_file_problem(policy_folder / name, record, is_hashed=is_hashed) for name, record in files)
-    return next(filter(None, problems), None)
+    file_problems = (_find_file_problem(policy_folder / name, record, is_hashed=is_hashed) for name, record in files)
+    return next(filter(None, file_problems), None)
 
 
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def read_manifest(policy_folder: Path) -> dict[str, Any]:
 
 
 def _has_complete_file_records(manifest: dict[str, Any]) -> bool:
-    records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
-    if not isinstance(records, dict) or FIRST_RANK_JSON_FILE not in records:
+    file_records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
+    if not isinstance(file_records, dict) or FIRST_RANK_JSON_FILE not in file_records:
         return False
     if not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
         return False
-    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in records.values())
+    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
 
 
 def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Callable[[int], str | None]) -> int | None:
@@ -89,11 +89,11 @@ def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Calla
     for step in reversed(steps):
         if is_first_rank():
             refuse_pickled_shards(step_folder(folder, step) / "policy")
-        reason = check_resume(step)
-        if reason is None:
+        obstacle = check_resume(step)
+        if obstacle is None:
             return step
         if is_first_rank():
-            logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), reason)
+            logger.warning("checkpoint %s is passed over: %s", step_folder(folder, step), obstacle)
     return None
 
 
@@ -123,22 +123,22 @@ def find_damaged_file(
         return f"{MANIFEST} is gone"
     for name, file_record in sorted(file_records.items())[rank::num_ranks]:
         send_heartbeat()
-        if reason := _find_file_problem(policy_folder / name, file_record, is_hashed=False):
-            return reason
+        if file_problem := _find_file_problem(policy_folder / name, file_record, is_hashed=False):
+            return file_problem
     return None
 
 
 def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
-    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`), of any configuration, into `state` on
-    every rank, and return its step N; call `send_heartbeat` before each file is hashed.
+    """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
+    its step N. Its settings may differ from those of this run. Call `send_heartbeat` before each file is hashed.
 
     Raises:
         ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
     """
     step, remedy = int(policy_folder.parent.name.removeprefix("step_")), "name another one, or none"
     refuse_pickled_shards(policy_folder)
-    if reason := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
-        raise ModelError(f"checkpoint {policy_folder}: {reason}; {remedy}")
+    if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
+        raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {remedy}")
     try:
         load_state(state, policy_folder)
     except Exception as error:  # another run that still trains may have deleted its checkpoint
@@ -172,8 +172,8 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
     json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # has a verified digest
     if num_saved_ranks != num_current_ranks:
-        message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
-        logger.info(message, policy_folder, num_saved_ranks, num_current_ranks)
+        log_message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
+        logger.info(log_message, policy_folder, num_saved_ranks, num_current_ranks)
         json_values["rng"] = None
     return json_values
 

@@ -64,8 +64,8 @@ class Checkpointer:
         self._folder, self._fingerprint, self._max_keep = folder, fingerprint, max_keep
         self._on_saved, self._send_heartbeat = on_saved, heartbeat
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
-        self._pending: Future[None] | None = None
-        # Steps whose files this process wrote or verified: to hash them again at a stop would cost its grace period.
+        self._pending_save: Future[None] | None = None
+        # Steps whose files this process wrote or verified; hashing them again at a stop could exceed the grace period.
         self._hashed_steps: set[int] = set()
         should_pin_memory = is_async and torch.cuda.is_available()
         self._stager: Any = DefaultStager(StagingOptions(use_shared_memory=False)) if should_pin_memory else None
@@ -92,7 +92,7 @@ class Checkpointer:
             self._write_files(step, tensors, extra_json, best_step)
         else:  # the writer thread gets copies, because the optimizer changes the tensors in place
             host_tensors = self._copy_to_host(tensors)
-            self._pending = self._writer.submit(self._write_files, step, host_tensors, extra_json, best_step)
+            self._pending_save = self._writer.submit(self._write_files, step, host_tensors, extra_json, best_step)
 
     def wait(self) -> None:
         """Wait until no rank is writing a checkpoint; raise a `StageFailed` if the last asynchronous save failed."""
@@ -132,7 +132,7 @@ class Checkpointer:
                 self._stager.close()
 
     def _wait_for_pending_save(self) -> None:
-        pending_save, self._pending = self._pending, None
+        pending_save, self._pending_save = self._pending_save, None
         if pending_save is not None:
             pending_save.result()
 
@@ -142,23 +142,23 @@ class Checkpointer:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk. The first
         rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls `on_saved`. If the
         disk of a rank is full or broken, all ranks raise the same `StageFailed`."""
-        folder, name = self._temporary_folder(step), f"checkpoint step_{step} in {self._folder}"
-        file_records, problem = dict[str, dict[str, object]](), ""
+        folder, checkpoint_name = self._temporary_folder(step), f"checkpoint step_{step} in {self._folder}"
+        file_records, error_message = dict[str, dict[str, object]](), ""
         try:
-            with translate_disk_errors(name, self._describe_newest_complete):
+            with translate_disk_errors(checkpoint_name, self._describe_newest_complete):
                 file_records = write_rank_files(folder, tensors, extra_json)
         except StageFailed as error:
-            problem = str(error)
-        results = [(file_records, problem)]
+            error_message = str(error)
+        results_by_rank = [(file_records, error_message)]
         if self._process_group is not None:
-            results = exchange.all_gather((file_records, problem), self._process_group)
+            results_by_rank = exchange.all_gather((file_records, error_message), self._process_group)
         try:
-            if problem := next((message for _, message in results if message), ""):
-                raise StageFailed(problem)
+            if error_message := next((message for _, message in results_by_rank if message), ""):
+                raise StageFailed(error_message)
             if not is_first_rank():
                 return
-            with translate_disk_errors(name, self._describe_newest_complete):
-                self._commit_checkpoint(step, [rank_records for rank_records, _ in results])
+            with translate_disk_errors(checkpoint_name, self._describe_newest_complete):
+                self._commit_checkpoint(step, [rank_records for rank_records, _ in results_by_rank])
         finally:
             if is_first_rank():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -173,15 +173,15 @@ class Checkpointer:
         memory, which the next save reuses."""
         if self._stager is None:
             return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
-        torch.cuda.current_stream().synchronize()  # the stager's CUDA stream does not wait for the current one
+        torch.cuda.current_stream().synchronize()  # the stager's stream copies without waiting for this one
         host_tensors = self._stager.stage({name: shard.tensor for name, shard in tensors.items()}).result()
         return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
     def _commit_checkpoint(self, step: int, records_by_rank: list[dict[str, Any]]) -> None:
         """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records_by_rank` has,
         for each rank, the size and digest of its files by name."""
-        target = step_folder(self._folder, step)
-        with replace_folder(target) as temporary_folder:
+        final_folder = step_folder(self._folder, step)
+        with replace_folder(final_folder) as temporary_folder:
             policy_folder = temporary_folder / "policy"
             self._temporary_folder(step).rename(policy_folder)
             manifest = {
@@ -194,19 +194,19 @@ class Checkpointer:
             }
             write_json(policy_folder / MANIFEST, manifest)
         self._hashed_steps.add(step)
-        logger.info("saved checkpoint %s", target)
+        logger.info("saved checkpoint %s", final_folder)
 
     def _temporary_folder(self, step: int) -> Path:
         return self._folder / f".step_{step}.parts.tmp"
 
     def _delete_old_checkpoints(self, newest_step: int, best_step: BestStep | None) -> None:
-        """Delete the oldest checkpoints beyond `max_keep`, except that of the best step, if the checkpoint of step
-        `newest_step`, just written, is complete. Later steps and other configurations are not counted or deleted."""
+        """Delete the oldest checkpoints beyond `max_keep`, except the best, if the new one of step `newest_step` is
+        complete. Checkpoints of later steps and of other configurations are neither counted nor deleted."""
         if self._max_keep == -1:
             return
         folders = {n: step_folder(self._folder, n) / "policy" for n in saved_steps(self._folder) if n <= newest_step}
-        steps = [n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
-        deleted_steps = [step for step in steps[: -self._max_keep] if best_step is None or step != best_step.step]
+        own_steps = [n for n, p in folders.items() if resume.read_manifest(p).get("fingerprint") == self._fingerprint]
+        deleted_steps = [step for step in own_steps[: -self._max_keep] if best_step is None or step != best_step.step]
         if not deleted_steps or resume.resume_obstacle(self._folder, newest_step, self._fingerprint, is_hashed=True):
             return
         for step in deleted_steps:
@@ -233,8 +233,8 @@ def _clean_unfinished_saves(folder: Path) -> None:
     """Clean up after a killed writer: remove incomplete checkpoint folders, and restore a checkpoint that the writer
     had moved away to replace it."""
     for path in list(folder.iterdir()):
-        match = _UNFINISHED_FOLDER.fullmatch(path.name)
-        if match and match[2] == "old" and not (folder / match[1]).exists():
-            os.rename(path, folder / match[1])
-        elif match:
+        name_match = _UNFINISHED_FOLDER.fullmatch(path.name)
+        if name_match and name_match[2] == "old" and not (folder / name_match[1]).exists():
+            os.rename(path, folder / name_match[1])
+        elif name_match:
             shutil.rmtree(path, ignore_errors=True)

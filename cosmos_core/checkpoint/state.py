@@ -1,6 +1,6 @@
-"""Content of a checkpoint: weights, optimizer state, named weights, and the states of the feed and the algorithm.
+"""Content of a checkpoint: weights, optimizer state, weight sets, and the states of the feed and the algorithm.
 
-Named weights are sets of weights other than the policy's, such as a moving average or a reference policy. The feed is
+Weight sets are copies of the policy's weights with a name, such as a moving average or a reference policy. The feed is
 the source of training samples. Hyper-parameters of the optimizer are left out: they come from the recipe, which the
 fingerprint covers, and the learning rate is a pure function of the step. torch's `get_optimizer_state_dict` is not used
 because it takes a step with zero gradients to create missing state, which would count one step too many for weights
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
-_STATEFUL_FIELDS = ("feed", "algorithm")
+_STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
 """Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
 
@@ -47,7 +47,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     extra: dict[str, Any] = field(default_factory=dict)
     """Step, data position, result of `capture_rng` and other JSON values that the training loop needs to resume."""
-    named_weights: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    weight_sets: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
     feed: dict[str, Any] = field(default_factory=dict)
     """State of the feed: nested dictionaries and lists of JSON values and tensors, equal on all ranks except DTensors.
@@ -59,26 +59,26 @@ class TrainState:
 def named_tensors(state: TrainState) -> dict[str, Tensor]:
     """Return every tensor of a training state by its name in a checkpoint, without copies: `model.NAME`, `SET.NAME`
     (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`."""
-    tensors = model_tensors(state.model) | _flatten_named_weights(state)
+    tensors = model_tensors(state.model) | _flatten_weight_sets(state)
     for name, parameter in state.model.named_parameters():
         for slot, value in state.optimizer.state.get(parameter, {}).items():
             plain_tensors = _split_optimizer_tensor(value).items()
             tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in plain_tensors}
-    for field_name in _STATEFUL_FIELDS:
+    for field_name in _STATEFUL_FIELD_NAMES:
         _extract_tensors(getattr(state, field_name), field_name, tensors)
     return tensors
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which a JSON object
-    with the name of the tensor represents each tensor."""
-    values = {name: getattr(state, name) for name in _STATEFUL_FIELDS}
+    """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which each tensor is
+    replaced by a JSON object with the tensor's name."""
+    values = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
     return state.extra | {name: _extract_tensors(value, name, {}) for name, value in values.items() if value}
 
 
 def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
-    for name in _STATEFUL_FIELDS:
+    for name in _STATEFUL_FIELD_NAMES:
         setattr(state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
     state.extra = saved_values
 
@@ -86,8 +86,8 @@ def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors
 def allocate_tensors(
     state: TrainState, saved_metadata: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Return the tensors into which this rank loads a checkpoint, by name: the existing ones of the model and of the
-    named weights, and new ones of optimizer, feed and algorithm. `saved_metadata` has shape and dtype of each tensor in
+    """Return the tensors into which this rank loads a checkpoint, by name: those of the model and of its weight
+    sets, and new ones for optimizer, feed and algorithm. `saved_metadata` has shape and dtype of each tensor in
     the checkpoint. The function is collective: every rank calls it.
 
     Raises:
@@ -106,17 +106,17 @@ def allocate_tensors(
             f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
         )
     current_tensors: dict[str, Tensor] = {}
-    for field_name in _STATEFUL_FIELDS:
+    for field_name in _STATEFUL_FIELD_NAMES:
         _extract_tensors(getattr(state, field_name), field_name, current_tensors)
-    named_weights = _flatten_named_weights(state)
+    weight_set_tensors = _flatten_weight_sets(state)
     for name, (shape, dtype) in saved_metadata.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
-        if name in named_weights:
-            target_tensors[name] = named_weights[name]
+        if name in weight_set_tensors:
+            target_tensors[name] = weight_set_tensors[name]
         elif name.startswith(_OPTIMIZER_PREFIX) and parameter is not None:
-            like_tensor = parameter if parameter.shape == shape else torch.empty(shape)
-            target_tensors[name] = torch.empty_like(like_tensor, dtype=dtype, requires_grad=False)
-        elif name.partition(".")[0] in _STATEFUL_FIELDS:
+            template_tensor = parameter if parameter.shape == shape else torch.empty(shape)
+            target_tensors[name] = torch.empty_like(template_tensor, dtype=dtype, requires_grad=False)
+        elif name.partition(".")[0] in _STATEFUL_FIELD_NAMES:
             is_sharded = isinstance(current_tensors.get(name), DTensor)
             target_tensors[name] = current_tensors[name] if is_sharded else torch.empty(shape, dtype=dtype)
     return target_tensors
@@ -125,32 +125,32 @@ def allocate_tensors(
 def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`, without
     moments that it cannot continue, because another kind of optimizer saved them."""
-    groups = state.optimizer.state_dict()["param_groups"]
+    parameter_groups = state.optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    indices = {parameter: index for index, parameter in enumerate(parameters)}
+    index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
     parameters_by_name = dict(state.model.named_parameters())
     slots_by_index: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(_OPTIMIZER_PREFIX):
             slot, _, name = key.removeprefix(_OPTIMIZER_PREFIX).partition(".")
-            slots_by_index.setdefault(indices[parameters_by_name[name]], {})[slot] = tensor
+            slots_by_index.setdefault(index_by_parameter[parameters_by_name[name]], {})[slot] = tensor
     is_8bit = type(state.optimizer).__name__.endswith("8bit")
-    is_muon = {index: group.get("is_matrix", False) for group in groups for index in group["params"]}
+    muon_by_index = {index: group.get("is_matrix", False) for group in parameter_groups for index in group["params"]}
     optimizer_state = {
         index: _merge_optimizer_slots(slots)
         for index, slots in slots_by_index.items()
-        if ("momentum_buffer" in slots) == is_muon[index] and (is_8bit or not any(":" in slot for slot in slots))
+        if ("momentum_buffer" in slots) == muon_by_index[index] and (is_8bit or not any(":" in slot for slot in slots))
     }
     if num_dropped := len(slots_by_index) - len(optimizer_state):
         logger.warning("the checkpoint has moments of another optm_name: those of %d weights begin anew", num_dropped)
-    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+    state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": parameter_groups})
 
 
 def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
     """Copy the policy's weights into each of the weight sets `POLICY_COPY_NAMES` that the loaded checkpoint lacks."""
     parameters = dict(state.model.named_parameters())
     for weight_set in POLICY_COPY_NAMES:
-        for name, tensor in state.named_weights.get(weight_set, {}).items():
+        for name, tensor in state.weight_sets.get(weight_set, {}).items():
             if f"{weight_set}.{name}" not in tensors:
                 tensor.copy_(parameters[name].detach())
 
@@ -158,10 +158,10 @@ def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -
 def capture_rng() -> dict[str, JsonValue]:
     """Return the states of the random generators of Python, NumPy and torch (CPU and each GPU)."""
     version, python_state, next_gauss = random.getstate()
-    _, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    _, generator_keys, generator_position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     return {
         "python": [version, list(python_state), next_gauss],
-        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached_gaussian)],
+        "numpy": [np.asarray(generator_keys).tolist(), int(generator_position), int(has_gauss), float(cached_gaussian)],
         "torch": _encode_rng_state(torch.get_rng_state()),
         "cuda": [_encode_rng_state(rng_state) for rng_state in torch.cuda.get_rng_state_all()],
     }
@@ -171,8 +171,8 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
     """Restore the random generators from a result of `capture_rng`; of GPUs only those that were present at capture."""
     version, python_state, next_gauss = rng_states["python"]
     random.setstate((version, tuple(python_state), next_gauss))
-    keys, position, has_gauss, cached_gaussian = rng_states["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+    generator_keys, position, has_gauss, cached_gaussian = rng_states["numpy"]
+    np.random.set_state(("MT19937", np.array(generator_keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
     for device, encoded_state in enumerate(rng_states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_decode_rng_state(encoded_state), device)
@@ -182,8 +182,8 @@ def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) 
     """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, and, unless `keeps_torch_rng`,
     those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
     because all ranks call the algorithm, user code, with the same samples and need equal results."""
-    seeds = (seed, step), (seed, step, rank)
-    digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seeds)
+    seed_tuples = (seed, step), (seed, step, rank)
+    digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     if not keeps_torch_rng:
@@ -203,10 +203,10 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _flatten_named_weights(state: TrainState) -> dict[str, Tensor]:
+def _flatten_weight_sets(state: TrainState) -> dict[str, Tensor]:
     # A weight set named "model" or "optimizer" would overwrite the tensors of the model or optimizer in the checkpoint.
-    assert not state.named_weights.keys() & {"model", "optimizer", *_STATEFUL_FIELDS}
-    weight_sets = state.named_weights.items()
+    assert not state.weight_sets.keys() & {"model", "optimizer", *_STATEFUL_FIELD_NAMES}
+    weight_sets = state.weight_sets.items()
     return {f"{weight_set}.{name}": tensor for weight_set, weights in weight_sets for name, tensor in weights.items()}
 
 
@@ -247,14 +247,14 @@ def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
 def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of
     `_split_optimizer_tensor`."""
-    slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
+    merged_slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        codes, scale, qmap = (slot_tensors[f"{slot}:{name}"] for name in ("codes", "scale", "qmap"))
+        codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in ("codes", "scale", "qmap"))
         # Only `codes` has the shape of the parameter and thus its device; torchao moves none of the three later.
-        scale, is_signed = scale.to(codes.device), bool(qmap.min() < 0)
-        slots[slot] = state_class(codes, scale, qmap.to(codes.device), is_signed, torch.float32)
-    return slots
+        code_scales, is_signed = code_scales.to(codes.device), bool(qmap.min() < 0)
+        merged_slots[slot] = state_class(codes, code_scales, qmap.to(codes.device), is_signed, torch.float32)
+    return merged_slots
 
 
 def _encode_rng_state(rng_state: Tensor) -> str:

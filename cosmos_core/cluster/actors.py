@@ -35,7 +35,7 @@ class ActorGroup:
     shares_gpus: bool = False
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes_per_actor: int = 1
-    """Number of compute processes per actor, on one machine with one GPU each; the actor counts if it computes."""
+    """Number of processes per actor that compute, on one machine with one GPU each, with the actor if it computes."""
     is_concurrent_with_ranks: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
@@ -129,7 +129,7 @@ class ActorSupervisor:
             num_cpus=num_cpus, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
         )(type(actor_group.name, (_ObjectActor,), {}))
         self.handles: list[ActorHandle] = []
-        self._num_requested = 0
+        self._num_requested_actors = 0
         self.resize(lambda handles: None)
 
     def resize(self, on_resize: Callable[[list[ActorHandle]], object]) -> None:
@@ -137,17 +137,17 @@ class ActorSupervisor:
         is called to pass the new handles to the ranks; surplus actors are killed after it has returned."""
         num_requested_actors, num_previous_actors = max(0, self._actor_group.get_target_size()), len(self.handles)
         num_target_actors = int(min(num_requested_actors, self._max_actors))
-        if num_requested_actors > num_target_actors and num_requested_actors != self._num_requested:
+        if num_requested_actors > num_target_actors and num_requested_actors != self._num_requested_actors:
             message = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
             logger.warning(message, num_requested_actors, num_target_actors)
-        self._num_requested = num_requested_actors
+        self._num_requested_actors = num_requested_actors
         if num_target_actors == num_previous_actors:
             return
         for index in range(num_previous_actors, num_target_actors):
             has_reserved_bundle, make_object = index < len(self._placements), self._actor_group.make_object
-            options = {"scheduling_strategy": self._placements[index]} if has_reserved_bundle else {}
-            arguments = (make_object, self._num_threads, self._visible_devices[index] if has_reserved_bundle else "")
-            self.handles.append(ActorHandle(self._remote_class.options(**options).remote(*arguments)))
+            actor_options = {"scheduling_strategy": self._placements[index]} if has_reserved_bundle else {}
+            actor_args = (make_object, self._num_threads, self._visible_devices[index] if has_reserved_bundle else "")
+            self.handles.append(ActorHandle(self._remote_class.options(**actor_options).remote(*actor_args)))
         surplus_handles, self.handles = self.handles[num_target_actors:], self.handles[:num_target_actors]
         on_resize(self.handles)
         for handle in surplus_handles:

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPLY_SECONDS = 10.0
-"""Seconds between polls whether ranks have ended; needed because a lost connection can lose the reply of `run`."""
+"""Seconds to wait for a reply of a rank or of Ray; then ranks are polled, because a reply of `run` may be lost."""
 _OBJECT_STORE_BYTES = 1 << 30
 """Size of Ray's object store in bytes, for two buckets of weights in transfer to engines, and unread values."""
 _MAX_RANK_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
 _DEATH_REPORT_SECONDS = 10.0
-"""Seconds within which Ray reports a dead rank; other ranks may report a broken connection earlier."""
+"""Seconds to wait for Ray's report that a rank is dead, because others may report a broken connection earlier."""
 
 
 class RankFailed(StageFailed):
@@ -81,17 +81,17 @@ class WorkerGroup:
             CosmosError: the first error of this package that a rank raised.
             StageFailed: a rank died or raised an error from outside this package.
         """
-        size, actor_group = self.num_ranks, self.actors
-        with _connect_to_cluster(size, actor_group) as (ray, owns_cluster, actor_threads):
-            bundles = resource_bundles(ray, size, actor_group, owns_cluster=owns_cluster)
+        num_ranks, actor_group = self.num_ranks, self.actors
+        with _connect_to_cluster(num_ranks, actor_group) as (ray, owns_cluster, actor_threads):
+            bundles = resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
             placements = reserve_bundles(ray, bundles, should_stop, on_poll)
             ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-            rank_placements = [placements[rank // ranks_per_bundle] for rank in range(size)]
+            rank_placements = [placements[rank // ranks_per_bundle] for rank in range(num_ranks)]
             gpu_fraction = 0.5 if actor_group is not None and actor_group.shares_gpus and ranks_per_bundle == 1 else 1
             start_ranks = _make_rank_starter(ray, rank_placements, gpu_fraction)
             actors = None
             if actor_group is not None:
-                actor_placements = placements if actor_group.shares_gpus else placements[size:]
+                actor_placements = placements if actor_group.shares_gpus else placements[num_ranks:]
                 actors = importlib.import_module("cosmos_core.cluster.actors").ActorSupervisor(
                     actor_group, owns_cluster=owns_cluster, num_threads=actor_threads, placements=actor_placements
                 )
@@ -125,18 +125,18 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
         backend = "cpu:gloo,cuda:nccl"
-    # Long timeout: ranks also form smaller groups through the store, and some may load or compile for minutes longer.
+    # The timeout is long, because ranks also form smaller groups through the store, and some load or compile longer.
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.num_ranks, timeout=dist.default_pg_timeout)
     dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks)
     yield
-    dist.destroy_process_group()  # not after an error: closing the group makes other ranks fail
+    dist.destroy_process_group()  # skipped after an error, because closing the group would make other ranks fail
 
 
 def find_network_interface(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
     with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe_socket:
         try:
-            probe_socket.connect((address, 9))  # connecting a UDP socket sends no packet
+            probe_socket.connect((address, 9))  # only selects a route: connecting a UDP socket sends no packet
         except OSError:
             return None
         source_address = probe_socket.getsockname()[0]
@@ -162,18 +162,18 @@ def run_as_rank(program: RankProgram, messages: RankMessages, rendezvous: Rendez
     """Run the program as one rank; return True and its value (None except on rank 0), or False and its error."""
     try:
         with process_group(rendezvous):
-            value = program(messages)
+            return_value = program(messages)
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         if not isinstance(error, CosmosError):
             traceback.print_exc()
             error_class = RankFailed if is_transient(error) else RankRaised
             error = error_class(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
-    return True, value if rendezvous.rank == 0 else None
+    return True, return_value if rendezvous.rank == 0 else None
 
 
 @contextmanager
-def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
+def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Iterator[tuple[Any, bool, int]]:
     """Connect as the Ray driver to the cluster at `RAY_ADDRESS` or, if that is unset, to a new embedded cluster. Yield
     the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -190,13 +190,13 @@ def _connect_to_cluster(size: int, actor_group: ActorGroup | None) -> Iterator[t
             else:
                 if actor_group is not None and not actor_group.shares_gpus:
                     num_actors = actor_group.get_target_size() * actor_group.processes_per_actor
-                    num_cores, is_parallel = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
-                    rank_threads, actor_threads = split_threads(num_cores, size, num_actors, is_parallel=is_parallel)
+                    num_cores, overlaps = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
+                    rank_threads, actor_threads = split_threads(num_cores, num_ranks, num_actors, is_parallel=overlaps)
                     os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
                     # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
-                    address="local", num_cpus=size, num_gpus=torch.cuda.device_count(), include_dashboard=False,
+                    address="local", num_cpus=num_ranks, num_gpus=torch.cuda.device_count(), include_dashboard=False,
                     logging_level=logging.WARNING, log_to_driver=True,
                     object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
                 )  # fmt: skip
@@ -220,7 +220,7 @@ def _make_rank_starter(
 ) -> Callable[[RankProgram], tuple[list[Any], list[Any]]]:
     """Return a function that starts a program on all ranks and returns their Ray actors and pending calls. `placements`
     are Ray scheduling strategies, one per rank; `gpu_fraction` is the fraction of a GPU per rank, if there are GPUs."""
-    size, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
+    num_ranks, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
     ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
     rank_actor_class = ray_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
     address = ray.util.get_node_ip_address()
@@ -228,11 +228,11 @@ def _make_rank_starter(
 
     def start_program(program: RankProgram) -> tuple[list[Any], list[Any]]:
         rank_actors = [rank_actor_class.options(scheduling_strategy=each).remote() for each in placements]
-        tcp_stores.append(create_tcp_store(address, size))
+        tcp_stores.append(create_tcp_store(address, num_ranks))
         # Each rank computes on device 0, because Ray makes one GPU visible to it.
         port = tcp_stores[-1].port
         return rank_actors, [
-            rank_actor.run.remote(program, Rendezvous(rank, size, address, port, 0))
+            rank_actor.run.remote(program, Rendezvous(rank, num_ranks, address, port, 0))
             for rank, rank_actor in enumerate(rank_actors)
         ]
 
@@ -284,29 +284,29 @@ def _wait_for_ranks(
         if not finished_refs and time.monotonic() - last_poll_time > _REPLY_SECONDS:
             if owns_cluster and _is_cluster_dead(ray):
                 raise StageFailed("the Ray cluster that the stage started has died; a retry starts another one")
-            reply_refs = {ref: rank_actors[run_refs.index(ref)].read_outcome.remote() for ref in pending_refs}
+            reply_refs = {ref: rank_actors[run_refs.index(ref)].read_run_result.remote() for ref in pending_refs}
             last_poll_time = time.monotonic()
         for run_ref, reply_ref in reply_refs.items():
             try:
-                outcome = ray.get(reply_ref, timeout=_REPLY_SECONDS)
+                run_result = ray.get(reply_ref, timeout=_REPLY_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 continue
             except ray.exceptions.RayActorError as error:
                 raise RankFailed(f"rank {run_refs.index(run_ref)} died: {first_line(error)}") from error
-            if outcome is not None:
+            if run_result is not None:
                 pending_refs.remove(run_ref)
-                is_successful, value = outcome
+                is_successful, value_or_error = run_result
                 if not is_successful:
-                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # until the first rank has closed its metric sinks
-                    raise value
-                return_value = value if run_ref is run_refs[0] else return_value
+                    ray.wait(run_refs[:1], timeout=_REPLY_SECONDS)  # give the first rank time to close its metric sinks
+                    raise value_or_error
+                return_value = value_or_error if run_ref is run_refs[0] else return_value
     return return_value
 
 
 def _is_cluster_dead(ray: Any) -> bool:
     """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
     ray_nodes: list[Any] = []
-    # `ray.nodes()` may block forever.
+    # `ray.nodes()` may block forever, so it runs in a thread that is abandoned after a timeout.
     thread = threading.Thread(target=lambda: ray_nodes.extend(ray.nodes()), daemon=True)
     thread.start()
     thread.join(_REPLY_SECONDS)
@@ -314,7 +314,7 @@ def _is_cluster_dead(ray: Any) -> bool:
 
 
 def _has_dead_rank(ray: Any, run_refs: list[Any]) -> bool:
-    """Return True if the process of a rank has died, False if ranks only raised errors; `run_refs`: one per rank."""
+    """Return True if the process of a rank has died, False if ranks only raised errors; `run_refs` are their calls."""
     deadline, pending_refs = time.monotonic() + _DEATH_REPORT_SECONDS, list(run_refs)
     while pending_refs and time.monotonic() < deadline:
         finished_refs, pending_refs = ray.wait(pending_refs, timeout=POLL_SECONDS)

@@ -15,14 +15,14 @@ POLL_SECONDS = 0.2
 
 
 def resource_bundles(
-    ray: Any, size: int, actor_group: ActorGroup | None, *, owns_cluster: bool
+    ray: Any, num_ranks: int, actor_group: ActorGroup | None, *, owns_cluster: bool
 ) -> list[dict[str, int]]:
-    """Return the resource bundles to reserve for `size` ranks and their actors, as amounts by name of the resource.
+    """Return the resource bundles to reserve for `num_ranks` ranks and their actors, as amounts by resource name.
 
     An actor that shares GPUs with ranks is in one bundle with these ranks. Otherwise each rank and the first actor have
     separate bundles. The resources of the first actor are reserved together with those of the ranks: otherwise two
     trainings could block each other, each with ranks but without an engine. Raises `ConfigError` if the bundles exceed
-    the GPUs or CPUs of the cluster, or one exceeds those of each machine, so that Ray would wait forever.
+    the GPUs or CPUs of the cluster, or no machine has enough of them for one bundle: Ray would wait forever.
     """
     resources = ray.cluster_resources()
     num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
@@ -31,28 +31,28 @@ def resource_bundles(
         num_processes = actor_group.processes_per_actor
         actor_gpus, actor_cpus = num_processes * gpus_per_rank, 0 if owns_cluster else num_processes
     if actor_group is not None and actor_group.shares_gpus:
-        num_ranks = count_ranks_per_bundle(actor_group, has_gpus=gpus_per_rank > 0)
-        bundle = {"CPU": num_ranks + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * num_ranks}
-        required_bundles = [bundle] * (size // num_ranks)
+        ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=gpus_per_rank > 0)
+        bundle = {"CPU": ranks_per_bundle + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * ranks_per_bundle}
+        required_bundles = [bundle] * (num_ranks // ranks_per_bundle)
     else:
-        required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * size + [{"CPU": actor_cpus, "GPU": actor_gpus}]
+        required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * num_ranks + [{"CPU": actor_cpus, "GPU": actor_gpus}]
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in required_bundles]
     bundles = [bundle for bundle in bundles if bundle]
     total_cpus, total_gpus = (sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU"))
     if total_gpus > num_gpus:
-        engine_description = f", and a rollout engine {actor_gpus}" if total_gpus > size else ""
+        engine_description = f", and a rollout engine {actor_gpus}" if total_gpus > num_ranks else ""
         raise ConfigError(
-            f"the mesh takes {size} GPUs{engine_description}, of {num_gpus} that the Ray cluster has; make "
+            f"the mesh takes {num_ranks} GPUs{engine_description}, of {num_gpus} that the Ray cluster has; make "
             f"policy.parallelism smaller"
         )
     if total_cpus > num_cpus:
         raise ConfigError(
-            f"{size} ranks and what is beside them take {total_cpus} CPUs, of {num_cpus} that the Ray "
+            f"{num_ranks} ranks and what is beside them take {total_cpus} CPUs, of {num_cpus} that the Ray "
             f"cluster has; give it more, or make policy.parallelism smaller"
         )
     largest_bundle, machines = bundles[-1].items(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    has_machine = any(all(machine.get(name, 0) >= amount for name, amount in largest_bundle) for machine in machines)
-    if actor_group is not None and not has_machine:
+    is_satisfiable = any(all(machine.get(name, 0) >= amount for name, amount in largest_bundle) for machine in machines)
+    if actor_group is not None and not is_satisfiable:
         resources_text = " and ".join(f"{amount} {name}s" for name, amount in largest_bundle)
         raise ConfigError(
             f"rollout.parallelism.tp_size = {actor_group.processes_per_actor}: an engine takes {resources_text} of one "
@@ -85,7 +85,7 @@ def reserve_bundles(
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(reservation_ref)
-    # Ray distributes equal bundles over machines in any order, and neighbouring ranks exchange the most data.
+    # Sort bundles by machine: Ray distributes equal bundles in any order, and neighbouring ranks exchange most data.
     node_ids = placement_group_table(reservation)["bundles_to_node_id"]
-    indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
-    return [PlacementGroupSchedulingStrategy(reservation, placement_group_bundle_index=i) for i in indices]
+    bundle_indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
+    return [PlacementGroupSchedulingStrategy(reservation, placement_group_bundle_index=i) for i in bundle_indices]

@@ -52,7 +52,7 @@ def rank_environment() -> dict[str, str]:
 
 def service_environment(names: Collection[str]) -> dict[str, str]:
     """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
-    those in `names`. They may be secrets, so they are arguments of a call: Ray logs its runtime environment."""
+    those in `names`. Pass them as arguments of calls: they may be secrets, and Ray logs its runtime environment."""
     return _select_environment_variables(names, _SERVICE_ENVIRONMENT_PREFIXES)
 
 

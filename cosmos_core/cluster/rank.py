@@ -28,7 +28,7 @@ RankProgram = Callable[[RankMessages], Any]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of the TCP store through which the ranks form a process group, and number and GPU of one rank."""
+    """Number and GPU of one rank, and the address of the TCP store through which all ranks form a process group."""
 
     rank: int
     num_ranks: int
@@ -45,25 +45,25 @@ class Rank:
     def __init__(self) -> None:
         self._import_stack = ExitStack()
         self._import_stack.enter_context(without_garbage_collection())
-        self._sent_messages = RankMessages()
-        self._outcome: tuple[bool, Any] | None = None
+        self._rank_messages = RankMessages()
+        self._run_result: tuple[bool, Any] | None = None
 
     def run(self, program: RankProgram, rendezvous: Rendezvous) -> tuple[bool, Any]:
         """Run the program as this rank; return True and the value of the program, or False and its error."""
         from cosmos_core.cluster.group import run_as_rank
 
         self._import_stack.close()
-        self._outcome = run_as_rank(program, self._sent_messages, rendezvous)
-        return self._outcome
+        self._run_result = run_as_rank(program, self._rank_messages, rendezvous)
+        return self._run_result
 
-    def read_outcome(self) -> tuple[bool, Any] | None:
-        """Return the result of `run` again, in case the reply of `run` was lost; None: the program is still running."""
-        return self._outcome
+    def read_run_result(self) -> tuple[bool, Any] | None:
+        """Return the result of `run`, in case Ray has lost the reply of `run`; None: the program is still running."""
+        return self._run_result
 
     def stop(self) -> None:
         """Request the program of this rank to stop."""
-        self._sent_messages.set()
+        self._rank_messages.set()
 
     def set_actors(self, actors: list[Any]) -> None:
         """Pass the handles of the actors that run alongside the ranks to the program of this rank."""
-        self._sent_messages.actors[:] = actors
+        self._rank_messages.actors[:] = actors

@@ -13,7 +13,7 @@ from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.inputs import existing_path, read_card_metadata, referenced_stage
 from cosmos_core.config.override import IMPLIED_STAGE_SUFFIX
-from cosmos_core.config.schema.marks import SupportedValues, metadata_of
+from cosmos_core.config.schema.field_metadata import SupportedValues, find_metadata
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.table import (
     StageContext,
@@ -45,10 +45,10 @@ def check_capabilities(pipeline: Pipeline) -> None:
                         _export_comparison_errors, _referenced_output_errors, _unsupported_setting_errors)  # fmt: skip
     for error_generator, stage in itertools.product(error_generators, pipeline.stages):
         for message in error_generator(pipeline, stage):
-            # An implied stage `NAME-data` has its rows from the stage `NAME`, where the user can change them.
+            # An error about an implied stage `NAME-data` names the stage `NAME`, whose keys the user can change.
             is_implied = error_generator in (_dataset_mixture_errors, _referenced_output_errors)
             name = stage.name.removesuffix(IMPLIED_STAGE_SUFFIX) if is_implied else stage.name
-            raise ConfigError(f"{pipeline.source}: stage {name!r}: {message}")
+            raise ConfigError(f"{pipeline.source_path}: stage {name!r}: {message}")
 
 
 def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
@@ -57,14 +57,14 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     sweep, default_hint = stage.sweep, "; add a stage of kind validate to sweep.through"
     for branch in sweep.branches if sweep else ():
         if sweep and not _can_any_report_metric(pipeline, branch.stages, sweep.metric):
-            hint = _suggest_metric(pipeline, branch.stages, sweep.metric) or default_hint
-            yield f"sweep.metric = {sweep.metric!r}: no stage of branch {branch.stages[0]!r} reports it{hint}"
+            suggestion = _suggest_metric(pipeline, branch.stages, sweep.metric) or default_hint
+            yield f"sweep.metric = {sweep.metric!r}: no stage of branch {branch.stages[0]!r} reports it{suggestion}"
     for condition in map(parse_condition, stage.require):
         prefix, _, metric = condition.metric.partition(".")
-        names, metric = ([prefix], metric) if prefix in stage.after else (list(stage.after), condition.metric)
-        if not _can_any_report_metric(pipeline, names, metric):
-            hint = _suggest_metric(pipeline, names, metric)
-            yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{hint}"
+        stage_names, metric = ([prefix], metric) if prefix in stage.after else (list(stage.after), condition.metric)
+        if not _can_any_report_metric(pipeline, stage_names, metric):
+            suggestion = _suggest_metric(pipeline, stage_names, metric)
+            yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
 
 
 def _can_any_report_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> bool:
@@ -74,9 +74,9 @@ def _can_any_report_metric(pipeline: Pipeline, stage_names: Collection[str], met
 def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> str:
     """Return the end of an error message that suggests the validation metric most similar to `metric` among those that
     the stages can report; empty if they report none."""
-    metrics = [_VALIDATION_PREFIX + name for name in _VALIDATION_METRICS if "*" not in name]
-    metrics = [each for each in metrics if _can_any_report_metric(pipeline, stage_names, each)]
-    return suggest_names(metric, metrics) if metrics else ""
+    metric_names = [_VALIDATION_PREFIX + name for name in _VALIDATION_METRICS if "*" not in name]
+    metric_names = [each for each in metric_names if _can_any_report_metric(pipeline, stage_names, each)]
+    return suggest_names(metric, metric_names) if metric_names else ""
 
 
 def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
@@ -87,11 +87,11 @@ def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str) -> b
         return any(fnmatchcase(metric, pattern) for pattern in stage_kind.reports)
     has_validation = recipe.validation.enable or not stage_kind.trains_model
     is_user_algorithm = is_import_path(recipe.train.train_policy.trainer_type)
-    name, validation = metric.removeprefix(_VALIDATION_PREFIX), recipe.validation
-    # Without rewards, a training on data sets measures only the loss of its rows.
-    has_rewards = validation.reward_function or validation.remote_reward_config
-    patterns = _VALIDATION_METRICS if has_rewards or recipe.train.train_policy.reports_rewards else _LOSS_METRICS
-    return has_validation and (is_user_algorithm or any(fnmatchcase(name, pattern) for pattern in patterns))
+    name, validation_config = metric.removeprefix(_VALIDATION_PREFIX), recipe.validation
+    # Without reward functions, validation of a training on a data set reports only the loss on held-out rows.
+    has_rewards = validation_config.reward_function or validation_config.remote_reward_config
+    metric_patterns = _VALIDATION_METRICS if has_rewards or recipe.train.train_policy.reports_rewards else _LOSS_METRICS
+    return has_validation and (is_user_algorithm or any(fnmatchcase(name, pattern) for pattern in metric_patterns))
 
 
 def _artifact_store_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
@@ -109,11 +109,11 @@ def _missing_statistics_errors(pipeline: Pipeline, stage: StageConfig) -> Iterat
     and for a stage that reads pass rates from a stage that generates no completions."""
     recipe, stage_kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
     for key, dataset in recipe.datasets.items():
-        source = referenced_stage(dataset.pass_rates)
-        if source is not None and not pipeline.stage_kind(pipeline.stage(source)).completes_prompts:
+        source_name = referenced_stage(dataset.pass_rates)
+        if source_name is not None and not pipeline.stage_kind(pipeline.stage(source_name)).completes_prompts:
             yield f"{key}.pass_rates = {dataset.pass_rates!r} completes no prompts; name a stage of kind rl or sample"
-    only_measures = stage_kind.makes == "metrics" and stage_kind.scores and not stage_kind.trains_model
-    if not only_measures or not recipe.train.train_policy.saves_reference_logprobs:
+    is_measurement_stage = stage_kind.makes == "metrics" and stage_kind.scores and not stage_kind.trains_model
+    if not is_measurement_stage or not recipe.train.train_policy.saves_reference_logprobs:
         return
     training_names = [name for name in stage.after if pipeline.stage_kind(pipeline.stage(name)).trains_model]
     if not any(pipeline.recipes[name].validation.enable for name in training_names):
@@ -156,8 +156,8 @@ def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
 def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """Yield errors for references to the model or rows of a stage that makes none, for a checkpoint that the training
     does not save, and for a merge of fewer than two models or with a wrong number of weights."""
-    kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
-    for key, reference in stage_references(stage, recipe, kind):
+    stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+    for key, reference in stage_references(stage, recipe, stage_kind):
         name, output_type = referenced_stage(reference), "model" if key in _MODEL_REFERENCE_KEYS else "data"
         if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
             source_kind = pipeline.stage(name).kind
@@ -176,12 +176,12 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
             )
         elif stage.checkpoint != "best" and (last_step := model_recipe.train.max_num_steps):
             step, ckpt = int(stage.checkpoint), model_recipe.train.ckpt
-            # The step of a validation may be the best, and is then saved too.
+            # A step between two regular checkpoints may also be saved, if validation finds that it is the best.
             may_be_saved = model_recipe.validation.enable or ckpt.save_freq_in_epoch > 0 or step % ckpt.save_freq == 0
             if step > last_step or (step < last_step and not may_be_saved):
                 problem = f"stage {source!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {last_step}"
                 yield f"checkpoint = {stage.checkpoint!r}: {problem}; name one of these steps, or leave checkpoint out"
-    if kind.table == "merge":
+    if stage_kind.table == "merge":
         weights, base_stage = recipe.merge.weights, referenced_stage(stage.model)
         names = [name for name in stage.after if name != base_stage and _may_produce_output(pipeline, name, "model")]
         min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in names)
@@ -193,16 +193,16 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
 
 
 def _unsupported_setting_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    context = StageContext(pipeline.recipes[stage.name], pipeline.stage_kind(stage))
-    for table in (stage, context.recipe):
+    stage_context = StageContext(pipeline.recipes[stage.name], pipeline.stage_kind(stage))
+    for table in (stage, stage_context.recipe):
         for key, field, value, is_set in active_fields(table):
-            field_status, supported_values = support_status(field), metadata_of(field, SupportedValues)
+            field_status, supported_values = support_status(field), find_metadata(field, SupportedValues)
             if supported_values and not supported_values.is_supported(value):
                 yield f"{key} = {short_toml(value)}: {supported_values.note}"
             elif not supported_values and is_set and field_status.name in {"planned", "unsupported"}:
                 yield f"{key} = {short_toml(value)}: {field_status.note}"
         for subtable in active_tables(table):
-            yield from subtable.unsupported_setting_errors(context)
+            yield from subtable.unsupported_setting_errors(stage_context)
 
 
 def _may_produce_output(pipeline: Pipeline, name: str, output_type: str) -> bool:
@@ -218,7 +218,7 @@ def unique_notices(pipeline: Pipeline) -> list[str]:
     stages = [
         StageContext(pipeline.recipes[name], pipeline.stage_kind(pipeline.stage(name))) for name in pipeline.recipes
     ]
-    notices = [notice for stage in stages for notice in _ignored_settings(stage, pipeline.kinds)]
+    notices = [notice for stage in stages for notice in _ignored_settings(stage, pipeline.stage_kinds)]
     notices += [notice for stage in stages for table in active_tables(stage.recipe) for notice in table.notices(stage)]
     ignored_settings = (*_ignored_stage_settings(pipeline), *_ignored_row_settings(pipeline))
     return list(dict.fromkeys((*pipeline.notices, *notices, *ignored_settings)))
@@ -232,21 +232,21 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
     for table, dataset in stage.recipe.datasets.items():
         for key in ("subset", "revision"):
             value, path = getattr(dataset, key), existing_path(dataset.name, Path.cwd())
-            is_read = (
+            is_subset_read = (
                 key == "subset" and path and (os.path.isdir(path / value) or "configs" in read_card_metadata(path))
             )
-            if value and path and not is_read:
+            if value and path and not is_subset_read:
                 yield f"{table}.{key} = {short_toml(value)} has no effect here: {dataset.name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage.recipe):
-        # No stage kind reads keys that do not change results, such as those of the profiler; they are always reported.
+        # Keys that no stage kind reads, such as those of the profiler, are reported for every stage kind.
         if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):
             yield f"{key} = {short_toml(value)} has no effect here: {enabling_field} is off"
 
 
 def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
-        recipe, kind, location = pipeline.recipes[stage.name], pipeline.stage_kind(stage), f"stage {stage.name!r}"
-        if stage.timeout and not kind.in_worker:
+        recipe, stage_kind, location = pipeline.recipes[stage.name], pipeline.stage_kind(stage), f"stage {stage.name!r}"
+        if stage.timeout and not stage_kind.in_worker:
             yield (
                 f"{location}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no worker that "
                 f"could be ended"
@@ -256,7 +256,7 @@ def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
                 f"{location}: confidence = {stage.confidence:g} has no effect here: no condition in require compares "
                 f"with published"
             )
-        if stage.data and kind.entry and not kind.reads_data and not kind.reads_key("export.formats"):
+        if stage.data and stage_kind.entry and not stage_kind.reads_data and not stage_kind.reads_key("export.formats"):
             yield f"{location}: data = {stage.data!r} has no effect here: kind {stage.kind} reads no rows"
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         if stage.reward_service and not stage.entry and not has_remote_rewards:

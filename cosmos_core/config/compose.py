@@ -1,7 +1,7 @@
 """Build one resolved pipeline from a TOML file: compose recipes, apply overrides, add implied stages, check the graph.
 
 A recipe without `[pipeline]` is a complete pipeline too: prepare -> train -> validate -> export -> upload, without the
-stages that the recipe disables. A training whose rows no stage prepares gets a `prepare` stage `<name>-data`.
+stages that the recipe disables. If no stage prepares the rows of a stage NAME, a `prepare` stage `NAME-data` is added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cosmos_core.config.load import (
     MAX_FILE_BYTES,
     TomlTable,
     describe_unsupported_value,
-    escape_controls,
+    make_printable,
     merge_tables,
     parse_table,
     shorten_message,
@@ -41,7 +41,7 @@ from cosmos_core.config.override import (
     recipe_overrides,
 )
 from cosmos_core.config.schema.clean import BENCHMARKS_KEY
-from cosmos_core.config.schema.marks import ReferenceKind
+from cosmos_core.config.schema.field_metadata import ReferenceKind
 from cosmos_core.config.schema.pipeline import MAX_STAGE_NAME_LENGTH, PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import convert_references
@@ -59,13 +59,13 @@ StageKinds = Mapping[str, StageKind]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Checked graph of stages in topological order: every reference to a stage resolves, and there is no cycle."""
+    """Checked graph of stages in topological order: it has no cycle, and every stage that a stage refers to exists."""
 
-    source: Path
+    source_path: Path
     config: PipelineConfig
     recipes: dict[str, Recipe]
     """Recipe of each stage, by stage name."""
-    kinds: StageKinds
+    stage_kinds: StageKinds
     """Every available stage kind, by name."""
     notices: tuple[str, ...] = ()
     """Notices about values of the configuration files that were changed or ignored, without duplicates."""
@@ -89,20 +89,20 @@ class Pipeline:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        names = [stage.name for stage in self.stages]
-        raise ConfigError(f"{self.source}: no stage {name!r} in this pipeline{suggest_names(name, names)}")
+        stage_names = [stage.name for stage in self.stages]
+        raise ConfigError(f"{self.source_path}: no stage {name!r} in this pipeline{suggest_names(name, stage_names)}")
 
     def stage_kind(self, stage: StageConfig) -> StageKind:
         """Return the properties of the kind of a stage."""
-        return self.kinds[stage.kind]
+        return self.stage_kinds[stage.kind]
 
     def inputs(self, stage: StageConfig) -> tuple[StageInput, ...]:
         """Return the models, rows, files and code that a stage reads but does not make."""
         return stage_inputs(stage, self.recipes[stage.name], self.stage_kind(stage))
 
     def initial_model(self, stage: StageConfig) -> str:
-        """Return the key `model` of a stage: the model that the stage starts from. For a stage that selects a branch of
-        a sweep, return `stage:NAME` of the first branch's model."""
+        """Return the name of the model that a stage starts from, the value of its key `model`. For a stage that selects
+        a branch of a sweep, return `stage:NAME` of the last stage of the first branch that makes a model."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
         names = stage.sweep.branches[0].stages
@@ -110,17 +110,17 @@ class Pipeline:
         return f"{STAGE_PREFIX}{model_stage_names[-1]}"
 
     def find_branch_selector(self, name: str) -> StageConfig | None:
-        """Return the stage that selects the best branch of the sweep in which the stage `name` runs; None: no sweep."""
+        """Return the stage that selects the best branch of the sweep that runs the stage `name`; None: no sweep."""
         sweep_stages = ((stage, stage.sweep.branches) for stage in self.stages if stage.sweep is not None)
         return next((stage for stage, branches in sweep_stages if any(name in each.stages for each in branches)), None)
 
     def stage_and_dependents(self, name: str) -> set[str]:
         """Return the names of the stage `name` and of every stage that depends on it."""
-        names = {self.stage(name).name}
-        for stage in self.stages:  # one pass is enough, because stages are in topological order
-            if names & set(stage.after):
-                names.add(stage.name)
-        return names
+        stage_names = {self.stage(name).name}
+        for stage in self.stages:  # one pass finds all dependents, because the stages are in topological order
+            if stage_names & set(stage.after):
+                stage_names.add(stage.name)
+        return stage_names
 
     def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
         """Return a copy of the pipeline with its stages and, unless `recipes` is None, its recipes replaced."""
@@ -129,49 +129,49 @@ class Pipeline:
 
     def as_toml(self) -> TomlTable:
         """Return the resolved pipeline as TOML tables, from which it can be loaded again without any other file."""
-        pipeline = self.config.model_dump()
-        for stage in pipeline["stages"]:
+        pipeline_table = self.config.model_dump()
+        for stage in pipeline_table["stages"]:
             stage["recipe"], stage["overrides"] = "", self.recipes[stage["name"]].model_dump()
-        return without_none({"pipeline": pipeline})
+        return without_none({"pipeline": pipeline_table})
 
 
 def load_pipeline(
-    path: Path, overrides: Sequence[str], kinds: StageKinds, overriding_files: Sequence[Path] = ()
+    path: Path, overrides: Sequence[str], stage_kinds: StageKinds, overriding_files: Sequence[Path] = ()
 ) -> Pipeline:
     """Read, compose and check the pipeline or recipe in `path`. The files `overriding_files` take precedence over
     `path`, and `overrides` take precedence over all files.
 
-    `kinds` contains every available stage kind; its properties decide which stages are added and what is checked.
+    `stage_kinds` contains every stage kind, by name; their properties decide which stages are added and checked.
 
     Raises:
         ConfigError: the configuration has an error; the message has one line and names the file and the key.
     """
     notices: list[str] = []
     with _shorten_errors():
-        shared_tables, base_folders = read_config(path, notices, overriding_files)
+        tables, base_folders = read_config(path, notices, overriding_files)
         base_folders = [path.parent, *base_folders]
-        return _check_serializable(_compose_pipeline(path, shared_tables, overrides, kinds, notices, base_folders))
+        return _check_serializable(_compose_pipeline(path, tables, overrides, stage_kinds, notices, base_folders))
 
 
-def with_stage(pipeline: Pipeline, stage: TomlTable, tables: TomlTable, source: Path) -> Pipeline:
-    """Return the pipeline with one more stage and with the stages that it implies, such as one that prepares its rows.
+def with_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTable, source: Path) -> Pipeline:
+    """Return the pipeline with a new stage, and with the stages that the new stage implies, such as a `prepare` stage.
 
     Args:
-        stage: keys of the new stage in `[[pipeline.stages]]`.
-        tables: tables of the recipe of the new stage.
-        source: file that error messages name, a recipe or the Python file of a flow; relative paths in `tables` start
-            from its folder, or from those of the files that a recipe extends.
+        stage_table: keys of the new stage in `[[pipeline.stages]]`.
+        recipe_tables: tables of the recipe of the new stage.
+        source: recipe, or Python file of a flow, that defines the stage; error messages name it. Relative paths in
+            `recipe_tables` start from its folder, or from the folder of a file that the recipe extends.
 
     Raises:
-        ConfigError: as `load_pipeline`.
+        ConfigError: the configuration has an error, as in `load_pipeline`.
     """
     notices: list[str] = []
     with _shorten_errors():
-        values = pipeline.as_toml()
-        tables = with_current_keys(tables, f"{source}: stage {stage['name']!r}", notices)
-        values["pipeline"].setdefault("stages", []).append({**stage, "overrides": tables})
+        tables = pipeline.as_toml()
+        recipe_tables = with_current_keys(recipe_tables, f"{source}: stage {stage_table['name']!r}", notices)
+        tables["pipeline"].setdefault("stages", []).append({**stage_table, "overrides": recipe_tables})
         base_folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
-        return _check_serializable(_compose_pipeline(source, values, (), pipeline.kinds, notices, base_folders))
+        return _check_serializable(_compose_pipeline(source, tables, (), pipeline.stage_kinds, notices, base_folders))
 
 
 @contextmanager
@@ -183,13 +183,13 @@ def _shorten_errors() -> Iterator[None]:
 
 
 def _check_serializable(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline after a check that a run can save it and read it again."""
+    """Return the pipeline unchanged; raise `ConfigError` if a run could not save it as TOML and read it again."""
     resolved_tables = pipeline.as_toml()
-    problem = describe_unsupported_value(resolved_tables)
-    if not problem and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
-        problem = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
-    if problem:
-        raise ConfigError(f"{pipeline.source}: {problem}")
+    problem_text = describe_unsupported_value(resolved_tables)
+    if not problem_text and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
+        problem_text = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
+    if problem_text:
+        raise ConfigError(f"{pipeline.source_path}: {problem_text}")
     return pipeline
 
 
@@ -198,31 +198,31 @@ def _compose_pipeline(
 ) -> Pipeline:
     pipeline_table = tables.pop("pipeline", {})
     parsed_overrides = drop_ineffective_overrides([parse_override(text) for text in overrides], notices)
-    entries = _read_stage_entries(path, pipeline_table)
-    if not entries:
+    stage_entries = _read_stage_entries(path, pipeline_table)
+    if not stage_entries:
         recipe_tables = with_current_algorithm_keys(merge_tables(tables, recipe_overrides(parsed_overrides)), [])
         recipe = parse_table(Recipe, recipe_tables, source=str(path), notices=[])
-        entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, kinds)]
-    names = [entry["name"] for entry in entries if isinstance(entry.get("name"), str)]
-    grouped_overrides = group_overrides(parsed_overrides, names)
-    settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
-    settings = merge_tables(settings, grouped_overrides.pipeline)
-    config = parse_table(PipelineConfig, settings, source=str(path), prefix="pipeline")
+        stage_entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, kinds)]
+    stage_names = [entry["name"] for entry in stage_entries if isinstance(entry.get("name"), str)]
+    grouped_overrides = group_overrides(parsed_overrides, stage_names)
+    pipeline_settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
+    pipeline_settings = merge_tables(pipeline_settings, grouped_overrides.pipeline)
+    config = parse_table(PipelineConfig, pipeline_settings, source=str(path), prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
-    for index, entry in enumerate(entries):
+    for entry_index, entry in enumerate(stage_entries):
         name = entry.get("name")
-        location = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{index}]"
+        error_prefix = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{entry_index}]"
         stage_table = merge_tables(entry, grouped_overrides.stage_entries.get(str(name), {}))
-        stage = parse_table(StageConfig, stage_table, source=location)
+        stage = parse_table(StageConfig, stage_table, source=error_prefix)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
         stage_tables = tables_by_stage[stage.name] = merge_tables(merge_tables(tables, recipe_values), stage.overrides)
-        location = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
+        error_prefix = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
         recipe_tables = with_current_algorithm_keys(stage_tables, notices)
-        recipes[stage.name] = parse_table(Recipe, recipe_tables, source=location, notices=notices)
+        recipes[stage.name] = parse_table(Recipe, recipe_tables, source=error_prefix, notices=notices)
         notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
     resolved_config = config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, resolved_config, recipes, kinds, tuple(dict.fromkeys(map(escape_controls, notices))))
+    pipeline = Pipeline(path, resolved_config, recipes, kinds, tuple(dict.fromkeys(map(make_printable, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
     pipeline = with_expanded_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
@@ -234,26 +234,26 @@ def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, An
     """Return the tables in `[[pipeline.stages]]` as they are written in the file."""
     if not isinstance(pipeline_table, Mapping):
         raise ConfigError(f"{path}: pipeline: must be a table")
-    entries = pipeline_table.get("stages", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+    stage_entries = pipeline_table.get("stages", [])
+    if not isinstance(stage_entries, list) or not all(isinstance(entry, Mapping) for entry in stage_entries):
         raise ConfigError(f"{path}: pipeline.stages: must be tables, each under a line [[pipeline.stages]]")
-    return entries
+    return stage_entries
 
 
 def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tuple[TomlTable, list[Path]]:
     if not stage.recipe:
         return {}, []
     recipe_path = path.parent / stage.recipe
-    if not os.path.exists(recipe_path):  # os.path.exists returns False for an invalid path; Path.exists raises
+    if not os.path.exists(recipe_path):  # os.path.exists, unlike Path.exists, raises no error for an invalid path
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({recipe_path})")
-    values, base_folders = read_config(recipe_path, notices)
-    if "pipeline" in values:
+    recipe_tables, base_folders = read_config(recipe_path, notices)
+    if "pipeline" in recipe_tables:
         raise ConfigError(f"{recipe_path}: a recipe used by a stage cannot have a [pipeline] of its own")
-    return values, base_folders
+    return recipe_tables, base_folders
 
 
 def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
-    """Return the stages of a recipe without `[pipeline]`, each with the name of its kind."""
+    """Return the stages of a recipe without `[pipeline]`; each stage is named like its kind."""
     prepare, train = _find_stage_kind(kinds, makes="data"), _find_stage_kind(kinds, feed=_sample_source(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
@@ -268,12 +268,12 @@ def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...
 
 
 def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
-    """Return the name of the first stage kind whose attributes have the given values."""
+    """Return the name of the first stage kind whose attributes have the values in `attributes`."""
     return next(n for n, kind in kinds.items() if all(getattr(kind, key) == value for key, value in attributes.items()))
 
 
 def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
-    """Yield each key of a stage that may refer to another stage, with its value."""
+    """Yield pairs of a key and a value for the settings of a stage that may refer to another stage (`stage:NAME`)."""
     yield "model", stage.model
     yield "data", stage.data
     if stage_kind.reads_data == "source":
@@ -283,7 +283,7 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
 
 
 def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield each key of a recipe's data sets that may refer to another stage, with its value."""
+    """Yield pairs of a key and a value for the settings of a recipe's data sets that may refer to a stage."""
     for key, dataset in recipe.datasets.items():
         if key.startswith(BENCHMARKS_KEY):
             yield f"{key}.name", dataset.name
@@ -296,18 +296,18 @@ def _sample_source(recipe: Recipe) -> str:
 
 
 def _check_stages(pipeline: Pipeline) -> None:
-    kinds = pipeline.kinds
-    names = [stage.name for stage in pipeline.stages]
-    stages_of_known_kind = [stage for stage in pipeline.stages if stage.kind in kinds]
-    training_names = [stage.name for stage in stages_of_known_kind if kinds[stage.kind].trains_model]
-    export_names = [stage.name for stage in stages_of_known_kind if kinds[stage.kind].reads_key("export.formats")]
+    stage_kinds = pipeline.stage_kinds
+    stage_names = [stage.name for stage in pipeline.stages]
+    stages_of_known_kind = [stage for stage in pipeline.stages if stage.kind in stage_kinds]
+    training_names = [stage.name for stage in stages_of_known_kind if stage_kinds[stage.kind].trains_model]
+    export_names = [stage.name for stage in stages_of_known_kind if stage_kinds[stage.kind].reads_key("export.formats")]
     for stage in pipeline.stages:
-        location = f"{pipeline.source}: stage {stage.name!r}"
-        if names.count(stage.name) > 1:
+        location = f"{pipeline.source_path}: stage {stage.name!r}"
+        if stage_names.count(stage.name) > 1:
             raise ConfigError(f"{location}: the name is used twice; stage names are unique")
-        if stage.kind not in kinds:
-            raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggest_names(stage.kind, list(kinds))}")
-        _check_stage_kind(location, stage, pipeline.recipes[stage.name], kinds)
+        if stage.kind not in stage_kinds:
+            raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggest_names(stage.kind, list(stage_kinds))}")
+        _check_stage_kind(location, stage, pipeline.recipes[stage.name], stage_kinds)
         model_stage_name = referenced_stage(stage.model)
         if stage.checkpoint and model_stage_name not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
@@ -317,55 +317,61 @@ def _check_stages(pipeline: Pipeline) -> None:
                 f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
             )
         recipe = pipeline.recipes[stage.name]
-        inputs = (*stage_references(stage, recipe, kinds[stage.kind]), *_row_references(recipe))
+        inputs = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_row_references(recipe))
         references = [("after", name, name) for name in stage.after]
         references += [(key, text, name) for key, text in inputs if (name := referenced_stage(text)) is not None]
         for key, text, name in references:
-            if name not in names:
-                hint = suggest_names(name, names)
-                raise ConfigError(f"{location}: {key} = {text!r} is no stage of this pipeline{hint}")
+            if name not in stage_names:
+                suggestion = suggest_names(name, stage_names)
+                raise ConfigError(f"{location}: {key} = {text!r} is no stage of this pipeline{suggestion}")
 
 
-def _check_stage_kind(location: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
-    """Refuse keys that a stage kind ignores, missing required keys, and a kind that cannot train with the recipe."""
+def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
+    """Raise `ConfigError` if the kind of a stage ignores one of its keys, needs a missing key, or cannot train with the
+    algorithm of the recipe."""
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
             supporting_kinds = " or ".join(repr(each.name) for each in kinds.values() if key in each.allowed_keys)
-            raise ConfigError(f"{location}: {key} has a meaning only with kind = {supporting_kinds}")
+            raise ConfigError(f"{error_prefix}: {key} has a meaning only with kind = {supporting_kinds}")
     for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
-            raise ConfigError(f"{location}: kind {stage_kind.name!r} needs {key} = {example_value}")
+            raise ConfigError(f"{error_prefix}: kind {stage_kind.name!r} needs {key} = {example_value}")
     if stage_kind.trains_model and stage_kind.feed != _sample_source(recipe):
         raise ConfigError(
-            f"{location}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
+            f"{error_prefix}: kind {stage_kind.name!r} does not train with train.train_policy.type = "
             f"{recipe.train.train_policy.type!r}; take kind = {_find_stage_kind(kinds, feed=_sample_source(recipe))!r}"
         )
 
 
 def _with_output_dir(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the `output_dir` that its recipes set; refuse recipes that set different folders."""
+    """Return the pipeline with the `output_dir` that its recipes set, unless `[pipeline]` sets one; raise `ConfigError`
+    if recipes set different folders."""
     if folder := pipeline.config.output_dir:
         train_output_dirs = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
-        reason = f"has no effect here: pipeline.output_dir = {folder!r}"
-        notices = sorted(f"train.output_dir = {other!r} {reason}" for other in train_output_dirs - {folder})
+        explanation = f"has no effect here: pipeline.output_dir = {folder!r}"
+        notices = sorted(f"train.output_dir = {other!r} {explanation}" for other in train_output_dirs - {folder})
         return replace(pipeline, notices=(*pipeline.notices, *notices))
     stage_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
         if "output_dir" in recipe.train.model_fields_set:
             stage_by_folder.setdefault(recipe.train.output_dir, name)
     if len(stage_by_folder) > 1:
-        folders_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_by_folder.items())
+        conflict_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_by_folder.items())
         raise ConfigError(
-            f"{pipeline.source}: train.output_dir = {folders_text}: a run has one folder; set pipeline.output_dir"
+            f"{pipeline.source_path}: train.output_dir = {conflict_text}: a run has one folder; set pipeline.output_dir"
         )
     output_dir = next(iter(stage_by_folder), _DEFAULT_OUTPUT_DIR)
     return replace(pipeline, config=pipeline.config.copy_with(output_dir=output_dir))
 
 
 def _sort_topologically(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline in topological order, which keeps the file's order where possible; refuse a cycle, and a
-    reference to a stage that is missing from `after`."""
+    """Return the pipeline with its stages in topological order, otherwise in the order of the file. In each stage, the
+    stages that its keys refer to are added to `after`, and the publication target of a gate is set.
+
+    Raises:
+        ConfigError: the stages form a cycle, or a key refers to a stage that is not, even indirectly, in `after`.
+    """
     pipeline, sorted_stages = pipeline.with_stages(_topological_order(pipeline)), []
     for stage in pipeline.stages:
         predecessors = list(stage.after)
@@ -373,8 +379,8 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
             referenced_name = referenced_stage(reference)
             if referenced_name is not None and stage.name not in pipeline.stage_and_dependents(referenced_name):
                 raise ConfigError(
-                    f"{pipeline.source}: stage {stage.name!r}: {key} = {reference!r} but {referenced_name!r} is not in "
-                    f'its `after`; write after = ["{referenced_name}"]'
+                    f"{pipeline.source_path}: stage {stage.name!r}: {key} = {reference!r} but {referenced_name!r} is "
+                    f'not in its `after`; write after = ["{referenced_name}"]'
                 )
             predecessors += [referenced_name] if referenced_name else []
         updated_fields = {"after": tuple(dict.fromkeys(predecessors)), "target": _find_gate_target(pipeline, stage)}
@@ -383,13 +389,13 @@ def _sort_topologically(pipeline: Pipeline) -> Pipeline:
 
 
 def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
-    """Set the missing `train.param_dtype` of an export to the value of the stage whose model it exports."""
+    """Set `train.param_dtype` of export stages that leave it out to that of the stage whose model is exported."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
-        stage_kind, source, recipe = pipeline.stage_kind(stage), referenced_stage(stage.model), recipes[stage.name]
+        stage_kind, source_name, recipe = pipeline.stage_kind(stage), referenced_stage(stage.model), recipes[stage.name]
         is_export = stage_kind.makes == "model" and not stage_kind.trains_model
-        if is_export and source and "param_dtype" not in recipe.train.model_fields_set:
-            source_dtype = recipes[source].train.param_dtype
+        if is_export and source_name and "param_dtype" not in recipe.train.model_fields_set:
+            source_dtype = recipes[source_name].train.param_dtype
             recipes[stage.name] = recipe.copy_with(train=recipe.train.copy_with(param_dtype=source_dtype))
     return replace(pipeline, recipes=recipes)
 
@@ -401,7 +407,7 @@ def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
     try:
         sorter.prepare()
     except CycleError as error:
-        raise ConfigError(f"{pipeline.source}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
+        raise ConfigError(f"{pipeline.source_path}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
     ready_stage_names, ordered_stages = list(sorter.get_ready()), []
     while ready_stage_names:
         name = min(ready_stage_names, key=list(stages).index)
@@ -416,13 +422,13 @@ def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the publication target of a gate, by default the target of the first upload stage that depends on it."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
-    target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
-    if not target and any(parse_condition(text).needs_published_model for text in stage.require):
+    publication_target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
+    if not publication_target and any(parse_condition(text).needs_published_model for text in stage.require):
         raise ConfigError(
-            f"{pipeline.source}: stage {stage.name!r}: require compares with `published`, but there is no target to "
-            f"read it from; set target"
+            f"{pipeline.source_path}: stage {stage.name!r}: require compares with `published`, but there is no target "
+            f"to read it from; set target"
         )
-    return target
+    return publication_target
 
 
 def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
@@ -451,16 +457,17 @@ def _with_prepared_data(pipeline: Pipeline) -> Pipeline:
         name = f"{stage.name}{IMPLIED_STAGE_SUFFIX}"
         if len(name) > MAX_STAGE_NAME_LENGTH:
             raise ConfigError(
-                f"{pipeline.source}: stage {stage.name!r}: the name of the stage that prepares its rows, NAME-data, "
-                f"may have {MAX_STAGE_NAME_LENGTH} characters; shorten the name, or name a prepare stage in data"
+                f"{pipeline.source_path}: stage {stage.name!r}: the name of the stage that prepares its rows, "
+                f"NAME-data, may have {MAX_STAGE_NAME_LENGTH} characters; shorten the name, or name a prepare stage in "
+                f"data"
             )
         if name in stages_by_name:
-            location = f"{pipeline.source}: stage {name!r}"
-            raise ConfigError(f"{location}: the name is taken by the data of stage {stage.name!r}")
+            error_prefix = f"{pipeline.source_path}: stage {name!r}"
+            raise ConfigError(f"{error_prefix}: the name is taken by the data of stage {stage.name!r}")
         model = _find_tokenizer_model(pipeline, stages_by_name, stage)
-        prepare_kind = _find_stage_kind(pipeline.kinds, makes="data")
+        prepare_kind = _find_stage_kind(pipeline.stage_kinds, makes="data")
         prepare_stage = StageConfig(name=name, kind=prepare_kind, model=model, data=stage.data, recipe=stage.recipe)
-        references = stage_references(prepare_stage, recipes[stage.name], pipeline.kinds[prepare_kind])
+        references = stage_references(prepare_stage, recipes[stage.name], pipeline.stage_kinds[prepare_kind])
         predecessors = dict.fromkeys(source for _, reference in references if (source := referenced_stage(reference)))
         stages.append(prepare_stage.model_copy(update={"after": tuple(predecessors)}))
         recipes[name] = recipes[stage.name]
@@ -473,12 +480,13 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
 
 
 def _find_tokenizer_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
-    """Return the model whose tokenizer prepares the rows of a stage (empty: that of its recipe). For a trained model it
-    is the model that the training started from, which has the same tokenizer, so that rows are prepared earlier."""
+    """Return the model whose tokenizer prepares the rows of a stage; empty if it is the model of the stage's recipe.
+    For `stage:NAME` of a training it is the model from which the training starts: it has the same tokenizer, and the
+    rows can be prepared before the training."""
     recipes, model, visited_stage_names = pipeline.recipes, stage.model, {stage.name}
     while (name := referenced_stage(model)) is not None and pipeline.stage_kind(stages_by_name[name]).makes == "model":
         if name in visited_stage_names:
-            break  # `_topological_order` refuses the cycle later
+            break  # `_topological_order` later raises an error for this cycle of stages
         visited_stage_names.add(name)
         model = pipeline.initial_model(stages_by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
@@ -490,8 +498,8 @@ def _with_absolute_paths(
     """Return the pipeline with absolute local paths, so that a run can be resumed from any folder.
 
     A path is relative to the current folder, otherwise to the folder of the pipeline's file, otherwise to the folder of
-    another configuration file of the stage. `base_folders` are the folders of all files except recipe files, that of
-    the pipeline's file first; `recipe_folders` are the folders of each recipe file and of the files that it extends.
+    another configuration file of the stage. `base_folders` starts with the folder of the pipeline's file, followed by
+    those of its other files; `recipe_folders` has, by recipe file, its folder and those of the files that it extends.
     """
     stages, recipes = [], dict(pipeline.recipes)
     for stage in pipeline.stages:
@@ -501,31 +509,31 @@ def _with_absolute_paths(
         stages.append(convert_references(stage, convert_reference_fn))
         recipe = convert_references(recipes[stage.name], convert_reference_fn)
         recipes[stage.name] = recipe.copy_with(custom=with_absolute_media_paths(recipe.custom, to_absolute))
-    python = pipeline.config.python
-    # The path of an interpreter on the machines of a work pool is unknown here.
-    if os.sep in python and not any(stage.work_pool for stage in stages):
-        # Links are not resolved, because the link in a virtual environment selects the environment.
-        python = os.path.abspath(os.path.expanduser(python))
-        pipeline = replace(pipeline, config=pipeline.config.copy_with(python=python))
+    python_path = pipeline.config.python
+    # The path of the interpreter is left as it is if a stage runs on a work pool, on whose machines it may differ.
+    if os.sep in python_path and not any(stage.work_pool for stage in stages):
+        # Symbolic links are not resolved, because Python finds its virtual environment by the path of the link.
+        python_path = os.path.abspath(os.path.expanduser(python_path))
+        pipeline = replace(pipeline, config=pipeline.config.copy_with(python=python_path))
     return pipeline.with_stages(stages, recipes)
 
 
 def _absolute_path(base_folders: Sequence[Path], text: str) -> str:
     """Return the absolute path of `text` in the first of the folders that contains it, with links resolved; if none
     does, return `text`. A link to a file with another suffix is not resolved, because the suffix selects the format:
-    files in the Hub's cache have no suffix."""
+    links in the Hub's cache point to files without suffix."""
     paths = (None if referenced_stage(text) is not None else existing_path(text, folder) for folder in base_folders)
     path = next(filter(None, paths), None)
     if path is None:
         return text
-    keeps_suffix = path.is_dir() or path.resolve().suffix == path.suffix
-    return str(path.resolve() if keeps_suffix else path.parent.resolve() / path.name)
+    has_same_suffix = path.is_dir() or path.resolve().suffix == path.suffix
+    return str(path.resolve() if has_same_suffix else path.parent.resolve() / path.name)
 
 
-def _convert_reference(to_absolute: Callable[[str], str], reference_kind: ReferenceKind, text: str) -> str:
+def _convert_reference(to_absolute: Callable[[str], str], reference_kind: ReferenceKind, reference: str) -> str:
     if reference_kind is ReferenceKind.PUBLICATION_TARGET:
-        return absolute_publication_target(text, to_absolute)
-    file_path, separator, object_name = text.rpartition(":")
+        return absolute_publication_target(reference, to_absolute)
+    file_path, separator, object_name = reference.rpartition(":")
     if file_path.endswith(".py"):
         return f"{to_absolute(file_path)}{separator}{object_name}"
-    return to_absolute(text) if reference_kind is ReferenceKind.PATH and text else text
+    return to_absolute(reference) if reference_kind is ReferenceKind.PATH and reference else reference

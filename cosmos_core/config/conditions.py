@@ -1,5 +1,5 @@
-"""Conditions of a gate stage: `validation/accuracy >= 0.6`, `validation/accuracy >= published`, and for all benchmarks
-`evaluation/*/acc not worse than published by 0.02`."""
+"""Conditions of a gate stage, such as `validation/accuracy >= 0.6`, `validation/accuracy >= published` or, for all
+benchmarks, `evaluation/*/acc not worse than published by 0.02`."""
 
 import math
 import operator
@@ -70,16 +70,16 @@ def parse_condition(text: str) -> MetricCondition:
     if match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
         metric, offset, number = match[1], match[2] or "0", None
         is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
-        comparison, sign = ("<=", "+") if is_lower_better else (">=", "-")
+        comparison_operator, sign = ("<=", "+") if is_lower_better else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison, number = match[1], match[2], match[5]
+        metric, comparison_operator, number = match[1], match[2], match[5]
         sign, offset = match[3] or "+", match[4] or "0"
     if not match or not _is_number(offset) or (number is not None and not _is_number(number)):
         raise ValueError(
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
-    return MetricCondition(text, metric, comparison, number or _PUBLISHED_KEYWORD, float(f"{sign}{offset}"))
+    return MetricCondition(text, metric, comparison_operator, number or _PUBLISHED_KEYWORD, float(f"{sign}{offset}"))
 
 
 def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
@@ -105,18 +105,18 @@ def significance_margin(name: str, confidence: float, *measurements: Mapping[str
     The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed from the number of
     prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is not certain.
     """
-    errors = [error for metrics in measurements if (error := _standard_error(name, metrics)) is not None]
-    return NormalDist().inv_cdf(confidence) * math.hypot(*errors) if len(errors) == len(measurements) else None
+    std_errors = [error for metrics in measurements if (error := _standard_error(name, metrics)) is not None]
+    return NormalDist().inv_cdf(confidence) * math.hypot(*std_errors) if len(std_errors) == len(measurements) else None
 
 
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
-    if (error := metrics.get(name + STANDARD_ERROR_SUFFIX)) is not None:
-        return error
+    if (standard_error := metrics.get(name + STANDARD_ERROR_SUFFIX)) is not None:
+        return standard_error
     prefix, _, metric_name = name.rpartition("/")
     num_prompts = metrics.get(f"{prefix}/prompts", 0.0)
     if num_prompts < 1 or not (metric_name == "accuracy" or metric_name.startswith("pass@")):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # the metric is not a fraction, but a percentage, for example
+    if metrics[name] < 0 or metrics[name] > 1:  # the formula below is for a fraction, not for a percentage
         return None
     smoothed_fraction = (metrics[name] * num_prompts + 1) / (num_prompts + 2)
     return math.sqrt(smoothed_fraction * (1 - smoothed_fraction) / num_prompts)

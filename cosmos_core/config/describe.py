@@ -19,7 +19,14 @@ from pydantic.fields import FieldInfo
 from cosmos_core.config.compat import trl
 from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS, current_key
 from cosmos_core.config.load import shorten_message
-from cosmos_core.config.schema.marks import FieldUnit, IntroducedIn, KeyStatus, StatusName, SupportedValues, metadata_of
+from cosmos_core.config.schema.field_metadata import (
+    FieldUnit,
+    IntroducedIn,
+    KeyStatus,
+    StatusName,
+    SupportedValues,
+    find_metadata,
+)
 from cosmos_core.config.schema.pipeline import PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import Table, all_fields, find_table_classes, support_status
@@ -27,7 +34,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.types import StageKind
 
 _LABEL_BY_VERSION = {"first": "Cosmos-RL", "later": "later Cosmos-RL", "ours": "ours"}
-_MAX_COMPARED_LENGTH = 200
+_MAX_COMPARED_NAME_LENGTH = 200
 _TOML_TYPE_NAMES = {bool: "true or false", int: "integer", float: "number", str: "string"}
 
 
@@ -72,19 +79,19 @@ def find_key(name: str) -> list[KeyDescription]:
         raise ConfigError(f"{name} does nothing in any version; it would have meant {INEFFECTIVE_KEYS[key_name]}")
     keys = keys or [key for key in all_keys() if key.name in trl_keys or key in keys_with_same_name]
     if not keys:
-        hint = trl.describe_equivalent_key(name) or _suggest_keys(name)
-        raise ConfigError(shorten_message(f"{name}: unknown key{hint}"))
+        suggestion = trl.describe_equivalent_key(name) or _suggest_keys(name)
+        raise ConfigError(shorten_message(f"{name}: unknown key{suggestion}"))
     return keys
 
 
 def _suggest_keys(name: str) -> str:
     """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
-    names = sorted({key.name for key in all_keys()})
-    similar_keys = [key for key in names if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar_keys and len(name) <= _MAX_COMPARED_LENGTH:  # the comparison of a very long name is slow
-        # Keys with as many parts are preferred, so that no table such as `train` is suggested for a key.
-        same_depth_keys = [key for key in names if key.count(".") == name.count(".")]
-        similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, names))
+    known_keys = sorted({key.name for key in all_keys()})
+    similar_keys = [key for key in known_keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:  # because comparing a longer name is slow
+        # Keys with as many dotted parts as `name` come first, so that no table such as `train` is suggested for a key.
+        same_depth_keys = [key for key in known_keys if key.count(".") == name.count(".")]
+        similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, known_keys))
         similar_keys = next(filter(None, similar_key_lists), [])
     suggestion_text = " or ".join(map(repr, similar_keys))
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
@@ -99,7 +106,7 @@ def find_kinds_that_read_key(key: KeyDescription, kinds: Mapping[str, StageKind]
 
 @cache
 def effect_test_by_key() -> Mapping[str, str]:
-    """Return the name of the test that shows the effect of each key, by key."""
+    """Return a mapping from each key to the name of the test that shows its effect."""
     keys_by_test = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
     return {key: test for test, keys in keys_by_test.items() for key in keys}
 
@@ -132,14 +139,14 @@ def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
 def _describe_field(
     name: str, table: type[Table], field: FieldInfo, status_by_table: Mapping[str, KeyStatus]
 ) -> KeyDescription:
-    """Return the description of a field. If `status_by_table` says that its table has no effect, the field has none."""
-    unit: FieldUnit | None = metadata_of(field, FieldUnit)
-    introduced_in: IntroducedIn | None = metadata_of(field, IntroducedIn)
-    supported_values: SupportedValues | None = metadata_of(field, SupportedValues)
+    """Return the description of a field. If its table has no effect by `status_by_table`, the field has none."""
+    unit: FieldUnit | None = find_metadata(field, FieldUnit)
+    introduced_in: IntroducedIn | None = find_metadata(field, IntroducedIn)
+    supported_values: SupportedValues | None = find_metadata(field, SupportedValues)
     key_status = support_status(field)
     if key_status.name == "used":
         key_status = status_by_table.get(name.rpartition(".")[0], key_status)
-    version = "ours" if name.startswith("pipeline") else introduced_in.version if introduced_in else "first"
+    introducing_version = "ours" if name.startswith("pipeline") else introduced_in.version if introduced_in else "first"
     return KeyDescription(
         name=name,
         table=table,
@@ -149,7 +156,7 @@ def _describe_field(
         description=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (supported_values.note if supported_values else ""),
-        since=_LABEL_BY_VERSION[version],
+        since=_LABEL_BY_VERSION[introducing_version],
         is_table=bool(find_table_classes(field.annotation)),
     )
 
@@ -170,8 +177,8 @@ def _class_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
             fields = docstrings.setdefault(node.name, {})
-            for item, next_node in pairwise(node.body):
-                match item, next_node:
+            for class_node, next_node in pairwise(node.body):
+                match class_node, next_node:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         fields[name] = text
     return docstrings

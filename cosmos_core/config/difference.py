@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.describe import toml_text
 
-T = TypeVar("T")
+ChangeT = TypeVar("ChangeT")
 
 _STAGE_RECIPE_KEYS = ("recipe", "overrides")
 
@@ -42,7 +42,7 @@ def _format_differences(prefix: str, old_values: dict[str, Any], new_values: dic
             yield f"{prefix}{key}: {old_text} -> {new_text}"
 
 
-def group_changes_by_stage(changes: Mapping[str, Sequence[T]]) -> Iterator[tuple[str, T]]:
+def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator[tuple[str, ChangeT]]:
     """Yield pairs of a stage name and a change. Changes that all stages share come first, once, with an empty name."""
     common_changes = set.intersection(*map(set, changes.values())) if changes else set()
     shared_changes = dict.fromkeys(change for lines in changes.values() for change in lines if change in common_changes)

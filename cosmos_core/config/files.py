@@ -11,7 +11,7 @@ from cosmos_core.errors import ConfigError
 
 def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path] = ()) -> tuple[TomlTable, list[Path]]:
     """Return the merged tables of `path`, the files that it `extends` and `overriding_files`, with current key names;
-    also return the folders of all these files, that of the file with the highest precedence first.
+    also return the folders of all these files, from the highest precedence to the lowest.
 
     `extends` is a file or a list of files, relative to the file that contains it. A file takes precedence over the
     files that it extends, later over earlier files of a list, and `overriding_files` over all others.
@@ -28,35 +28,35 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
 
 
 def _read_with_extends(path: Path, notices: list[str], parents: tuple[Path, ...]) -> tuple[TomlTable, list[Path]]:
-    resolved_path = Path(os.path.realpath(path))  # Path.resolve raises an error for a cycle of links
+    resolved_path = Path(os.path.realpath(path))  # os.path.realpath, unlike Path.resolve, accepts a cycle of links
     if (depth := len(parents)) == MAX_NESTING_DEPTH:
         raise ConfigError(f"{path}: behind {depth} files that extend each other, the most that there may be")
     if resolved_path in parents:
-        extends_cycle = " -> ".join(str(file) for file in (*parents, resolved_path))
-        raise ConfigError(f"{path}: extends itself: {extends_cycle}")
+        file_cycle_text = " -> ".join(str(base_file) for base_file in (*parents, resolved_path))
+        raise ConfigError(f"{path}: extends itself: {file_cycle_text}")
     values = with_current_keys(read_toml(path), str(path), notices)
     for stage in _list_stage_tables(values):
         if isinstance(stage.get("overrides"), dict):
-            location = f"{path}: stage {stage.get('name')!r}: overrides"
-            stage["overrides"] = with_current_keys(stage["overrides"], location, notices)
-    names = values.pop("extends", [])
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{path}: extends = {names!r}: must be a file or a list of files, relative to this one")
+            error_prefix = f"{path}: stage {stage.get('name')!r}: overrides"
+            stage["overrides"] = with_current_keys(stage["overrides"], error_prefix, notices)
+    base_names = values.pop("extends", [])
+    base_names = [base_names] if isinstance(base_names, str) else base_names
+    if not isinstance(base_names, list) or not all(isinstance(name, str) and name for name in base_names):
+        raise ConfigError(f"{path}: extends = {base_names!r}: must be a file or a list of files, relative to this one")
     merged_values: TomlTable = {}
     folders: list[Path] = []
-    for name in names:
-        file = path.parent / name
-        if not os.path.exists(file):  # os.path.exists returns False for an invalid path; Path.exists raises
-            raise ConfigError(f"{path}: extends = {name!r}: no such file ({file})")
-        base_values, base_folders = _read_with_extends(file, notices, (*parents, resolved_path))
-        merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(base_values, file))
+    for name in base_names:
+        base_file = path.parent / name
+        if not os.path.exists(base_file):  # os.path.exists, unlike Path.exists, raises no error for an invalid path
+            raise ConfigError(f"{path}: extends = {name!r}: no such file ({base_file})")
+        base_values, base_folders = _read_with_extends(base_file, notices, (*parents, resolved_path))
+        merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(base_values, base_file))
         folders = base_folders + folders
     return merge_tables(merged_values, values), [path.parent, *folders]
 
 
 def _with_absolute_recipe_paths(values: TomlTable, config_file: Path) -> TomlTable:
-    """Make the keys `recipe` of the stages in `values` absolute, relative to the folder of `config_file`."""
+    """Return `values` with absolute paths in the keys `recipe`, which start from the folder of `config_file`."""
     for stage in _list_stage_tables(values):
         if isinstance(stage.get("recipe"), str) and stage["recipe"]:
             stage["recipe"] = os.path.realpath(config_file.parent / stage["recipe"])

@@ -1,8 +1,8 @@
 """Inputs of a stage: everything that the stage reads but does not make, each with its location.
 
-The inputs are computed from the recipe, the entry of the stage and its kind, without torch and without importing user
-code. Missing files are not reported here, but by `run.inputs.check_local_inputs`. Pinning, digests, downloads,
-credentials, lineage and checks use this list.
+The inputs are computed from the recipe, the entry of the stage and its kind, without importing torch or user code.
+Missing files are not reported here, but by `run.inputs.check_local_inputs`. Pinning, digests, downloads, credentials,
+lineage and checks use this list.
 """
 
 import glob
@@ -19,7 +19,7 @@ from cosmos_core.config.load import read_toml
 from cosmos_core.config.media import ImageSettings, image_settings
 from cosmos_core.config.prompt_sets import KNOWN_PROMPT_SETS, find_prompt_set
 from cosmos_core.config.schema.dataset import data_suffix, reasoning_gym_generator
-from cosmos_core.config.schema.marks import ReferenceKind, metadata_of
+from cosmos_core.config.schema.field_metadata import ReferenceKind, find_metadata
 from cosmos_core.config.schema.modality import ALL_FILES, TOKENIZER_FILES
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -36,7 +36,7 @@ TRAINING_FILES = (
 )  # fmt: skip
 """Patterns of the files of a model folder that training reads: weights, configuration of the model, tokenizer. Other
 files, such as `generation_config.json` or a licence, affect exported models only."""
-_EXCLUDED_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
+_NON_TRAINING_FILES = tuple(f"!{pattern}" for pattern in TRAINING_FILES)
 WEIGHTS_SUFFIXES = (".safetensors", ".safetensors.index.json")
 ANNOTATION_PATH_KEY, MEDIA_PATH_KEY = "custom.dataset.annotation_path", "custom.dataset.media_path"
 LM_EVAL_TASK_FILES = ("!*.pyc",)
@@ -83,10 +83,10 @@ def is_s3_url(name: str) -> bool:
     return name.startswith("s3://")
 
 
-def existing_path(text: str, base_folder: Path) -> Path | None:
+def existing_path(path_text: str, base_folder: Path) -> Path | None:
     """Return the path of a file or folder, relative to `base_folder`; None if it does not exist, as for a Hub id."""
     try:
-        path = base_folder / Path(text).expanduser()
+        path = base_folder / Path(path_text).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError):  # the path is too long, or the user of `~USER` is unknown
         return None
@@ -107,7 +107,7 @@ def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[S
     """Return the inputs of a stage, models first, then rows, files and code.
 
     Raises:
-        ConfigError: as `config.media.image_settings`.
+        ConfigError: the image settings of the recipe are invalid, see `config.media.image_settings`.
     """
     model_inputs = tuple(_model_inputs(stage, recipe, kind))
     row_inputs = _row_inputs(stage, recipe, kind, next((each for each in model_inputs if each.role == "model"), None))
@@ -117,7 +117,7 @@ def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[S
 
 def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
     policy, reads_weights = recipe.policy, stage_kind.reads_model == "weights"
-    may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # user code may read any file
+    may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # user code may read any file of the model
     patterns = ALL_FILES if may_read_any_file else TRAINING_FILES
     if stage_kind.reads_model == "tokenizer":
         patterns = policy.modality.encoder_files
@@ -130,13 +130,13 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
         if model.location_type == "folder" and not may_read_any_file:
             yield StageInput(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
             if reads_weights:
-                yield replace(model, role="carried", patterns=_EXCLUDED_TRAINING_FILES)
+                yield replace(model, role="carried", patterns=_NON_TRAINING_FILES)
         if reads_weights and model.location_type != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
     if teacher := recipe.teacher_for_stage(stage_kind):
         location = _locate_model_or_dataset(teacher.model_name_or_path)
         yield StageInput("distillation.model_name_or_path", "teacher", *location, patterns, teacher.model_revision)
-    # The manifest of a checkpoint contains the digests of its other files.
+    # The manifest stands for the whole checkpoint, because it contains the digests of all other files.
     if stage_kind.trains_model and isinstance(recipe.train.resume, str):
         yield StageInput("train.resume", "resume", f"{_to_existing_path(recipe.train.resume)}/manifest.json", "folder")
     if stage_kind.trains_model and policy.lora is not None and policy.lora.lora_path is not None:
@@ -145,7 +145,7 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
 
 def _weight_inputs(name: str) -> Iterator[StageInput]:
     """Yield the weights files in the folder `name`, or `name` itself if it is a file or contains no such files."""
-    path = Path(os.path.expanduser(name))  # Path.expanduser raises an error for an unknown user
+    path = Path(os.path.expanduser(name))  # os.path.expanduser, unlike Path.expanduser, accepts an unknown user
     candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
     files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
     yield from (StageInput("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
@@ -154,14 +154,14 @@ def _weight_inputs(name: str) -> Iterator[StageInput]:
 def _row_inputs(
     stage: StageConfig, recipe: Recipe, stage_kind: StageKind, model: StageInput | None
 ) -> Iterator[StageInput]:
-    """Yield the data sets that a stage reads, and the folder of their images."""
-    images, modality = image_settings(recipe), recipe.policy.modality
-    # A user function (`entry`) may read any file of a folder.
+    """Yield the data sets of rows that a stage reads, and the folder of the images in these rows."""
+    image_config, modality = image_settings(recipe), recipe.policy.modality
+    # All files of a folder are inputs of a stage with a user function (`entry`), because it may read any of them.
     data_files, media_files = (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
     reads_raw_rows, policy_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
-    annotation_path = images.annotation_path
-    is_annotated = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotation_path, Path.cwd()))
-    names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if is_annotated else ""}
+    annotation_path = image_config.annotation_path
+    has_rows_file = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotation_path, Path.cwd()))
+    names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if has_rows_file else ""}
     for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
         if dataset_key not in policy_by_dataset or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
@@ -176,13 +176,13 @@ def _row_inputs(
             rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.accepts_prompt_set_names)
             table = recipe.datasets.get(key.removesuffix(".name"))
             yield replace(rows, revision=table.revision or None) if table and rows.location_type != "folder" else rows
-    if (reads_raw_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, images, model)):
-        needs_media_path = reads_raw_rows and not stage.data and bool(images.media_path)
+    if (reads_raw_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, image_config, model)):
+        needs_media_path = reads_raw_rows and not stage.data and bool(image_config.media_path)
         if needs_media_path or os.path.isdir(media_folder):
             yield StageInput(MEDIA_PATH_KEY, "media", media_folder, "folder", media_files)
 
 
-def _dataset_input(key: str, name: str, patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> StageInput:
+def _dataset_input(key: str, name: str, file_patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> StageInput:
     if reasoning_gym_generator(name):
         return StageInput(key, "data", name, "literal")
     location, location_type = _locate_model_or_dataset(name)
@@ -197,7 +197,7 @@ def _dataset_input(key: str, name: str, patterns: tuple[str, ...], *, allows_pro
                 location, location_type = str(locate_code(name)), "folder"
         elif key in {"data", ANNOTATION_PATH_KEY} or key.endswith((".local_dir", ".pass_rates")) or data_suffix(name):
             location_type = "folder"
-    return StageInput(key, "data", location, location_type, patterns)
+    return StageInput(key, "data", location, location_type, file_patterns)
 
 
 def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings, model: StageInput | None) -> str:
@@ -222,11 +222,11 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageIn
     """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
     if stage_kind.reads_key(EVALUATION_PROMPTS_KEY):
         for name in recipe.evaluate.prompts:
-            prompts = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
-            yield replace(prompts, location_type="folder")
+            prompt_set_input = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
+            yield replace(prompt_set_input, location_type="folder")
     key = "evaluate.include_path"
-    if stage_kind.reads_key(key) and (folder := recipe.evaluate.include_path):
-        yield StageInput(key, "data", location := _to_existing_path(folder), "folder", LM_EVAL_TASK_FILES)
+    if stage_kind.reads_key(key) and (task_folder := recipe.evaluate.include_path):
+        yield StageInput(key, "data", location := _to_existing_path(task_folder), "folder", LM_EVAL_TASK_FILES)
         yield from (StageInput(key, "data", str(file), "folder") for file in _local_data_files(Path(location)))
 
 
@@ -244,7 +244,7 @@ def _local_data_files(folder: Path) -> list[Path]:
     A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
     refuses the task that needs it.
     """
-    # A template file that tasks include has no dot before `yaml`: `_default_template_yaml`.
+    # The pattern has no dot, so that it also matches templates without a suffix, such as `_default_template_yaml`.
     patterns = {pattern for task_file in folder.rglob("*yaml") for pattern in _find_data_patterns(task_file)}
     return sorted({Path(path).absolute() for pattern in patterns for path in glob.glob(pattern, recursive=True)})
 
@@ -252,7 +252,7 @@ def _local_data_files(folder: Path) -> list[Path]:
 def _find_data_patterns(task_file: Path) -> Iterator[str]:
     try:
         task = yaml.load(task_file.read_text(encoding="utf-8"), _TaskYamlLoader)
-    except (OSError, ValueError, yaml.YAMLError):  # lm-eval reports the error of the task file
+    except (OSError, ValueError, yaml.YAMLError):  # skip an invalid task file, because lm-eval reports its error
         return
     if isinstance(task, dict):
         arguments = task.get("dataset_kwargs")
@@ -260,11 +260,11 @@ def _find_data_patterns(task_file: Path) -> Iterator[str]:
         yield from _find_strings([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
 
 
-def _find_strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
+def _find_strings(yaml_value: Any) -> Iterator[str]:
+    if isinstance(yaml_value, str):
+        yield yaml_value
+    elif isinstance(yaml_value, list | dict):
+        for item in yaml_value.values() if isinstance(yaml_value, dict) else yaml_value:
             yield from _find_strings(item)
 
 
@@ -290,7 +290,7 @@ def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
     exist here are left out, because the service may run on another machine."""
     try:
         tables = read_toml(config_file).get("reward_args")
-    except ConfigError:  # the reward service itself reports the error in its file
+    except ConfigError:  # skip an invalid file, because the reward service reports its error
         return
     tables = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
     names = [str(table.get(key, "")) for table in tables for key in ("entry", "model_path")]
@@ -307,11 +307,11 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
     """Yield the user code of a stage, and the built-in reward functions that the stage uses."""
     if stage.entry:
         yield StageInput("entry", "entry", stage.entry, "code")
-    if is_import_path(target := split_publication_target(stage.target)[0]):
-        yield StageInput("target", "target", target, "code")
+    if is_import_path(publication_target := split_publication_target(stage.target)[0]):
+        yield StageInput("target", "target", publication_target, "code")
     policy, explicit_rewards = recipe.train.train_policy, recipe.validation.reward_function
     for key, field, value, _ in active_fields(recipe):
-        if metadata_of(field, ReferenceKind) is ReferenceKind.CODE:
+        if find_metadata(field, ReferenceKind) is ReferenceKind.CODE:
             names = (value,) if isinstance(value, str) else value or ()
             role: InputRole = "code" if affects_result(field) else "hook"
             rewards = {*policy.validation_rewards, *explicit_rewards, *recipe.evaluate.rewards}
@@ -337,17 +337,17 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
 
 
 def _locate_model_or_dataset(name: str) -> tuple[str, LocationType]:
-    """Return location and location type of a model or data set; a name that is no path or existing file is a Hub id."""
+    """Return the location of a model or data set, and its type. A name that is no URL, stage or path is a Hub id."""
     if referenced_stage(name) is not None:
         return name, "stage"
     if is_s3_url(name):
         return name, "store"
     path = existing_path(name, Path.cwd())
-    # Hub ids have at most one slash and no leading dot.
+    # A name that cannot be a Hub id is a path: a Hub id has at most one slash and no leading dot.
     is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith("/")
     return str(path or name), "folder" if path or is_path else "hub"
 
 
 def _to_existing_path(name: str) -> str:
-    """Return the path of a file or folder relative to the current folder, or the name itself if it does not exist."""
+    """Return the absolute path of an existing file or folder; return `name` unchanged if there is none."""
     return str(existing_path(name, Path.cwd()) or name)

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from cosmos_core.config.compat import trl
-from cosmos_core.config.schema.marks import SupportedValues, metadata_of
+from cosmos_core.config.schema.field_metadata import SupportedValues, find_metadata
 from cosmos_core.config.schema.table import Table, TableT, all_fields, find_table_classes
 from cosmos_core.errors import ConfigError
 
@@ -68,7 +68,7 @@ def read_toml(path: Path) -> TomlTable:
     return values
 
 
-@lru_cache(maxsize=4)  # the state file of a large run has half a megabyte and is read several times
+@lru_cache(maxsize=4)  # cached, because the state file of a large run (half a megabyte) is parsed several times
 def _parse_toml(content: bytes) -> TomlTable:
     return tomllib.loads(content.decode("utf-8-sig"))
 
@@ -76,7 +76,7 @@ def _parse_toml(content: bytes) -> TomlTable:
 def parse_table(
     table: type[TableT], values: Any, *, source: str, prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
-    """Return `values` as a validated `table`; rules that change values of the user append a message to `notices`.
+    """Return `values` as a validated `table`; a validator that changes a value of the user adds a message to `notices`.
 
     Raises:
         ConfigError: the values have an error; the message has its key, value and rule, or a suggestion for the key.
@@ -90,10 +90,10 @@ def parse_table(
         # Pydantic reports an error for each type that a value may have; the most deeply nested error fits best.
         indices = [i for i, keys in enumerate(locations) if keys[: len(locations[0])] == locations[0]]
         location, details = max(((locations[i], validation_errors[i]) for i in indices), key=lambda pair: len(pair[0]))
-        message = _describe_validation_error(table, details, location, prefix, values)
+        error_message = _describe_validation_error(table, details, location, prefix, values)
         keys = dict.fromkeys(_printable_key(each, prefix) for each in locations)
         other_keys = [key for key in keys if key != _printable_key(location, prefix)]
-        raise ConfigError(f"{source}: {message}{_format_other_keys(other_keys)}") from error
+        raise ConfigError(f"{source}: {error_message}{_format_other_keys(other_keys)}") from error
 
 
 class OverrideTable(dict[str, Any]):
@@ -107,15 +107,15 @@ def nest_value(keys: Sequence[str], value: Any) -> Any:
     return value
 
 
-def merge_tables(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table: str = "") -> TomlTable:
+def merge_tables(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table_key: str = "") -> TomlTable:
     """Return `base` with `overriding_values` merged into it: tables are merged, and all other values are replaced,
-    including maps of names to values.
+    including tables whose keys are names that the user chooses, such as rewards with their weights.
 
-    `table` is the dotted key of both tables; it is empty for a recipe, and for an entry of `[[pipeline.stages]]`.
+    `table_key` is the dotted key of both tables; it is empty for a recipe, and for an entry of `[[pipeline.stages]]`.
     """
     merged_values = type(base)(base) if isinstance(base, dict) else dict(base)
     for name, value in overriding_values.items():
-        old_value, key = merged_values.get(name), f"{table}.{name}".removeprefix(".").removeprefix("overrides.")
+        old_value, key = merged_values.get(name), f"{table_key}.{name}".removeprefix(".").removeprefix("overrides.")
         if isinstance(old_value, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old_value, value):
             merged_values[name] = merge_tables(old_value, value, key)
         else:
@@ -123,25 +123,25 @@ def merge_tables(base: Mapping[str, Any], overriding_values: Mapping[str, Any], 
     return merged_values
 
 
-def _replaces_table(key: str, old_value: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+def _replaces_table(key: str, old_value: Mapping[str, Any], new_value: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
-        return "type" in value and value["type"] != old_value.get("type", value["type"])
-    return key in _keys_of_user_keyed_mappings() and not isinstance(value, OverrideTable)
+        return "type" in new_value and new_value["type"] != old_value.get("type", new_value["type"])
+    return key in _list_tables_with_user_chosen_keys() and not isinstance(new_value, OverrideTable)
 
 
 @cache
-def _keys_of_user_keyed_mappings() -> frozenset[str]:
+def _list_tables_with_user_chosen_keys() -> frozenset[str]:
     """Return the recipe keys whose values map names that the user chooses to values, such as rewards to weights."""
     from cosmos_core.config.schema.recipe import Recipe
 
-    return frozenset(key for key, _, field in all_fields(Recipe) if _is_user_keyed_mapping(field.annotation))
+    return frozenset(key for key, _, field in all_fields(Recipe) if _has_user_chosen_keys(field.annotation))
 
 
-def _is_user_keyed_mapping(annotation: Any) -> bool:
+def _has_user_chosen_keys(annotation: Any) -> bool:
     arguments = get_args(annotation)
     if get_origin(annotation) is dict:
-        return arguments[1] is not Any  # the table `[custom]` may contain nested tables
-    return any(map(_is_user_keyed_mapping, arguments))
+        return arguments[1] is not Any  # tables of any values, such as `[custom]`, are merged like other tables
+    return any(map(_has_user_chosen_keys, arguments))
 
 
 def without_none(value: Any) -> Any:
@@ -153,16 +153,16 @@ def without_none(value: Any) -> Any:
     return value
 
 
-def describe_unsupported_value(values: TomlTable) -> str:
+def describe_unsupported_value(tables: TomlTable) -> str:
     """Return a description of the first value that a configuration must not have although it parses, such as a 65-bit
     integer; empty if there is none. The search is not recursive, because tables may be nested too deeply."""
-    values_at_depth: list[Any] = [values]
+    values_at_depth: list[Any] = [tables]
     for _ in range(MAX_NESTING_DEPTH):
         nested_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
         nested_values = list(chain.from_iterable(nested_lists))
         if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
             return "an integer of more than 64 bits, the most that TOML has"
-        # Command line arguments and file names may contain any bytes.
+        # Texts from the command line and names of files may contain bytes that are not UTF-8.
         strings = [item for item in nested_values if isinstance(item, str)]
         if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in strings):
             return "a text with null characters or with bytes that are not UTF-8"
@@ -184,65 +184,68 @@ def _printable_key(keys: Sequence[str], prefix: str) -> str:
     return ".".join([prefix, *printable_names] if prefix else printable_names)
 
 
-def _describe_validation_error(table: type[Table], details: Any, keys: list[str], prefix: str, values: Any) -> str:
-    key, value = _printable_key(keys, prefix), short_text(details.get("input"))
-    error_type, context = details["type"], details.get("ctx", {})
+def _describe_validation_error(table: type[Table], error: Any, keys: list[str], prefix: str, values: Any) -> str:
+    key, value = _printable_key(keys, prefix), short_text(error.get("input"))
+    error_type, error_context = error["type"], error.get("ctx", {})
     if error_type == "extra_forbidden":
         return f"{key}: unknown key{_suggest_known_key(table, keys, prefix, values)}"
     if error_type == "missing":
         return f"{key}: is required"
     if error_type == "union_tag_not_found":
-        return f"{key}.{context['discriminator'].strip(chr(39))}: is required"
+        return f"{key}.{error_context['discriminator'].strip(chr(39))}: is required"
     if error_type == "union_tag_invalid":
-        tag_key, tag = f"{key}.{context['discriminator'].strip(chr(39))}", short_text(context["tag"])
-        return f"{tag_key} = {tag}: must be one of {context['expected_tags']}"
+        tag_key, tag = f"{key}.{error_context['discriminator'].strip(chr(39))}", short_text(error_context["tag"])
+        return f"{tag_key} = {tag}: must be one of {error_context['expected_tags']}"
     if error_type in _TOML_TYPE_BY_ERROR_TYPE:
-        is_unquoted = error_type == "string_type" and not isinstance(details["input"], dict | list)
+        is_unquoted = error_type == "string_type" and not isinstance(error["input"], dict | list)
         remedy = f", in quotes (with --set: '{key}=\"...\"')" if is_unquoted and not keys[-1].isdigit() else ""
         return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{remedy}"
-    if error_type == "literal_error":  # the message of pydantic names values that would be refused next
-        marks = (metadata_of(field, SupportedValues) for name, _, field in all_fields(table) if name == ".".join(keys))
-        if supported_values := next(filter(None, marks), None):
+    if error_type == "literal_error":  # name only supported values; pydantic's message names all values of the type
+        key_fields = (field for name, _, field in all_fields(table) if name == ".".join(keys))
+        if supported_values := next(
+            filter(None, (find_metadata(field, SupportedValues) for field in key_fields)), None
+        ):
             return f"{key} = {value}: must be {' or '.join(map(repr, supported_values.values))}"
-    message = _join_lines(details["msg"].removeprefix("Value error, "))
+    message = _join_lines(error["msg"].removeprefix("Value error, "))
     message = message[:1].lower() + message[1:]
     if error_type != "value_error":
         return f"{key} = {value}: {message}"
-    # The message of a validator of the schema contains the value.
+    # A message of a validator in the schema already contains the value, so only the key is added to it.
     if keys and message.startswith(f"{keys[-1]} "):
         return key + message[len(keys[-1]) :]
     return f"{key}: {message}" if key else message
 
 
-def _error_location_keys(table: type[Table], details: Any) -> Iterator[int | str]:
-    """Yield the keys to the value of a pydantic error, without the names of union members, which no file contains."""
+def _error_location_keys(table: type[Table], error_details: Any) -> Iterator[int | str]:
+    """Yield the keys that lead to the invalid value of a pydantic error, without the names of union members, which no
+    configuration file contains."""
     tables_at_location: list[type[Table]] = [table]
-    location, last_key = details["loc"], ()
-    if details["type"] == "extra_forbidden":
-        location, last_key = location[:-1], location[-1:]  # an unknown key may be called like a union member: `int`
+    location, last_key = error_details["loc"], ()
+    if error_details["type"] == "extra_forbidden":
+        location, last_key = location[:-1], location[-1:]  # an unknown key may have the name of a union member: `int`
     for key in location:
-        fields = {name: field for model in tables_at_location for name, field in model.model_fields.items()}
+        fields = {name: field for each in tables_at_location for name, field in each.model_fields.items()}
         if key in fields:
             tables_at_location = find_table_classes(fields[str(key)].annotation)
             yield key
-        elif isinstance(key, str) and any(key in _discriminator_values(model) for model in tables_at_location):
-            tables_at_location = [model for model in tables_at_location if key in _discriminator_values(model)]
+        elif isinstance(key, str) and any(key in _discriminator_values(each) for each in tables_at_location):
+            tables_at_location = [each for each in tables_at_location if key in _discriminator_values(each)]
         elif not (isinstance(key, str) and _UNION_MEMBER_PATTERN.fullmatch(key)):
             yield key
     yield from last_key
 
 
-def _discriminator_values(model: type[Table]) -> set[str]:
-    tag = model.model_fields.get("type")
-    return {getattr(model, "algorithm", ""), *(get_args(tag.annotation) if tag else ())}
+def _discriminator_values(table_class: type[Table]) -> set[str]:
+    type_field = table_class.model_fields.get("type")
+    return {getattr(table_class, "algorithm", ""), *(get_args(type_field.annotation) if type_field else ())}
 
 
 def _suggest_known_key(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
-    """Return the end of an error message with a suggestion for an unknown key: the equivalent of a TRL name, otherwise
-    a similar name in the same table, the same name in another table, or a similar path."""
-    names = sorted({key for key, *_ in all_fields(table)})
+    """Return the end of an error message, which suggests a key for an unknown key: the equivalent of a name of TRL,
+    otherwise a similar key of the same table, the key of this name in another table, or a similar dotted key."""
+    known_keys = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(keys)
-    if dotted_key in names:
+    if dotted_key in known_keys:
         field_dicts = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
         type_fields = [fields["type"] for fields in field_dicts if "type" in fields]
         type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
@@ -253,14 +256,14 @@ def _suggest_known_key(table: type[Table], keys: list[str], prefix: str, values:
         return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
         return equivalent_key
-    if (intended_key := _correct_trl_name(keys[-1], names)) and not prefix:
+    if (intended_key := _correct_trl_name(keys[-1], known_keys)) and not prefix:
         return f"; did you mean {intended_key}?"
     parent_key = dotted_key.rpartition(".")[0]
-    sibling_keys = [key for key in names if key.rpartition(".")[0] == parent_key]
+    sibling_keys = [key for key in known_keys if key.rpartition(".")[0] == parent_key]
     similar_keys = (
         difflib.get_close_matches(dotted_key, sibling_keys, n=1, cutoff=0.75)
-        or [key for key in names if key.rpartition(".")[2] == keys[-1]]
-        or difflib.get_close_matches(dotted_key, names, n=1, cutoff=0.8)
+        or [key for key in known_keys if key.rpartition(".")[2] == keys[-1]]
+        or difflib.get_close_matches(dotted_key, known_keys, n=1, cutoff=0.8)
     )
     return f"; did you mean {f'{prefix}.' if prefix else ''}{similar_keys[0]}?" if similar_keys else ""
 
@@ -273,8 +276,8 @@ def _correct_trl_name(name: str, known_keys: Sequence[str]) -> str:
     """
     schema_names = {_normalise_key(key.rpartition(".")[2]) for key in known_keys}
     trl_keys = {_normalise_key(name): keys[0] for name, keys in trl.KEYS_BY_TRL_NAME.items() if keys[0] in known_keys}
-    matches = difflib.get_close_matches(_normalise_key(name), [*schema_names, *trl_keys], n=1, cutoff=0.75)
-    return "" if not matches or matches[0] in schema_names else trl_keys[matches[0]]
+    similar_names = difflib.get_close_matches(_normalise_key(name), [*schema_names, *trl_keys], n=1, cutoff=0.75)
+    return "" if not similar_names or similar_names[0] in schema_names else trl_keys[similar_names[0]]
 
 
 def _normalise_key(name: str) -> str:
@@ -298,12 +301,12 @@ def _join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def escape_controls(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return a text on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in _join_lines(text))
 
 
 def shorten_message(message: str) -> str:
     """Return an error message on one line; the middle of a long message is omitted."""
-    line = escape_controls(message)
+    line = make_printable(message)
     return line if len(line) <= MAX_MESSAGE_LENGTH else f"{line[: MAX_MESSAGE_LENGTH - 300]} ... {line[-295:]}"

@@ -41,27 +41,27 @@ def image_settings(recipe: Recipe) -> ImageSettings:
     for key, path in paths.items():
         if not isinstance(path, str):
             raise ConfigError(f"custom.dataset.{key} = {path!r} must be a path")
-    name = next(iter(recipe.train.train_policy.tables_by_dataset.values())).dataset.name
-    if paths["annotation_path"] and name:
+    dataset_name = next(iter(recipe.train.train_policy.tables_by_dataset.values())).dataset.name
+    if paths["annotation_path"] and dataset_name:
         raise ConfigError(
-            f"train.train_policy.dataset.name = {name!r} and custom.dataset.annotation_path = "
+            f"train.train_policy.dataset.name = {dataset_name!r} and custom.dataset.annotation_path = "
             f"{paths['annotation_path']!r} both name rows; leave one out"
         )
-    limits = {key: vision_table[key] for key in PIXEL_LIMIT_KEYS if vision_table.get(key) is not None}
-    for key, value in limits.items():
+    pixel_limits = {key: vision_table[key] for key in PIXEL_LIMIT_KEYS if vision_table.get(key) is not None}
+    for key, value in pixel_limits.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"custom.vision.{key} = {value!r} must be a number of pixels, at least 1")
     return ImageSettings(
         **paths,
-        pixels=tuple(limits.items()),
+        pixels=tuple(pixel_limits.items()),
         ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision_table),
     )
 
 
-def with_absolute_media_paths(custom: dict[str, Any], to_absolute: Callable[[str], str]) -> dict[str, Any]:
+def with_absolute_media_paths(custom_table: dict[str, Any], to_absolute: Callable[[str], str]) -> dict[str, Any]:
     """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `to_absolute`."""
-    table = custom.get("dataset")
+    table = custom_table.get("dataset")
     if not isinstance(table, dict):
-        return custom
+        return custom_table
     paths = {key: to_absolute(table[key]) for key in MEDIA_PATH_NAMES if isinstance(table.get(key), str) and table[key]}
-    return custom | {"dataset": table | paths}
+    return custom_table | {"dataset": table | paths}

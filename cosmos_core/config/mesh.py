@@ -26,17 +26,17 @@ _LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def check_mesh(recipe: Recipe, num_gpus: int | None, model: Mapping[str, Any]) -> int:
+def check_mesh(recipe: Recipe, num_gpus: int | None, model_config: Mapping[str, Any]) -> int:
     """Return the number of GPUs that a training stage uses, including the GPUs of its rollout engines.
 
-    `num_gpus` is the number of available GPUs (None: unknown), `model` the result of `read_text_model_config`.
+    `num_gpus` is the number of available GPUs (None: unknown), `model_config` the result of `read_text_model_config`.
 
     Raises:
         ConfigError: the mesh is not possible; the message names the nearest possible size.
     """
-    _check_mesh_sizes("policy.parallelism", recipe.policy.parallelism, model)
+    _check_mesh_sizes("policy.parallelism", recipe.policy.parallelism, model_config)
     if recipe.train.train_policy.has_rollouts:
-        _check_mesh_sizes("rollout.parallelism", recipe.rollout.parallelism, model)
+        _check_mesh_sizes("rollout.parallelism", recipe.rollout.parallelism, model_config)
     resolved_recipe = with_dp_shard_size(recipe, num_gpus)
     mesh = resolved_recipe.policy.parallelism
     _check_batch_size(recipe, abs(mesh.dp_shard_size))
@@ -57,19 +57,19 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
         if not pipeline.stage_kind(stage).has_mesh:
             continue
         recipe = pipeline.recipes[stage.name]
-        model = stage.model or recipe.policy.model_name_or_path
-        folder = None if referenced_stage(model) else existing_path(model, Path.cwd())
+        model_name = stage.model or recipe.policy.model_name_or_path
+        folder = None if referenced_stage(model_name) else existing_path(model_name, Path.cwd())
         try:
             num_gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, read_text_model_config(folder))
         except ConfigError as error:
-            raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+            raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
     return num_gpus_by_stage
 
 
 def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the settings filled in that depend on the number of GPUs, which is `pipeline.gpus` or
-    that of the machine that runs the stages: `dp_shard_size = -1` (without GPUs it remains and means 1), and a `mode`
-    that a recipe for Cosmos-RL leaves out.
+    """Return the pipeline with the settings resolved that depend on the number of GPUs: `dp_shard_size = -1`, which
+    remains and means 1 without GPUs, and a `mode` that a recipe of Cosmos-RL leaves out. The number is `pipeline.gpus`
+    or, if unset, that of the machine that runs the stages.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
@@ -85,13 +85,13 @@ def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
             recipe, notice = _choose_default_mode(recipe, None if has_unknown_gpus else num_worker_gpus(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
-            recipe, change = _with_colocated_engine_size(recipe)
-            notices += [f"stage {stage.name!r}: {change}, because its ranks generate"] if change else []
+            recipe, setting = _with_colocated_engine_size(recipe)
+            notices += [f"stage {stage.name!r}: {setting}, because its ranks generate"] if setting else []
         if recipe.policy.parallelism.dp_shard_size == -1:
             try:
                 recipe = with_dp_shard_size(recipe, num_worker_gpus(pipeline) or None)
             except ConfigError as error:
-                raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+                raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
         if (gpu_settings := _gpu_only_settings(recipe, kind)) and not stage.work_pool and not num_worker_gpus(pipeline):
             notices.append(f"{', '.join(gpu_settings)}: there is no GPU; numbers are those of train.param_dtype here")
         recipes[stage.name] = recipe
@@ -138,10 +138,10 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
 
 
 def read_text_model_config(folder: Path | None) -> dict[str, Any]:
-    """Return the settings of the text model in config.json of a model folder; empty: none, as for a Hub id."""
+    """Return the settings of the text model in config.json of a model folder; empty if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):  # a later check of the model reports a damaged config.json
+    except (OSError, ValueError):  # a damaged config.json is reported by a later check of the model
         return {}
     text_config = config.get("text_config") if isinstance(config, dict) else None
     text_model_config = text_config if isinstance(text_config, dict) else config
@@ -158,7 +158,8 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
     key_alternatives = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in key_alternatives)
     num_kv_heads, vocab_size = model.get("num_key_value_heads"), model.get("vocab_size")
-    if key_prefix == "rollout.parallelism":  # vLLM pads the vocabulary, and copies key-value heads to several ranks
+    if key_prefix == "rollout.parallelism":
+        # The sizes of an engine need not divide these numbers: vLLM pads the vocabulary and copies key-value heads.
         vocab_size = None
         copies_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
         num_kv_heads = None if copies_kv_heads else num_kv_heads
@@ -191,8 +192,8 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers:
             f"{key_prefix}.pp_size = {mesh.pp_size}: the model has {num_layers} layers; the nearest is {num_layers}"
         )
     if (num_stages := mesh.num_pipeline_stages(num_layers)) > num_layers:
-        sizes = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
-        meshes = (mesh.copy_with(pp_layers_per_stage=size) for size in sizes)
+        layer_counts = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
+        meshes = (mesh.copy_with(pp_layers_per_stage=size) for size in layer_counts)
         nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
         raise ConfigError(
             f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
@@ -225,19 +226,19 @@ def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
 def _too_many_gpus_message(mesh: ParallelismConfig, num_required_gpus: int, num_gpus: int) -> str:
     num_engine_gpus = num_required_gpus - mesh.world_size * mesh.n_init_replicas
     max_shards = (num_gpus - num_engine_gpus) // (_ranks_per_shard(mesh) * mesh.n_init_replicas)
-    nearest_setting = f"policy.parallelism.dp_shard_size = {max_shards}"
+    suggested_setting = f"policy.parallelism.dp_shard_size = {max_shards}"
     if max_shards < 1 and num_engine_gpus:
-        nearest_setting = f"mode = 'colocated', without the {num_engine_gpus} GPUs of the engines"
+        suggested_setting = f"mode = 'colocated', without the {num_engine_gpus} GPUs of the engines"
     elif max_shards == 0:
         tp_size = max(size for size in range(1, mesh.tp_size + 1) if mesh.tp_size % size == 0 and size <= num_gpus)
-        nearest_setting = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
-    return f"the mesh takes {num_required_gpus} GPUs, of {num_gpus} that there are; the nearest is {nearest_setting}"
+        suggested_setting = f"policy.parallelism.tp_size = {tp_size} with the other sizes 1"
+    return f"the mesh takes {num_required_gpus} GPUs, of {num_gpus} that there are; the nearest is {suggested_setting}"
 
 
 def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, str]:
-    """Return the recipe with `mode` set to `disaggregated`, the default of Cosmos-RL, or, with a notice, to `colocated`
-    if that takes more than `num_gpus` GPUs (None: another machine runs the stage, and it has enough). In `colocated`
-    mode, `tp_size` of the engines is changed to a divisor of the number of ranks."""
+    """Return the recipe with `mode` set, and a notice. The mode is `disaggregated`, the default of Cosmos-RL, without a
+    notice; if it needs more than `num_gpus` GPUs (None: unknown, assumed to be enough) it is `colocated`, and `tp_size`
+    of the engines becomes a divisor of the number of ranks."""
     disaggregated_recipe = recipe.copy_with(mode="disaggregated")
     num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
     if num_gpus is None or num_required_gpus <= num_gpus:
@@ -251,8 +252,8 @@ def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, 
 
 
 def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and the changed
-    setting as text (empty: no change)."""
+    """Return the recipe with a `tp_size` of the rollout engines that divides the number of ranks, and the new setting
+    as a text, which is empty if nothing changes."""
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""
@@ -261,12 +262,12 @@ def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
     return recipe.copy_with(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
 
 
-def _gpu_only_settings(recipe: Recipe, kind: StageKind) -> list[str]:
+def _gpu_only_settings(recipe: Recipe, stage_kind: StageKind) -> list[str]:
     """Return the settings of a stage that select number formats which only GPUs have; a CPU ignores these settings."""
     settings = []
-    if kind.trains_model and recipe.train.fp8.enable_fp8:
+    if stage_kind.trains_model and recipe.train.fp8.enable_fp8:
         settings.append("train.fp8.enable_fp8 = true")
-    if kind.feed == "rollouts" and recipe.rollout.quantization != "none":
+    if stage_kind.feed == "rollouts" and recipe.rollout.quantization != "none":
         settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
     return settings
 

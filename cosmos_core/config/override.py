@@ -67,34 +67,34 @@ def parse_override(text: str) -> Override:
     keys = split_key(current_key(match[1].strip())) if match else ()
     if match is None or not all(keys) or len(keys) > MAX_NESTING_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
-    value = match[2]
+    value_text = match[2]
     try:
-        values = tomllib.loads(f"value = {value}")
+        parsed_tables = tomllib.loads(f"value = {value_text}")
     except (ValueError, RecursionError):
-        return Override(text, keys, value)
-    is_toml_value = set(values) == {"value"} and not describe_unsupported_value(values)
-    return Override(text, keys, values["value"] if is_toml_value else value)
+        return Override(text, keys, value_text)
+    is_toml_value = set(parsed_tables) == {"value"} and not describe_unsupported_value(parsed_tables)
+    return Override(text, keys, parsed_tables["value"] if is_toml_value else value_text)
 
 
 def drop_ineffective_overrides(overrides: Sequence[Override], notices: list[str]) -> list[Override]:
     """Return the overrides whose keys have an effect; add a message for each other override to `notices`."""
-    messages = [no_effect_message(".".join(override.keys), override.value) for override in overrides]
-    notices += filter(None, messages)
-    return [override for override, message in zip(overrides, messages, strict=True) if not message]
+    no_effect_messages = [no_effect_message(".".join(override.keys), override.value) for override in overrides]
+    notices += filter(None, no_effect_messages)
+    return [override for override, message in zip(overrides, no_effect_messages, strict=True) if not message]
 
 
 def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
     """Return the recipe tables of all overrides that apply to every stage, before the names of the stages are known."""
-    values: TomlTable = {}
+    recipe_tables: TomlTable = {}
     for override in overrides:
         field = Recipe.model_fields.get(override.keys[0])
-        tables = find_table_classes(field.annotation) if field else []
-        keys = {key for table in tables for key in table.model_fields}
+        table_classes = find_table_classes(field.annotation) if field else []
+        keys = {key for table in table_classes for key in table.model_fields}
         # `export.retries` is a key of the pipeline stage `export`, not of the table `[export]`.
-        is_stage_key = bool(tables) and bool({*override.keys[1:2]} & (_STAGE_KEYS - keys))
+        is_stage_key = bool(table_classes) and bool({*override.keys[1:2]} & (_STAGE_KEYS - keys))
         if field and not is_stage_key:
-            values = merge_tables(values, nest_value(override.keys, override.value))
-    return values
+            recipe_tables = merge_tables(recipe_tables, nest_value(override.keys, override.value))
+    return recipe_tables
 
 
 def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -> GroupedOverrides:
@@ -103,22 +103,22 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
     Raises:
         ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
     """
-    result = GroupedOverrides()
+    grouped_overrides = GroupedOverrides()
     for override in overrides:
         (scope, *remaining_keys), value, location = override.keys, override.value, f"--set {override.text!r}"
         is_stage = scope in stage_names
         if is_stage and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
             keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
-            result.add_stage_override(scope, keys, value)
+            grouped_overrides.add_stage_override(scope, keys, value)
         elif scope in Recipe.model_fields:
             for name in stage_names:  # a value for all stages takes precedence over the recipe file of a stage
-                result.add_stage_override(name, ["overrides", *override.keys], value)
+                grouped_overrides.add_stage_override(name, ["overrides", *override.keys], value)
         elif scope == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
-            result.pipeline = merge_tables(result.pipeline, nest_value(remaining_keys, value))
+            grouped_overrides.pipeline = merge_tables(grouped_overrides.pipeline, nest_value(remaining_keys, value))
         elif scope == "pipeline":
-            names = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
-            raise ConfigError(f"{location}: write pipeline.KEY=VALUE with one of {names}, or STAGE.KEY=VALUE")
+            pipeline_keys = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
+            raise ConfigError(f"{location}: write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE")
         elif scope.endswith(IMPLIED_STAGE_SUFFIX) and (name := scope.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
             raise ConfigError(
                 f"{location}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a key "
@@ -131,9 +131,9 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
             name = ".".join(override.keys)
             full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
             full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
-            hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, known_names)
-            raise ConfigError(f"{location}: {scope!r} is no stage and no table of a recipe{hint}")
-    return result
+            suggestion = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, known_names)
+            raise ConfigError(f"{location}: {scope!r} is no stage and no table of a recipe{suggestion}")
+    return grouped_overrides
 
 
 def grid_override_notices(overrides: Sequence[Override], stage: StageConfig) -> list[str]:

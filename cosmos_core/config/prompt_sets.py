@@ -1,4 +1,4 @@
-"""Prompt sets: lists of prompts of papers on reinforcement learning of diffusion models, which have the papers' names.
+"""Prompt sets: lists of prompts from papers on reinforcement learning of diffusion models, under their usual names.
 
 A prompt set is a folder with one file per split. It is selected by its path or, below the folder of prompt sets, by its
 name: `ocr`, `pickscore`, `geneval`, `dance_grpo_t2v`. Nothing is downloaded.
@@ -42,8 +42,8 @@ def find_prompt_set(name: str, key: str) -> Path | None:
 
 
 def prompt_files(path: Path, split: str) -> list[Path]:
-    """Return the prompt file, with one prompt per line, at a path: the path itself or the file of the split in a
-    folder. The list is empty if the rows at the path have another format."""
+    """Return a list with the prompt file, which has one prompt per line, at `path`: the file itself, or the file of the
+    split in a folder. The list is empty if the rows at `path` have another format."""
     if path.is_file():
         return [path] if path.suffix.lower() == ".txt" else []
     if not path.is_dir():
@@ -54,7 +54,7 @@ def prompt_files(path: Path, split: str) -> list[Path]:
 
 
 def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:
-    """Return the metadata of a prompt that rewards read: in the set `ocr`, the quoted text that the image must show."""
+    """Return the metadata of a prompt for rewards: in the set `ocr` the quoted text that the image must show."""
     if not {path.name, path.stem, path.parent.name, path.parent.stem} & {"ocr"}:
         return {}
     match = _QUOTED_TEXT_PATTERN.search(prompt)

@@ -18,8 +18,8 @@ def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
     )
     environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     template = environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    status = partial(_describe_status, kinds=kinds)
-    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status)
+    status_fn = partial(_describe_status, kinds=kinds)
+    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status_fn)
 
 
 def _group_keys_by_table() -> list[dict[str, object]]:
@@ -30,18 +30,18 @@ def _group_keys_by_table() -> list[dict[str, object]]:
             keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
     return [
         {
-            "heading": _table_heading(path, table.__name__),
+            "heading": _table_heading(table_path, table.__name__),
             "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
             "rows": keys,
         }
-        for (path, table), keys in keys_by_table.items()
+        for (table_path, table), keys in keys_by_table.items()
     ]
 
 
-def _table_heading(path: str, table: str) -> str:
-    if path == "train.train_policy":
-        return f'`[train.train_policy]` with `trainer_type = "{table.removesuffix("Config").lower()}"`'
-    return f"`[{path}]`" if path else "Top level"
+def _table_heading(table_path: str, class_name: str) -> str:
+    if table_path == "train.train_policy":
+        return f'`[train.train_policy]` with `trainer_type = "{class_name.removesuffix("Config").lower()}"`'
+    return f"`[{table_path}]`" if table_path else "Top level"
 
 
 def _describe_status(key: KeyDescription, kinds: Mapping[str, StageKind]) -> str:

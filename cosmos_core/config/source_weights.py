@@ -6,8 +6,8 @@ from cosmos_core.errors import ConfigError
 
 
 class RewardWeightsBySource(dict[str, float]):
-    """Weights of all reward functions of a recipe; `by_source` has the weights for each data set by its label, and
-    under "" those for all other rows."""
+    """Weights of all reward functions of a recipe. `by_source` maps the label of each data set to the weights for its
+    rows, and "" to the weights for all other rows."""
 
     def __init__(self, weights_by_source: Mapping[str, Mapping[str, float]]) -> None:
         super().__init__({name: weight for weights in weights_by_source.values() for name, weight in weights.items()})

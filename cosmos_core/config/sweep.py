@@ -17,7 +17,7 @@ from cosmos_core.config.compat.translate import current_key, with_current_algori
 from cosmos_core.config.inputs import STAGE_PREFIX, referenced_stage
 from cosmos_core.config.load import TomlTable, merge_tables, nest_value, parse_table
 from cosmos_core.config.override import split_key
-from cosmos_core.config.schema.marks import ReferenceKind
+from cosmos_core.config.schema.field_metadata import ReferenceKind
 from cosmos_core.config.schema.pipeline import MAX_STAGE_NAME_LENGTH, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sweep import SweepBranch, SweepConfig
@@ -51,7 +51,7 @@ def with_expanded_sweeps(pipeline: Pipeline, tables: Mapping[str, TomlTable]) ->
             pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables)
     stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # a select stage compares the stages in its `after`
+        if stage.sweep is not None and not stage.sweep.branches:  # a select stage chooses among the stages in `after`
             branches = tuple(SweepBranch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:
@@ -62,46 +62,46 @@ def with_expanded_sweeps(pipeline: Pipeline, tables: Mapping[str, TomlTable]) ->
 
 
 def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
-    sweep, location = stage.sweep, _describe_stage(pipeline, stage)
-    if sweep is None:
+    sweep_config, location = stage.sweep, _describe_stage(pipeline, stage)
+    if sweep_config is None:
         return
     is_select_stage, stage_names = pipeline.stage_kind(stage).selects_branch, [each.name for each in pipeline.stages]
-    for name in [*sweep.through, *(name for branch in sweep.branches for name in branch.stages)]:
+    for name in [*sweep_config.through, *(name for branch in sweep_config.branches for name in branch.stages)]:
         if name not in stage_names:
-            hint = suggest_names(name, stage_names)
-            raise ConfigError(f"{location}: sweep: {name!r} is no stage of this pipeline{hint}")
-    if is_select_stage and (sweep.grid or sweep.through):
+            suggestion = suggest_names(name, stage_names)
+            raise ConfigError(f"{location}: sweep: {name!r} is no stage of this pipeline{suggestion}")
+    if is_select_stage and (sweep_config.grid or sweep_config.through):
         raise ConfigError(
             f"{location}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
         )
-    if is_select_stage and not sweep.branches and len(stage.after) < 2:
+    if is_select_stage and not sweep_config.branches and len(stage.after) < 2:
         raise ConfigError(f"{location}: there is nothing to choose from; name at least two stages in `after`")
-    if not is_select_stage and (sweep.branches or not sweep.grid):
+    if not is_select_stage and (sweep_config.branches or not sweep_config.grid):
         raise ConfigError(f'{location}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches')
 
 
 def _expand_sweep(
     pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, TomlTable]
 ) -> Pipeline:
-    location = _describe_stage(pipeline, sweep_stage)
+    error_prefix = _describe_stage(pipeline, sweep_stage)
     copied_names = _find_copied_stages(pipeline, sweep_stage, sweep, tables)
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
     dependents = pipeline.stage_and_dependents(sweep_stage.name)
-    for suffix, settings in _list_grid_points(sweep.grid, max(map(len, copied_names))):
+    for suffix, grid_point in _list_grid_points(sweep.grid, max(map(len, copied_names))):
         branch_names = {original_name: f"{original_name}-{suffix}" for original_name in copied_names}
-        split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_names) for key in settings}
+        split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_names) for key in grid_point}
         for original_name, name in branch_names.items():
             if name in recipes:
-                raise ConfigError(f"{location}: sweep: the name {name!r} of a branch is taken by another stage")
-            # The stage that prepares the rows of the stage with the sweep gets the grid values of the latter.
+                raise ConfigError(f"{error_prefix}: sweep: the name {name!r} of a branch is taken by another stage")
+            # A copied `prepare` stage gets the grid values of the stage with the sweep, whose rows it prepares.
             key_stage = original_name if original_name in dependents else sweep_stage.name
-            values = {split_keys[key][1]: value for key, value in settings.items() if split_keys[key][0] == key_stage}
+            values = {split_keys[key][1]: value for key, value in grid_point.items() if split_keys[key][0] == key_stage}
             overrides = {key: value for key, value in values.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[original_name]
             if overrides:
                 settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
                 merged_tables = with_current_algorithm_keys(merge_tables(tables[key_stage], _nest_keys(overrides)), [])
-                recipe = parse_table(Recipe, merged_tables, source=f"{location}{settings_text}", notices=[])
+                recipe = parse_table(Recipe, merged_tables, source=f"{error_prefix}{settings_text}", notices=[])
             recipes[name] = _rename_references(recipe, branch_names)
             stage = _rename_references(pipeline.stage(original_name), branch_names)
             arguments = {key: value for key, value in values.items() if _is_stage_argument(key)}
@@ -109,11 +109,11 @@ def _expand_sweep(
                 stage = stage.model_copy(update=merge_tables({"arguments": stage.arguments}, _nest_keys(arguments)))
             predecessors = tuple(branch_names.get(predecessor, predecessor) for predecessor in stage.after)
             new_stages.append(stage.model_copy(update={"name": name, "after": predecessors, "sweep": None}))
-        branches.append(SweepBranch(stages=tuple(branch_names.values()), settings=settings))
+        branches.append(SweepBranch(stages=tuple(branch_names.values()), settings=grid_point))
     branch_stages = tuple(name for branch in branches for name in branch.stages)
     select_stage = StageConfig(
         name=sweep_stage.name,
-        kind=next(name for name, kind in pipeline.kinds.items() if kind.selects_branch),
+        kind=next(name for name, kind in pipeline.stage_kinds.items() if kind.selects_branch),
         recipe=sweep_stage.recipe,
         after=branch_stages,
         sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
@@ -145,8 +145,8 @@ def _find_copied_stages(
     for key in sweep.grid:
         key_stage, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_names))
         if not key_stage:
-            hint = suggest_names(key, list(_GRID_TABLE_NAMES))
-            raise ConfigError(f"{location}: sweep.grid: {key!r} is no key of a recipe{hint}")
+            suggestion = suggest_names(key, list(_GRID_TABLE_NAMES))
+            raise ConfigError(f"{location}: sweep.grid: {key!r} is no key of a recipe{suggestion}")
         kind = pipeline.stage_kind(pipeline.stage(key_stage))
         if _is_stage_argument(stage_key) and _STAGE_ARGUMENTS_KEY not in kind.allowed_keys:
             raise ConfigError(f"{location}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
@@ -165,7 +165,8 @@ def _find_copied_stages(
 
 
 def _split_grid_key(key: str, sweep_stage_name: str, copied_names: Sequence[str]) -> tuple[str, str]:
-    """Return the stage to which a key `KEY` or `STAGE.KEY` of a grid belongs (empty: none), and `KEY`."""
+    """Return the name of the stage to which a key `KEY` or `STAGE.KEY` of a grid belongs, empty for an unknown key, and
+    `KEY`."""
     first_part, _, stage_key = key.partition(".")
     if first_part in copied_names and stage_key.partition(".")[0] in _GRID_TABLE_NAMES:
         return first_part, stage_key
@@ -177,19 +178,19 @@ def _is_stage_argument(key: str) -> bool:
 
 
 def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -> list[tuple[str, TomlTable]]:
-    """Return pairs of a suffix for stage names and a combination of the grid's values. The names to which the suffix is
-    appended have at most `max_original_length` characters."""
+    """Return pairs of a suffix for the names of a branch's stages, and the values of the branch by key. The names to
+    which the suffix is appended have at most `max_original_length` characters."""
     settings = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     labels = _shorten_keys([current_key(key) for key in grid])
-    suffixes = ["-".join(f"{labels[key]}-{_format_value(value)}" for key, value in each.items()) for each in settings]
+    suffixes = ["-".join(f"{labels[key]}-{_format_value(value)}" for key, value in point.items()) for point in settings]
     max_suffix_length = MAX_STAGE_NAME_LENGTH - max_original_length - 1
     grid_points = []
-    for suffix, each in zip(suffixes, settings, strict=True):
+    for suffix, point in zip(suffixes, settings, strict=True):
         if len(suffix) > max_suffix_length or suffixes.count(suffix) > 1:
-            digest = hashlib.sha256(json.dumps(each, sort_keys=True, default=str).encode()).hexdigest()
+            digest = hashlib.sha256(json.dumps(point, sort_keys=True, default=str).encode()).hexdigest()
             prefix = suffix[: max(0, max_suffix_length - _DIGEST_LENGTH - 1)]
             suffix = f"{prefix}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
-        grid_points.append((suffix, each))
+        grid_points.append((suffix, point))
     return grid_points
 
 
@@ -218,10 +219,10 @@ def _format_value(value: Any) -> str:
 
 
 def _nest_keys(settings: TomlTable) -> TomlTable:
-    values: TomlTable = {}
+    nested_tables: TomlTable = {}
     for key, value in settings.items():
-        values = merge_tables(values, nest_value(split_key(key), value))
-    return values
+        nested_tables = merge_tables(nested_tables, nest_value(split_key(key), value))
+    return nested_tables
 
 
 def _rename_references(table: TableT, branch_names: Mapping[str, str]) -> TableT:
@@ -238,16 +239,16 @@ def _replace_branch_references(
     pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, copied_names: Sequence[str]
 ) -> StageConfig:
     """Return a stage outside of the sweep with each reference to a stage of the sweep replaced by the select stage."""
-    location = _describe_stage(pipeline, stage)
+    error_prefix = _describe_stage(pipeline, stage)
     copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_names}
     if stage.data in copied_references:
         raise ConfigError(
-            f"{location}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
+            f"{error_prefix}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
             f"stage in its sweep.through, or give it rows of its own"
         )
     if stage.model in copied_references and stage.checkpoint:
         raise ConfigError(
-            f"{location}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
+            f"{error_prefix}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
             f"checkpoints; name the stage in its sweep.through"
         )
     predecessors = tuple(dict.fromkeys(sweep_stage_name if name in copied_names else name for name in stage.after))
@@ -256,4 +257,4 @@ def _replace_branch_references(
 
 
 def _describe_stage(pipeline: Pipeline, stage: StageConfig) -> str:
-    return f"{pipeline.source}: stage {stage.name!r}"
+    return f"{pipeline.source_path}: stage {stage.name!r}"

@@ -10,19 +10,19 @@ LOCAL_FOLDER_TARGET = "file"
 """Name of the publication target that is a local folder, and the default for a target without a name."""
 
 
-def split_publication_target(target: str) -> tuple[str, str]:
+def split_publication_target(publication_target: str) -> tuple[str, str]:
     """Return the name or import path of a publication target, and its location."""
-    name, separator, location = target.partition("://")
+    name, separator, location = publication_target.partition("://")
     if separator:
         return name, location
-    return (target, "") if is_user_code(target) else (LOCAL_FOLDER_TARGET, target)
+    return (publication_target, "") if is_user_code(publication_target) else (LOCAL_FOLDER_TARGET, publication_target)
 
 
-def absolute_publication_target(target: str, to_absolute: Callable[[str], str]) -> str:
+def absolute_publication_target(publication_target: str, to_absolute: Callable[[str], str]) -> str:
     """Return a publication target with an absolute folder; `to_absolute` converts the path of a file with user code."""
-    if not target:
+    if not publication_target:
         return ""
-    name, location = split_publication_target(target)
+    name, location = split_publication_target(publication_target)
     if name == LOCAL_FOLDER_TARGET:
         return os.path.abspath(os.path.expanduser(location))
     file_path, separator, object_name = name.rpartition(":")

@@ -23,19 +23,20 @@ _TEXT_MODEL_KEYS = (
 
 
 def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield settings of a stage, as text, that disable keys which its fingerprint omits, and prefixes of these keys."""
-    kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
-    if kind.trains_model and not recipe.validation.enable:
+    """Yield pairs of a reason, such as `validation.enable is off`, and the prefixes of the recipe keys that it disables
+    in a stage. The fingerprint of the stage omits these keys."""
+    stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+    if stage_kind.trains_model and not recipe.validation.enable:
         names = type(recipe.validation).model_fields
         yield "validation.enable is off", [f"validation.{name}" for name in names if name != "enable"]
-    if recipe.teacher_for_stage(kind) is None:
+    if recipe.teacher_for_stage(stage_kind) is None:
         names = type(recipe.distillation).model_fields
         yield "distillation.enable is off", [f"distillation.{name}" for name in names if name != "enable"]
     if not _may_complete_prompts(pipeline, stage):
         yield "nothing is generated", ["rollout"]
     if not recipe.uses_judge:
         yield "no reward function is judge", ["judge"]
-    for modality, keys in kind.keys_by_modality.items():
+    for modality, keys in stage_kind.keys_by_modality.items():
         if modality != recipe.policy.modality.name:
             yield "the model has another modality", keys
     if not recipe.export.quantized_formats:
@@ -43,13 +44,13 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
 
 
 def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if the stage may generate completions for its rows; the recipe that prepares the rows decides."""
-    kind, data_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.data)
-    if kind.feed == "rollouts" or kind.has_engine:
+    """Return True if the stage may generate completions for its rows, by the recipe that prepares the rows."""
+    stage_kind, data_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.data)
+    if stage_kind.feed == "rollouts" or stage_kind.has_engine:
         return True
-    if kind.trains_model and not pipeline.recipes[stage.name].validation.enable:
+    if stage_kind.trains_model and not pipeline.recipes[stage.name].validation.enable:
         return False
-    if kind.reads_data == "prepared":
+    if stage_kind.reads_data == "prepared":
         if data_stage_name is None or pipeline.stage_kind(pipeline.stage(data_stage_name)).makes != "data":
             return True  # without a prepare stage, it is unknown whether the rows are prompts
         stage = pipeline.stage(data_stage_name)
@@ -60,43 +61,43 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
 def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
     pipeline must be complete; a Python flow adds its stages one by one."""
-    if any(stage.entry for stage in pipeline.stages):  # a user function may read any key of the recipe
+    if any(stage.entry for stage in pipeline.stages):  # a user function may read any key, so that no key is reported
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
     used_settings: set[str] = set()
     reason_by_setting: dict[str, str] = {}
     for stage in pipeline.stages:
         kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
-        disabling_settings = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
+        reasons_and_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
         for key, field, value, is_set in active_fields(recipe):
             if not is_set or not affects_result(field) or isinstance(value, dict):
                 continue
             if is_at_or_below(key, _IMPLICITLY_READ_KEYS):
                 continue
             schema_key, setting = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(value)}"
-            reading_kinds = [each for each in pipeline.kinds.values() if each.reads_key(schema_key)]
-            reason = next((reason for reason, keys in disabling_settings if is_at_or_below(key, keys)), "")
+            reading_kinds = [each for each in pipeline.stage_kinds.values() if each.reads_key(schema_key)]
+            reason = next((reason for reason, keys in reasons_and_keys if is_at_or_below(key, keys)), "")
             if kind in reading_kinds and not reason:
                 used_settings.add(setting)
             elif kind in reading_kinds:
                 reason_by_setting[setting] = reason
             elif reading_kinds and not (
-                any(each.endswith(key) for each in grid_keys)  # the key has other values in the branches
+                any(each.endswith(key) for each in grid_keys)  # a key of a sweep's grid is read in the branches
                 or (kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
             ):
                 names = " or ".join(repr(each.name) for each in reading_kinds)
                 reason_by_setting.setdefault(setting, f"only stages of kind {names} read it")
     for reason in dict.fromkeys(reason_by_setting.values()):
-        if settings := [s for s, why in reason_by_setting.items() if why == reason and s not in used_settings]:
+        if settings := [s for s, cause in reason_by_setting.items() if cause == reason and s not in used_settings]:
             yield f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect here: {reason}"
 
 
 def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield settings, as text, that disable keys which fingerprints still include, and the prefixes of these keys."""
+    """Yield pairs of a reason and the prefixes of the recipe keys that it disables. Fingerprints include these keys."""
     policy = recipe.train.train_policy
     if not recipe.policy.modality.has_text_engines:
         yield "policy.is_diffusers is on", _TEXT_MODEL_KEYS
-    elif not recipe.completes_held_out_rows:
+    elif not recipe.has_validation_completions:
         yield "held-out rows are not completed", [*_VALIDATION_SAMPLING_KEYS, "validation.n_generation"]
     if not policy.has_rollouts:
         yield "no rollouts are trained on", ["train.sync_weight_interval"]

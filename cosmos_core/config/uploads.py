@@ -29,7 +29,7 @@ def with_upload_stages(pipeline: Pipeline) -> Pipeline:
             new_upload_stages.append(upload_stage)
         elif existing_stage.kind != upload_stage.kind:
             raise ConfigError(
-                f"{pipeline.source}: stage {upload_stage.name!r}: the name is taken by the upload of stage "
+                f"{pipeline.source_path}: stage {upload_stage.name!r}: the name is taken by the upload of stage "
                 f"{referenced_stage(upload_stage.model)!r}"
             )
     return pipeline.with_stages((*pipeline.stages, *new_upload_stages), recipes)
@@ -37,7 +37,7 @@ def with_upload_stages(pipeline: Pipeline) -> Pipeline:
 
 def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     """Yield the name of each training whose recipe requests an upload of its model, and the upload stage."""
-    upload_kind = next((name for name, kind in pipeline.kinds.items() if kind.makes == "publication"), "")
+    upload_kind = next((name for name, kind in pipeline.stage_kinds.items() if kind.makes == "publication"), "")
     for model_stage, training, is_last_training in _list_published_stages(pipeline):
         dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
         kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]

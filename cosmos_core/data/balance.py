@@ -30,14 +30,14 @@ def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], setting
     micro-batch the fewest tokens, padding included."""
     remaining_rows = iter(row_order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
-    batches = []
+    micro_batches = []
     while candidate_rows:
-        batch = [candidate_rows.pop(0)]
-        while (candidate_index := _select_next_row(lengths, batch, candidate_rows, settings)) is not None:
-            batch.append(candidate_rows.pop(candidate_index))
-        batches.append(batch)
+        micro_batch = [candidate_rows.pop(0)]
+        while (candidate_index := _select_next_row(lengths, micro_batch, candidate_rows, settings)) is not None:
+            micro_batch.append(candidate_rows.pop(candidate_index))
+        micro_batches.append(micro_batch)
         candidate_rows += islice(remaining_rows, settings.pool_size - len(candidate_rows))
-    return batches
+    return micro_batches
 
 
 def _select_next_row(
@@ -71,7 +71,7 @@ class BalancedBatchPlan:
         """Plan at most `max_steps` steps; `epoch_order_fn(epoch)` returns the rows of an epoch in training order."""
         self._row_lengths: list[int] = lengths.tolist()
         self._epoch_order_fn, self._settings, self._batches_per_step = epoch_order_fn, settings, batches_per_step
-        self._newest_step: tuple[int, list[list[int]]] = (-1, [])
+        self._planned_epoch: tuple[int, list[list[int]]] = (-1, [])
         self._epoch_start_steps = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
@@ -96,7 +96,7 @@ class BalancedBatchPlan:
         return epoch + (step + 1 - first_step) / (next_epoch_step - first_step)
 
     def _plan_micro_batches(self, epoch: int) -> list[list[int]]:
-        if self._newest_step[0] != epoch:
-            order = self._epoch_order_fn(epoch).tolist()
-            self._newest_step = epoch, fill_micro_batches(self._row_lengths, order, self._settings)
-        return self._newest_step[1]
+        if self._planned_epoch[0] != epoch:
+            row_order = self._epoch_order_fn(epoch).tolist()
+            self._planned_epoch = epoch, fill_micro_batches(self._row_lengths, row_order, self._settings)
+        return self._planned_epoch[1]

@@ -17,9 +17,9 @@ class CollatedRows(NamedTuple):
 
     inputs: dict[str, Any]
     """`input_ids` and `position_ids` of a model, with `attention_mask` (1: no padding) and shape BT if padded, or with
-    the values of `packed_attention_kwargs` and shape 1P if packed."""
+    the values of `make_packed_attention_kwargs` and shape 1P if packed."""
     target_starts: list[int]
-    """Index of each row's first predicted token (its second token) in the flattened grid BS, or 1S if packed."""
+    """Index of each row's first predicted token (its second token) in flattened predictions: BS, or 1S if packed."""
 
 
 class SequenceBounds:
@@ -43,8 +43,8 @@ def collate_rows(
     """Collate rows of token ids: padded on the right, or packed. `padded_length_fn` maps the number of tokens of the
     longest row, or of all packed rows together, to the length after padding."""
     if packed:
-        groups = [([row_index], 0) for row_index in range(len(rows))]
-        return collate_shared_prompts(rows, groups, pad_id, padded_length_fn)
+        row_groups = [([row_index], 0) for row_index in range(len(rows))]
+        return collate_shared_prompts(rows, row_groups, pad_id, padded_length_fn)
     lengths = [len(ids) for ids in rows]
     padded_length = padded_length_fn(max(lengths))
     is_real_token_BT = torch.arange(padded_length) < torch.tensor(lengths).unsqueeze(1)
@@ -60,19 +60,19 @@ def collate_rows(
 
 def collate_shared_prompts(
     rows: Sequence[np.ndarray],
-    groups: Sequence[tuple[Sequence[int], int]],
+    row_groups: Sequence[tuple[Sequence[int], int]],
     pad_id: int,
     padded_length_fn: Callable[[int], int],
 ) -> CollatedRows:
     """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
-    `groups` has the row indices and the prompt length of each group; for other arguments see `collate_rows`."""
-    segments: list[tuple[int, int, int, int]] = []  # row, start, end, index of the prompt's segment; -1: it has none
-    indices = {}
-    for row_indices, prompt_length in groups:
+    `row_groups` has the row indices and the prompt length of each group; for other arguments see `collate_rows`."""
+    segments: list[tuple[int, int, int, int]] = []  # (row index, start, end, segment index of the row's prompt or -1)
+    segment_indices = {}
+    for row_indices, prompt_length in row_groups:
         prompt_segment = len(segments) if prompt_length else -1
         segments += [(row_indices[0], 0, prompt_length, -1)] if prompt_length else []
         for row_index in row_indices:
-            indices[row_index] = len(segments)
+            segment_indices[row_index] = len(segments)
             segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment))
     segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
     num_padding_tokens = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
@@ -86,11 +86,12 @@ def collate_shared_prompts(
         prompt_segments.append(-1)
     ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
     inputs = {"input_ids": ids_1P, "position_ids": positions_1P}
-    inputs |= packed_attention_kwargs(segment_bounds, prompt_segments)
-    return CollatedRows(inputs, [int(segment_bounds[indices[i]]) - segments[indices[i]][1] for i in range(len(rows))])
+    inputs |= make_packed_attention_kwargs(segment_bounds, prompt_segments)
+    row_segments = [segment_indices[row_index] for row_index in range(len(rows))]
+    return CollatedRows(inputs, [int(segment_bounds[i]) - segments[i][1] for i in row_segments])
 
 
-def packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:
+def make_packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the boundaries of packed sequences as keyword arguments of attention: `sequence_bounds` in host memory, so
     that no layer synchronises with the device to read them, and transformers' arguments of flash attention."""
     boundaries = np.asarray(boundaries, dtype=np.int32)

@@ -27,11 +27,11 @@ _MULTI_TURN_KEY = "rollout.multi_turn_config"
 _USER_TURN = {"role": "user", "content": "?"}
 _ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
-    # Qwen3's template renders `reasoning_content` only in the last turn.
+    # Qwen3's template adds an empty think block only to the last turn, but renders `reasoning_content` in each turn.
     {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
-"""Assistant turns to try in order, until the rendering of a turn stays the same if a tool result follows it."""
+"""Assistant turns to try in order: the first is used whose rendering stays the same if a tool result follows it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PromptRendering:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     enable_thinking: bool | None = None
-    """Flag `enable_thinking` of the template; None does not pass it."""
+    """Flag `enable_thinking` of the template; None: the flag is not passed."""
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -139,18 +139,18 @@ class ToolResultTokens:
 
     def _select_assistant_turn(self) -> Message:
         """Return the first of `_ASSISTANT_TURN_VARIANTS` whose rendering stays the same if a tool result follows it."""
-        reason = ""
+        failure_reason = ""
         for assistant_turn in _ASSISTANT_TURN_VARIANTS:
             try:
                 end_token_and_text = self._render_text_after_call(assistant_turn, [("tool", ToolResult("forty-two"))])
             except (TemplateError, ValueError, TypeError) as error:
-                reason = f" ({' '.join(str(error).split())})"
+                failure_reason = f" ({' '.join(str(error).split())})"
                 continue
             if end_token_and_text is not None and "forty-two" not in end_token_and_text[1]:
-                reason = " (it leaves out what a tool says)"
+                failure_reason = " (it leaves out what a tool says)"
             elif end_token_and_text is not None:
                 return assistant_turn
-        raise _make_changed_turn_error(self._tokenizer, reason)
+        raise _make_changed_turn_error(self._tokenizer, failure_reason)
 
     def _check_call_format(self) -> None:
         """Raise ModelError if the template writes tool calls in a form that `parse_tool_calls` cannot read: the model
@@ -197,8 +197,8 @@ class ToolResultTokens:
         )
         for end_token in self._end_tokens:
             turn_text = text_without_results[: text_without_results.rfind(end_token) + len(end_token)]
-            is_at_end = end_token in text_without_results and not text_without_results[len(turn_text) :].strip()
-            if is_at_end and text_with_results.startswith(turn_text):
+            is_end_token_last = end_token in text_without_results and not text_without_results[len(turn_text) :].strip()
+            if is_end_token_last and text_with_results.startswith(turn_text):
                 return end_token, text_with_results[len(turn_text) :]
         return None
 

@@ -52,7 +52,7 @@ def clean_training_rows(
     and notices. Raise DataError if a benchmark has no text or no row remains, and Preempted if a stop was requested."""
     config = stage.recipe.train.train_policy.clean
     assert config is not None
-    counts: Counter[str] = Counter()
+    match_counts: Counter[str] = Counter()
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
     with open(folder / MATCHES_FILE, "w", encoding="utf-8") as file:
@@ -60,20 +60,20 @@ def clean_training_rows(
         for row_number, should_drop, match in _find_repeated_texts(stage, config, rows, held_out_sets, apply_packer):
             match["dropped"] = should_drop and config.action == "drop"
             is_dropped[row_number] |= match["dropped"]
-            counts[match["match"]] += 1
-            if counts[match["match"]] <= _MAX_EXAMPLES_PER_MATCH_TYPE:
+            match_counts[match["match"]] += 1
+            if match_counts[match["match"]] <= _MAX_EXAMPLES_PER_MATCH_TYPE:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
             file.write(json.dumps(match, ensure_ascii=False) + "\n")
     kept_rows = rows.select(~is_dropped)
     if not len(kept_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
-    counts["dropped"] = int(is_dropped.sum())
+    match_counts["dropped"] = int(is_dropped.sum())
     count_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
-    summary = ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in count_names)
+    summary = ", ".join(f"{match_counts[name]} {name.replace('_', ' ')}" for name in count_names)
     notices = [f"clean: {summary}, of {len(rows)} rows; data/{MATCHES_FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
-    return kept_rows, {f"data/clean_{name}": float(counts[name]) for name in count_names}, notices
+    return kept_rows, {f"data/clean_{name}": float(match_counts[name]) for name in count_names}, notices
 
 
 def _find_repeated_texts(
@@ -81,7 +81,7 @@ def _find_repeated_texts(
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yield the number of each training row that repeats another text, whether that is a reason to drop the row, and
     the match, a line of `clean.jsonl`. Matches with benchmarks and held-out rows come first, then duplicates."""
-    benchmarks = BenchmarkIndex(config.decontaminate_against, config.ngram)
+    benchmark_index = BenchmarkIndex(config.decontaminate_against, config.ngram)
     minhash = MinHashBands(config.near_duplicates) if config.near_duplicates else None
     row_numbers, hash_keys = array("Q"), array("Q")
     held_out_rows, held_out_index = list[RowFingerprint](), _HashKeyIndex()
@@ -95,12 +95,12 @@ def _find_repeated_texts(
         fingerprints = RowFingerprintFile(file)
         for row_number, location, texts, has_images in _iterate_readable_rows(stage, rows, apply_packer):
             fingerprint, turn_words = _make_row_fingerprint(location, texts)
-            if match := benchmarks.find_match(turn_words):
+            if match := benchmark_index.find_match(turn_words):
                 should_drop = match["similarity"] >= config.min_overlap
                 yield row_number, should_drop, {"row": location, **match}
                 if should_drop:
                     continue
-            if has_images:  # rows with equal text may show different images
+            if has_images:  # no duplicates: rows with equal text may show different images
                 continue
             row_keys = fingerprint.compute_hash_keys(minhash)
             candidates = map(held_out_rows.__getitem__, held_out_index.find_rows(enumerate(row_keys)))
@@ -131,8 +131,8 @@ def _iterate_readable_rows(
 
 
 def _shows_images(row: Row, value: Any) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    turns = chain.from_iterable(item for item in values if isinstance(item, list))
+    row_values = value if isinstance(value, tuple) else (value,)
+    turns = chain.from_iterable(item for item in row_values if isinstance(item, list))
     return bool(get_column_images(row)) or any(isinstance(turn["content"], list) for turn in turns)
 
 
@@ -179,8 +179,8 @@ class RowFingerprint(NamedTuple):
         return [int.from_bytes(self.digest[:8]), *band_keys]
 
     def find_match(self, candidates: Iterable["RowFingerprint"], threshold: float) -> dict[str, Any] | None:
-        """Return the match with the most similar row; None if no row has an equal text or a similarity of at least
-        `threshold` (0: only equal texts match)."""
+        """Return the match with the most similar of `candidates`; None if none has an equal text or a similarity of at
+        least `threshold` (0: only equal texts match)."""
         best_candidate, best_similarity = None, threshold or 2.0
         for candidate in candidates:
             similarity = 2.0 if self.digest == candidate.digest else self.compute_similarity(candidate)
@@ -216,17 +216,17 @@ class RowFingerprintFile:
     """Sequence of `RowFingerprint`s that are stored in a file."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._offsets = file, array("Q")
+        self._file, self._file_offsets = file, array("Q")
 
     def add(self, fingerprint: RowFingerprint) -> None:
         """Append the fingerprint of a row to the file."""
-        self._offsets.append(self._file.tell())
-        # `clean.jsonl` must be UTF-8, and a file name can have other bytes.
+        self._file_offsets.append(self._file.tell())
+        # Replace other bytes than UTF-8, which a file name can have and `clean.jsonl` must not.
         location = fingerprint.location.encode("utf-8", "replace").decode()
         pickle.dump(fingerprint._replace(location=location), self._file)
 
     def __getitem__(self, index: int) -> RowFingerprint:
-        self._file.seek(self._offsets[index])
+        self._file.seek(self._file_offsets[index])
         fingerprint: RowFingerprint = pickle.load(self._file)
         return fingerprint
 
@@ -241,15 +241,15 @@ def find_duplicates(
     for column in range(hash_keys.shape[1]):
         _, inverse_indices, key_counts = np.unique(hash_keys[:, column], return_inverse=True, return_counts=True)
         is_key_shared[:, column] = key_counts[inverse_indices] > 1
-    index = _HashKeyIndex()
+    hash_key_index = _HashKeyIndex()
     for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
         shared_columns = np.flatnonzero(is_key_shared[position]).tolist()
         row_keys = [(column, int(hash_keys[position, column])) for column in shared_columns]
-        candidates = map(fingerprints.__getitem__, index.find_rows(row_keys))
+        candidates = map(fingerprints.__getitem__, hash_key_index.find_rows(row_keys))
         if match := fingerprints[position].find_match(candidates, threshold):
             yield position, match
         else:
-            index.add(position, row_keys)
+            hash_key_index.add(position, row_keys)
 
 
 class BenchmarkIndex:
@@ -257,21 +257,21 @@ class BenchmarkIndex:
 
     def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
         self._ngram_size, self._min_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
-        self._texts: list[tuple[str, str]] = []
+        self._located_texts: list[tuple[str, str]] = []
         ngram_hashes, text_indices = array("Q"), array("I")
         self._ngram_sizes: set[int] = set()
-        for index, benchmark_config in enumerate(benchmark_configs):
-            num_texts_before = len(self._texts)
-            for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS_KEY}.{index}"):
+        for benchmark_number, benchmark_config in enumerate(benchmark_configs):
+            num_texts_before = len(self._located_texts)
+            for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS_KEY}.{benchmark_number}"):
                 for text in iterate_texts(row):
                     if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_words:
                         self._ngram_sizes.add(min(ngram_size, len(words)))
                         ngram_hashes.extend(hash_ngrams(hash_words(words), ngram_size).tolist())
-                        text_indices.extend([len(self._texts)] * (len(ngram_hashes) - len(text_indices)))
-                        self._texts.append((location, text))
-            if len(self._texts) == num_texts_before:
+                        text_indices.extend([len(self._located_texts)] * (len(ngram_hashes) - len(text_indices)))
+                        self._located_texts.append((location, text))
+            if len(self._located_texts) == num_texts_before:
                 problem = f"no text of at least {self._min_words} words"
-                raise DataError(f"{BENCHMARKS_KEY}.{index}: {problem}; name rows of text")
+                raise DataError(f"{BENCHMARKS_KEY}.{benchmark_number}: {problem}; name rows of text")
         hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
         sorted_indices = np.argsort(hashes, kind="stable")
         self._hashes, self._text_indices = hashes[sorted_indices], np.frombuffer(text_indices, "I")[sorted_indices]
@@ -280,7 +280,7 @@ class BenchmarkIndex:
         """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most; None
         if it repeats no text. In the match, `similarity` is the fraction of the benchmark's words that are in common
         n-grams, and `text` is the longest common passage."""
-        turns = [remove_operators(words) for words in turns] if self._texts else []
+        turns = [remove_operators(words) for words in turns] if self._located_texts else []
         hashes_by_turn = [*map(hash_words, turns)]
         ngram_hashes = [
             hash_ngrams(hashes, ngram_size)
@@ -298,14 +298,14 @@ class BenchmarkIndex:
             hit_counts.update(self._text_indices[start:end][self._hashes[start:end] == self._hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
         for text_index, _ in hit_counts.most_common(_MAX_CANDIDATES):
-            benchmark_words = remove_operators(split_words(normalise_text(self._texts[text_index][1])))
+            benchmark_words = remove_operators(split_words(normalise_text(self._located_texts[text_index][1])))
             overlap_fraction, common_passage = self._measure_overlap(turns, benchmark_words)
             if common_passage and (best_match is None or overlap_fraction > best_match[0]):
                 best_match = overlap_fraction, text_index, common_passage
         if best_match is None:
             return None
         overlap_fraction, text_index, common_passage = best_match
-        location, text = self._texts[text_index]
+        location, text = self._located_texts[text_index]
         return {"match": "benchmark_text", "similarity": round(overlap_fraction, 4), "text": " ".join(common_passage),
                 "of": location, "of_text": text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
@@ -316,6 +316,6 @@ class BenchmarkIndex:
         is_in_turn = np.zeros(len(benchmark_words) + 1, dtype=bool)
         for i in range(len(benchmark_words) - ngram_size + 1):
             is_in_turn[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
-        spans = np.flatnonzero(np.diff(is_in_turn, prepend=False)).reshape(-1, 2).tolist()
-        passage_start, passage_end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+        common_spans = np.flatnonzero(np.diff(is_in_turn, prepend=False)).reshape(-1, 2).tolist()
+        passage_start, passage_end = max(common_spans, key=lambda span: span[1] - span[0], default=(0, 0))
         return float(is_in_turn.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]

@@ -1,5 +1,5 @@
-"""Conversations that a column holds in other forms than turns: as JSON, as in CSV files, or in Python's notation, as
-pandas writes lists and arrays, or as Alpaca's `history`."""
+"""Decoding of conversations that a column does not store as turns: JSON text in CSV files, the Python notation that
+pandas writes for lists and arrays, and pairs of texts in Alpaca's `history`."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from cosmos_core.errors import DataError
 
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
 _TURN_LIST_START_REGEX = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
-_MAX_LITERAL_LENGTH = 1 << 20  # Python's parser needs about a hundred times the memory of its text
+_MAX_LITERAL_LENGTH = 1 << 20  # a limit, since Python's parser needs a hundred times the text's memory
 
 
 def decode_conversation(value: Any, location: str = "") -> Any:
@@ -39,15 +39,15 @@ def is_turn_list(value: Any) -> bool:
 
 def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
     """Return the turns of Alpaca's column `history`, pairs of prompt and response or their JSON, or raise DataError."""
-    pairs = parse_json(value) if isinstance(value, str) and value.strip() else value or []
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    turn_pairs = parse_json(value) if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(turn_pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in turn_pairs):
         raise DataError(f"{location}: column 'history' holds {str(value)[:40]!r}; write [[prompt, response], ...]")
     roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+    return [{"role": role, "content": text} for pair in turn_pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _parse_literal(text: str) -> Any:
-    """Return the value of a Python literal, even without commas between dictionaries, as NumPy writes it, or None."""
+    """Return the value of a Python literal, even without commas between dictionaries, as NumPy writes it; else None."""
     try:
         tokens = [token.string for token in tokenize.generate_tokens(StringIO(text.strip()).readline)]
         token_pairs = pairwise([*filter(str.strip, tokens), ""])

@@ -83,6 +83,6 @@ class NoiseSampler:
         return int(torch.randint(min_frames, max(min_frames, max_frames) + 1, (), generator=generator))
 
 
-def derive_seed(*values: int) -> int:
+def derive_seed(*seed_values: int) -> int:
     """Return a seed that is a digest of numbers, such as the run's seed, the step and the row."""
-    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7])
+    return int.from_bytes(hashlib.sha256(repr(seed_values).encode()).digest()[:7])

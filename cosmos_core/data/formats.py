@@ -34,7 +34,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
-_BLOCK_CHARACTERS = 1 << 20  # characters that are read from a file at a time
+_BLOCK_CHARACTERS = 1 << 20  # number of characters that are read from a file at a time
 _ROWS_PER_BATCH = 1024
 _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 """Decoder that reads NaN as null, because Python writes missing values of pandas as NaN."""
@@ -67,16 +67,16 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as exit_stack:
         with convert_reader_errors(f"{path.name} cannot be read"):
             file = exit_stack.enter_context(_FILE_OPENERS.get(path.suffix.lower(), open)(path, "rb"))
-            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default they silently ignore a damaged later stream
+            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default, damage after the first stream is ignored
                 cast(Any, file)._buffer.raw._trailing_error = ()
-            num_bom_bytes = 0  # bytes of byte order marks, which some programs repeat with each save
+            num_bom_bytes = 0  # bytes of the byte order marks to skip; some programs add one with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 num_bom_bytes += len(BOM_UTF8)
             file.seek(num_bom_bytes)
         try:
             yield TextIOWrapper(file, encoding="utf-8", newline=newline)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            if is_machine_error(error):  # bz2 too raises OSError, for damaged data
+            if is_machine_error(error):  # a disk error, unlike the OSError of bz2 for damaged data
                 raise
             raise DataError(f"{path.name} is damaged: {first_line(error)}; compress it again") from error
         except UnicodeDecodeError:
@@ -101,7 +101,7 @@ def _read_json_lines(path: Path) -> Iterator[LocatedRow]:
 
 def _parse_object(text: str, location: str) -> Row:
     try:
-        # `json.loads` with arguments makes a decoder for each row; alone it names a byte order mark in its error.
+        # Reuse one decoder, which is fast; only `json.loads` reports a byte order mark in its error message.
         value = json.loads(text) if text.startswith("\ufeff") else _JSON_DECODER.decode(text)
     except json.JSONDecodeError as error:
         problem = f"malformed JSON, {error.msg} at column {error.colno}"
@@ -125,7 +125,7 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
             elements = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
             is_object_list = isinstance(elements, list) and all(isinstance(element, dict) for element in elements)
-            # A list of turns, as in `{"messages": [{"role": ...}]}`, belongs to a row.
+            # An object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row.
             if elements and is_object_list and not {"role", "from"} & elements[0].keys():
                 yield from ((f"{path.name} row {index}", element) for index, element in enumerate(elements))
             else:
@@ -146,24 +146,24 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
 def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
     """Yield each element of a JSON array that begins with `text` and continues in `file`, with at most one block and
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
-    position = text.index("[") + 1
+    text_position = text.index("[") + 1
     separator, block_size = ",", _BLOCK_CHARACTERS
     while separator == ",":
         try:
-            element, end = _JSON_DECODER.raw_decode(text, WHITESPACE.match(text, position).end())
+            element, end = _JSON_DECODER.raw_decode(text, WHITESPACE.match(text, text_position).end())
             end = WHITESPACE.match(text, end).end()
             separator = text[end]
         except (ValueError, IndexError):
             next_block = file.read(block_size)
             if not next_block:
                 raise ValueError("the array does not end") from None
-            text, position, block_size = text[position:] + next_block, 0, 2 * block_size
+            text, text_position, block_size = text[text_position:] + next_block, 0, 2 * block_size
             continue
         if separator not in ",]":
             raise ValueError(f"{separator!r} between two elements")
         yield element
-        position, block_size = end + 1, _BLOCK_CHARACTERS
-    if text[position:].strip() or file.read().strip():
+        text_position, block_size = end + 1, _BLOCK_CHARACTERS
+    if text[text_position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
 
@@ -188,7 +188,7 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
         header_line = file.readline()
         separator = _detect_separator(path, header_line)
         reader = csv.reader(chain([header_line], file), strict=True, delimiter=separator)
-        csv_rows = filter(any, reader)  # spreadsheets write rows that were cleared as separators alone
+        csv_rows = filter(any, reader)  # skip rows without values: spreadsheets write separators for cleared rows
         try:
             header = next(csv_rows, [])
             if repeated_names := [name for name in header if name and header.count(name) > 1]:
@@ -222,7 +222,7 @@ def _open_parquet(path: Path) -> RowReader:
     with convert_reader_errors(error_description):
         num_rows = pa.parquet.read_metadata(path).num_rows
 
-    def rows() -> Iterator[Row]:
+    def iterate_rows() -> Iterator[Row]:
         batches = pa.parquet.ParquetFile(path).iter_batches(_ROWS_PER_BATCH)
         while True:
             with convert_reader_errors(error_description):
@@ -236,31 +236,31 @@ def _open_parquet(path: Path) -> RowReader:
                     dataset = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
             yield from dataset
 
-    return RowReader(path.name, num_rows, lambda: _locate_rows(path.name, rows()))
+    return RowReader(path.name, num_rows, lambda: _add_locations(path.name, iterate_rows()))
 
 
 def _open_arrow(path: Path) -> RowReader:
     with convert_reader_errors(f"{path.name} is not a readable Arrow file"):
-        source = pa.memory_map(str(path))
+        mapped_file = pa.memory_map(str(path))
         try:
-            table = pa.ipc.open_file(source).read_all()
+            table = pa.ipc.open_file(mapped_file).read_all()
         except pa.ArrowInvalid:
-            source.seek(0)
-            table = pa.ipc.open_stream(source).read_all()
+            mapped_file.seek(0)
+            table = pa.ipc.open_stream(mapped_file).read_all()
         table.validate(full=True)
         return make_dataset_reader(_make_dataset(table), path.name)
 
 
 def _make_dataset(table: pa.Table) -> Any:
-    import datasets  # imported here, since the import takes seconds
+    import datasets  # imported only if needed, since the import takes seconds
 
     return datasets.Dataset(table)
 
 
 def make_dataset_reader(dataset: Any, name: str) -> RowReader:
     """Return the reader of a data set object of the library `datasets`."""
-    dataset = dataset.with_format(None)  # `save_to_disk` keeps a format, such as tensors of a selection of columns
-    return RowReader(name, len(dataset), lambda: _locate_rows(name, _read_undecoded_rows(dataset)))
+    dataset = dataset.with_format(None)  # undo a saved format, which may select columns or make tensors
+    return RowReader(name, len(dataset), lambda: _add_locations(name, _read_undecoded_rows(dataset)))
 
 
 def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
@@ -277,7 +277,7 @@ def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
         yield {name: row[name] for name in dataset.column_names}
 
 
-def _locate_rows(name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
+def _add_locations(name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
     """Yield rows of a columnar format, numbered from 0; a row that cannot be read is named in the error."""
     row_iterator = iter(rows)
     for index in count():
@@ -300,11 +300,11 @@ def _remove_null_arguments(value: Any) -> Any:
     return [_remove_null_arguments(turn) for turn in value] if is_list_of_turns else value
 
 
-def convert_reader_errors(description: str) -> AbstractContextManager[None]:
+def convert_reader_errors(error_description: str) -> AbstractContextManager[None]:
     """Convert any exception of a reader to a `DataError` of one line, except a failure of disk or network."""
 
     def convert_error(error: Exception) -> Exception:
-        return error if is_machine_error(error) else DataError(f"{description}: {first_line(error)}")
+        return error if is_machine_error(error) else DataError(f"{error_description}: {first_line(error)}")
 
     return convert_errors(convert_error, DataError)
 

@@ -22,8 +22,8 @@ from cosmos_core.registry import suggest_names
 
 
 def make_generator_reader(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowReader:
-    """Return the rows of a generator; `config_key` is the name of the data set's table in the TOML, for messages. Raise
-    DataError if the package is not installed, has no such generator, or refuses the arguments."""
+    """Return the reader of a generator's rows; `config_key` names the data set's table in messages. Raise DataError if
+    the package is not installed, has no such generator, or refuses the arguments."""
     name = REASONING_GYM_PREFIX + generator
     try:
         import reasoning_gym

@@ -28,10 +28,10 @@ from cosmos_core.types import ImageRef
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_SOURCE_KEYS = ("image", "image_url", "url", "path")
+_IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path")
 _IMAGE_COLUMNS = ("images", "image")
 _OTHER_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
-"""Columns of images in rows whose turns do not say where their images are."""
+"""Columns of images that are read only if no part of a turn names the source of its image."""
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
@@ -44,7 +44,7 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     if get_column_images(row, ("videos", "video")):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
     parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    has_sources = any(part.get(key) is not None for part in parts for key in _SOURCE_KEYS)
+    has_sources = any(part.get(key) is not None for part in parts for key in _IMAGE_SOURCE_KEYS)
     if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if has_sources else _OTHER_IMAGE_COLUMNS)):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
     contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
@@ -52,13 +52,13 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
         turns = _insert_images(turns, len(column_images), location)
     unused_images: Iterator[Any] = iter(column_images)
     sources: list[Any] = []
-    placeholder_turns = []
+    turns_with_placeholders = []
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
             sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
-        placeholder_turns.append({**turn, "content": content})
+        turns_with_placeholders.append({**turn, "content": content})
     num_missing_images, num_unused_images = sum(source is None for source in sources), sum(1 for _ in unused_images)
     if num_missing_images or num_unused_images:
         raise DataError(
@@ -69,7 +69,7 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, texts), None):
         problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"
         raise DataError(f"{location}: {problem}; give it a column `image` or `images`")
-    return placeholder_turns, sources
+    return turns_with_placeholders, sources
 
 
 def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
@@ -85,8 +85,8 @@ def read_image(source: Any, image_root: Path, location: str, stored_root: Path |
     image_path = image_path if image_path.is_absolute() else image_root / image_path
     file_bytes = _read_file(image_path, f"{location}: image {path!r}")
     stored_root = stored_root or image_root
-    name = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
-    image_ref = ImageRef(str(name), None, hashlib.sha256(file_bytes).hexdigest())
+    ref_path = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
+    image_ref = ImageRef(str(ref_path), None, hashlib.sha256(file_bytes).hexdigest())
     return image_ref, _decode_image(file_bytes, f"{location}: image {image_path}")
 
 
@@ -137,13 +137,13 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
 
 def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
     """Return the image source that a part of a turn names, else the next unused image; None if none is left."""
-    part_source = next((part[key] for key in _SOURCE_KEYS if part.get(key) is not None), None)
+    part_source = next((part[key] for key in _IMAGE_SOURCE_KEYS if part.get(key) is not None), None)
     return next(unused_images, None) if part_source is None else part_source
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
-    if isinstance(source, dict):  # OpenAI's format has `url`, Hugging Face data sets have `bytes` and `path`
+    if isinstance(source, dict):  # `url` in OpenAI's format, `bytes` and `path` in Hugging Face data sets
         image_bytes = source.get("bytes")
         source = image_bytes if image_bytes is not None else source.get("url") or source.get("path")
     if isinstance(source, (bytes, bytearray)):
@@ -163,11 +163,11 @@ def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
 
 
 def _decode_data_uri(uri: str, location: str) -> bytes:
-    uri_header, _, data = uri.partition(",")
+    uri_header, _, encoded_data = uri.partition(",")
     try:
         if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(encoded_data, validate=True)
     except ValueError as error:
         raise DataError(f"{location}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 

@@ -1,6 +1,6 @@
-"""Spans of a rendered conversation that the assistant has to generate, by the template's {% generation %} marks.
+"""Location of the text to learn in a rendered conversation, by the {% generation %} tags of the chat template.
 
-`spans.py` has two methods for templates that do not have these marks.
+`spans.py` has two methods for templates that do not have these tags.
 """
 
 import re
@@ -28,18 +28,18 @@ from cosmos_core.data.template_limits import limit_resources
 from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
-_MIN_PLACEHOLDER_TURNS = 64
+_MIN_TURNS_FOR_PLACEHOLDERS = 64
 """Number of turns above which `find_spans_by_placeholders` is tried first: the other method takes quadratic time."""
 _GENERATION_TAG_REGEX = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
-_SPAN_START, _SPAN_END = "\ue000", "\ue001"  # private-use characters that replace {% generation %} marks
-_TEMPLATE_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_START_MARKER, _END_MARKER = "\ue000", "\ue001"  # private-use characters that mark generation tags in a rendering
+_TEMPLATE_COMMENT_REGEX = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def find_learned_spans(
     renderer: TemplateRenderer, turns: list[Message], location: str, tools: Tools = None, stop_ids: tuple[int, ...] = ()
 ) -> tuple[str, list[Span]]:
     """Return the rendering of a conversation, and the spans of the assistant's turns that are learned. If the template
-    marks assistant text with {% generation %}, the marks decide. A span includes the token that ends the turn: one of
+    has {% generation %} tags, only text inside of them is learned. A span includes the token that ends the turn: one of
     `stop_ids`, at which generation stops, or the tokenizer's end token.
 
     Raise DataError if the assistant's turns cannot be located in the rendering, SkippedRow if no assistant turn with
@@ -63,7 +63,7 @@ def find_learned_spans(
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
         turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
         if turn_spans is None:
-            raise _make_location_error(turns, location)
+            raise _make_missing_turns_error(turns, location)
         if spans is None and _are_tool_results_learned(render_messages, turns, special_tokens):
             raise RefusedRow(location, "with a tool's result that the chat template writes before the text of its call")
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
@@ -82,7 +82,7 @@ def _find_turn_spans(
 ) -> list[Span] | None:
     find_by_placeholders = partial(find_spans_by_placeholders, turn_end_tokens=special_tokens)
     span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_by_placeholders]
-    if len(turns) > _MIN_PLACEHOLDER_TURNS:
+    if len(turns) > _MIN_TURNS_FOR_PLACEHOLDERS:
         span_finders.reverse()
     span_finders.append(partial(find_by_placeholders, keeps_reasoning=True))
     span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
@@ -90,7 +90,7 @@ def _find_turn_spans(
 
 
 def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], special_tokens: Sequence[str]) -> bool:
-    """Return whether spans include tool results: Gemma 4 renders the results before the text of the calling turn."""
+    """Return whether assistant spans include tool results, as in Gemma 4, which renders them in the calling turn."""
     if not any("tool_calls" in turn and any(get_turn_texts(turn)) for turn in turns):
         return False
     unused_word = make_unused_word(turns)
@@ -105,7 +105,7 @@ def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], s
 def _select_trained_spans(
     trained_spans: list[Span], generation_spans: list[Span], turn_spans: list[Span], location: str
 ) -> list[Span]:
-    """Return the spans that the template marks and that overlap one of `trained_spans`, the spans of trained turns."""
+    """Return the spans of {% generation %} tags that overlap one of `trained_spans`, the spans of trained turns."""
     selected_spans = [span for span in generation_spans if _is_span_overlapping(span, trained_spans)]
     untrained_spans = [turn_span for turn_span in turn_spans if turn_span not in trained_spans]
     if any(_is_span_overlapping(span, untrained_spans) for span in selected_spans):
@@ -123,17 +123,17 @@ def _is_span_overlapping(span: Span, other_spans: list[Span]) -> bool:
 def _extend_to_end_token(
     span: Span, rendered_text: str, end_token_texts: Sequence[str], *, has_generation_tags: bool
 ) -> Span:
-    """Extend the span by the end token after it, without which a model never learns to stop. Marks often exclude the
-    end token. In some models, such as GLM-4, the first token of the next turn is the end token."""
+    """Extend the span by the end token after it, without which a model never learns to stop. Generation tags often
+    exclude this token. In some models, such as GLM-4, the first token of the next turn is the end token."""
     start, end = span
     has_end_token = rendered_text[start:end].endswith(tuple(end_token_texts))
     if has_end_token and not has_generation_tags:
         return span
-    end_start = end
-    if has_generation_tags and not has_end_token:  # whitespace between a mark and the end token has to be generated too
-        end_start = len(rendered_text) - len(rendered_text[end:].lstrip())
-    next_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_start))
-    return start, next((end_start + len(text) for text in next_tokens), end)
+    end_token_start = end
+    if has_generation_tags and not has_end_token:  # whitespace between tag and end token is learned too
+        end_token_start = len(rendered_text) - len(rendered_text[end:].lstrip())
+    next_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_token_start))
+    return start, next((end_token_start + len(text) for text in next_tokens), end)
 
 
 @lru_cache(maxsize=4)
@@ -142,7 +142,7 @@ def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, 
     return tuple(dict.fromkeys(filter(None, [tokenizer.eos_token, *stop_token_texts])))
 
 
-def _make_location_error(turns: list[Message], location: str) -> DataError:
+def _make_missing_turns_error(turns: list[Message], location: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
     if first_role == "assistant":  # several chat templates leave out an assistant turn before any user turn
@@ -157,24 +157,24 @@ def _make_location_error(turns: list[Message], location: str) -> DataError:
 def _find_marked_spans(
     renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerBase, turns: list[Message], text: str, tools: Tools
 ) -> list[Span] | None:
-    """Return the spans that the template marks with {% generation %}; None if the template has no such marks. Spans are
-    positions of characters, because transformers' token mask is wrong after a character of several tokens. The marks
-    write characters, because transformers' positions are wrong for marks in a macro or a `set` block."""
+    """Return the spans of characters inside {% generation %} tags; None if the template has no such tags. transformers'
+    mask of tokens is not used, because it is wrong after a character of several tokens. Each tag is extended to render
+    a marker character, because transformers' positions are wrong for tags in a macro or a `set` block."""
     template = renderer.chat_template
     if not isinstance(renderer, ProcessorMixin):
         template = renderer.get_chat_template(tools=tools)
-    if not isinstance(template, str) or not _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT.sub("", template)):
+    if not isinstance(template, str) or not _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT_REGEX.sub("", template)):
         return None
-    arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
+    template_arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
     marked_template = _GENERATION_TAG_REGEX.sub(_append_generation_span_marker, template)
-    [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **arguments)
-    text_parts = re.split(f"([{_SPAN_START}{_SPAN_END}])", marked_text)
+    [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **template_arguments)
+    text_parts = re.split(f"([{_START_MARKER}{_END_MARKER}])", marked_text)
     if "".join(text_parts[::2]) == text:
         text_ends = list(accumulate(map(len, text_parts[::2])))
-        return [(text_ends[i], text_ends[i + 1]) for i, mark in enumerate(text_parts[1::2]) if mark == _SPAN_START]
-    # The template computes with the text that the marks are in, for example by a filter.
+        return [(text_ends[i], text_ends[i + 1]) for i, mark in enumerate(text_parts[1::2]) if mark == _START_MARKER]
+    # Markers change the rendering of this template, for example by a filter: use transformers' positions instead.
     rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(
-        chat_template=template, return_assistant_tokens_mask=True, **arguments
+        chat_template=template, return_assistant_tokens_mask=True, **template_arguments
     )
     if rendered_texts[0] != text:
         return None
@@ -184,10 +184,10 @@ def _find_marked_spans(
 def _append_generation_span_marker(match: re.Match[str]) -> str:
     """Return the matched `{% generation %}` or `{% endgeneration %}` tag, followed by the character that marks the
     start or end of a span in the rendering, and by an empty tag that strips the same whitespace as the matched tag."""
-    return f"{match[0]}{{{{ '{_SPAN_END if match[1] else _SPAN_START}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
+    return f"{match[0]}{{{{ '{_END_MARKER if match[1] else _START_MARKER}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 
-@lru_cache(maxsize=4)  # every row needs the special tokens, and listing them is slow
+@lru_cache(maxsize=4)  # cached, because every row needs the tokens and listing them is slow
 def list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -44,7 +44,7 @@ class KeyedItem(NamedTuple, Generic[ItemT]):
 
 
 def compute_digest(*values: object) -> str:
-    """Return the digest of JSON values."""
+    """Return the first 32 hexadecimal digits of the SHA-256 digest of values that JSON can represent."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
@@ -67,9 +67,9 @@ def group_into_shards(items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedI
 class MediaCache:
     """Cache of the shards of one set of encoders; several processes may write to the cache concurrently."""
 
-    def __init__(self, root: Path, encoders_digest: str) -> None:
+    def __init__(self, cache_root: Path, encoders_digest: str) -> None:
         """Open the cache; `encoders_digest` is the digest of the encoders' weights and settings."""
-        self.folder = root / encoders_digest
+        self.folder = cache_root / encoders_digest
         self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)
         # Processes on other machines may write to the cache too; their files have a recent modification time.
@@ -79,26 +79,26 @@ class MediaCache:
         """Return the key of the shard whose entries have the keys `entry_keys`."""
         return compute_digest(_CACHE_VERSION, self._encoders_digest, list(entry_keys))
 
-    def has_shard(self, shard: str) -> bool:
+    def has_shard(self, shard_key: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
-        record, path = read_json(self._get_record_path(shard)), self.path(shard)
+        record, path = read_json(self._get_record_path(shard_key)), self.get_shard_path(shard_key)
         if not isinstance(record, dict):
             return False
         if path.is_file() and path.stat().st_size == record.get("size") and sha256(path) == record.get("sha256"):
             return True
         logger.warning("%s is damaged; its rows are encoded again", path)
-        self._get_record_path(shard).unlink(missing_ok=True)
+        self._get_record_path(shard_key).unlink(missing_ok=True)
         return False
 
-    def read_skip_reasons(self, shard: str) -> dict[str, str]:
+    def read_skip_reasons(self, shard_key: str) -> dict[str, str]:
         """Return the reasons why items of a shard could not be encoded, by key."""
-        record = read_json(self._get_record_path(shard))
+        record = read_json(self._get_record_path(shard_key))
         return dict(record.get("refused", {})) if isinstance(record, dict) else {}
 
-    def write_shard(self, shard: str, entries: Mapping[str, Encoding | str]) -> None:
+    def write_shard(self, shard_key: str, entries: Mapping[str, Encoding | str]) -> None:
         """Write the tensors of a shard, then the record that marks the shard as complete. An entry is an encoding, or
         the reason why there is none."""
-        path = self.path(shard)
+        path = self.get_shard_path(shard_key)
         temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         tensors = {
             f"{key}.{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -110,25 +110,25 @@ class MediaCache:
             save_file(tensors, temporary_path)
         apply_umask(temporary_path)
         digest = sha256(temporary_path, fsync=True)
-        size = temporary_path.stat().st_size
+        num_bytes = temporary_path.stat().st_size
         temporary_path.replace(path)
         sync_folder(path.parent)
         skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
-        write_json(self._get_record_path(shard), {"size": size, "sha256": digest, "refused": skip_reasons})
+        write_json(self._get_record_path(shard_key), {"size": num_bytes, "sha256": digest, "refused": skip_reasons})
 
-    def read_tensor_shapes(self, shard: str, name: str) -> dict[str, list[int]]:
+    def read_tensor_shapes(self, shard_key: str, name: str) -> dict[str, list[int]]:
         """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
         shapes = {}
-        with safe_open(str(self.path(shard)), framework="pt") as file:
+        with safe_open(str(self.get_shard_path(shard_key)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
                 entry, _, tensor_name = key.partition(".")
                 if tensor_name == name:
                     shapes[entry] = list(file.get_slice(key).get_shape())
         return shapes
 
-    def path(self, shard: str) -> Path:
+    def get_shard_path(self, shard_key: str) -> Path:
         """Return the path of the tensors of a shard."""
-        return self.folder / f"{shard}.safetensors"
+        return self.folder / f"{shard_key}.safetensors"
 
-    def _get_record_path(self, shard: str) -> Path:
-        return self.folder / f"{shard}.json"
+    def _get_record_path(self, shard_key: str) -> Path:
+        return self.folder / f"{shard_key}.json"

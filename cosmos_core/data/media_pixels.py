@@ -31,7 +31,7 @@ Size = tuple[int, int]
 _NUM_BUCKET_STEPS = 8
 """Number of bucket sizes between the aspect ratios 1:1 and 1:2."""
 _MIN_READABLE_FRACTION = 0.95
-"""Minimum readable fraction of the duration in a video's header, which some programs round."""
+"""Minimum fraction of the duration in a video's header that must be readable; some programs round the duration."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +70,28 @@ def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def decode_media(content: MediaContent, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
+def decode_media(content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
     """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
     random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
     disk or network operation failed, so that the content may be valid."""
     with convert_errors(partial(_convert_decoder_error, content), DataError):
         if content.is_video:
-            if not frame_config.num_frames:
+            if not frame_settings.num_frames:
                 raise DataError("it is a video, and the model makes images")
-            return _decode_clip(content, frame_config, clip_position)
-        image = _crop_to_size(_decode_image(content), frame_config)
-        return image[None] if frame_config.num_frames else image
+            return _decode_clip(content, frame_settings, clip_position)
+        image = _resize_and_crop(_decode_image(content), frame_settings)
+        return image[None] if frame_settings.num_frames else image
 
 
 def _convert_decoder_error(content: MediaContent, error: Exception) -> Exception:
     # FFmpeg reports an input/output error for a Matroska file that ends within its header.
     if type(error).__module__.startswith("av.") and getattr(error, "errno", None) == errno.EIO:
-        content.digest()  # raises OSError if the disk is at fault
+        content.digest()  # read the file again: this raises OSError if the disk is at fault
         return DataError("it cannot be decoded: it is damaged or cut off")
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
-def is_upscaled(content: MediaContent, frame_config: FrameSettings) -> bool:
+def is_upscaled(content: MediaContent, frame_settings: FrameSettings) -> bool:
     """Return True if an image has fewer pixels than it is resized to in height or in width; read its header only."""
     from PIL import Image as pillow
     from PIL.ExifTags import Base
@@ -102,27 +102,27 @@ def is_upscaled(content: MediaContent, frame_config: FrameSettings) -> bool:
         width, height = image.size
         if image.getexif().get(Base.Orientation, 1) >= 5:  # the image is rotated by 90 degrees
             width, height = height, width
-    return any(map(int.__lt__, (height, width), frame_config.target_size(height, width)))
+    return any(map(int.__lt__, (height, width), frame_settings.target_size(height, width)))
 
 
 def _decode_image(content: MediaContent) -> Image:
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    data = content.read()
+    image_bytes = content.read()
     try:
-        with pillow.open(BytesIO(data)) as image:
+        with pillow.open(BytesIO(image_bytes)) as image:
             return convert_to_rgb(ImageOps.exif_transpose(image))
-    except pillow.UnidentifiedImageError:  # its message has a memory address, which differs between runs
+    except pillow.UnidentifiedImageError:  # replace the message: it has a memory address, which differs between runs
         raise DataError(
-            f"it cannot be decoded: no image ({len(data)} bytes that begin with {data[:8]!r}); replace it"
+            f"it cannot be decoded: no image ({len(image_bytes)} bytes that begin with {image_bytes[:8]!r}); replace it"
         ) from None
 
 
-def _crop_to_size(image: Image, frame_config: FrameSettings) -> np.ndarray:
+def _resize_and_crop(image: Image, frame_settings: FrameSettings) -> np.ndarray:
     from PIL import Image as pillow
 
-    height, width = frame_config.target_size(image.height, image.width)
+    height, width = frame_settings.target_size(image.height, image.width)
     crop_scale = min(image.width / width, image.height / height)
     x_offset, y_offset = (image.width - width * crop_scale) / 2, (image.height - height * crop_scale) / 2
     crop_box = (x_offset, y_offset, x_offset + width * crop_scale, y_offset + height * crop_scale)
@@ -131,30 +131,30 @@ def _crop_to_size(image: Image, frame_config: FrameSettings) -> np.ndarray:
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))
 
 
-def _decode_clip(content: MediaContent, frame_config: FrameSettings, clip_position: float) -> np.ndarray:
+def _decode_clip(content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
     num_video_frames = _count_frames(content)
-    if num_video_frames < frame_config.num_frames:
-        frame_requirement = f"policy.diffusers.train_frames = {frame_config.num_frames}"
+    if num_video_frames < frame_settings.num_frames:
+        frame_requirement = f"policy.diffusers.train_frames = {frame_settings.num_frames}"
         raise DataError(f"it has {num_video_frames} frames, and {frame_requirement} are needed")
-    indices = _select_frame_indices(num_video_frames, frame_config, clip_position)
+    frame_indices = _select_frame_indices(num_video_frames, frame_settings, clip_position)
     frames: list[np.ndarray] = []
     with _open_container(content) as container:
         for index, frame in enumerate(container.decode(container.streams.video[0])):
-            if index == indices[len(frames)]:
-                frames.append(_crop_to_size(frame.to_image().rotate(frame.rotation, expand=True), frame_config))
-            if len(frames) == len(indices):
+            if index == frame_indices[len(frames)]:
+                frames.append(_resize_and_crop(frame.to_image().rotate(frame.rotation, expand=True), frame_settings))
+            if len(frames) == len(frame_indices):
                 return np.stack(frames)
-    raise DataError(f"its frame {indices[len(frames)]} of {num_video_frames} cannot be decoded")
+    raise DataError(f"its frame {frame_indices[len(frames)]} of {num_video_frames} cannot be decoded")
 
 
-def _select_frame_indices(num_video_frames: int, frame_config: FrameSettings, clip_position: float) -> list[int]:
-    num_frames = frame_config.num_frames
-    if frame_config.sampling == "uniform":
+def _select_frame_indices(num_video_frames: int, frame_settings: FrameSettings, clip_position: float) -> list[int]:
+    num_frames = frame_settings.num_frames
+    if frame_settings.sampling == "uniform":
         return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
     max_start_index = num_video_frames - num_frames
     random_start_index = min(max_start_index, int(clip_position * (max_start_index + 1)))
-    start_index = {"first": 0, "middle": max_start_index // 2}.get(frame_config.sampling, random_start_index)
+    start_index = {"first": 0, "middle": max_start_index // 2}.get(frame_settings.sampling, random_start_index)
     return list(range(start_index, start_index + num_frames))
 
 

@@ -95,7 +95,7 @@ class MediaRows(_MediaTable[MediaRow]):
         """Shape of each row's latent; a micro-batch holds latents of one shape only."""
         return [tuple(shape) for shape in self._table["shape"].to_pylist()]
 
-    def item(self, index: int) -> MediaRow:
+    def read_item(self, index: int) -> MediaRow:
         """Return the row with number `index`, which stays cached in memory while the memory budget allows."""
         row = self._cached_rows.get(index)
         if row is None:
@@ -118,7 +118,7 @@ class MediaPrompts(_MediaTable[Prompt]):
         super().__init__(table, folder)
         self._reference_key, self._clips = reference_key, clips
 
-    def item(self, index: int) -> Prompt:
+    def read_item(self, index: int) -> Prompt:
         metadata = json.loads(self._read_cell("metadata", index))
         return Prompt(
             index, (), self._read_cell("prompt", index), find_reference_response(metadata, self._reference_key),
@@ -128,7 +128,7 @@ class MediaPrompts(_MediaTable[Prompt]):
 
 
 def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
-    """Return the reference for rewards: the metadata of `reference_key`, or of a usual key if it is empty."""
+    """Return the reference for rewards: the metadata value of `reference_key`; if that is empty, of a common key."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 

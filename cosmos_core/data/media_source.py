@@ -42,7 +42,7 @@ _MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 _PAIR_SUFFIXES = (*_MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
 _PATH_KEYS = ("image_path", "img_path", "images", "video_path")
-"""Columns with the media of a row without a column of `_MEDIA_KEYS`, beside which they are metadata."""
+"""Columns that contain the media of a row if it has no column of `_MEDIA_KEYS`; otherwise they are metadata."""
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
@@ -89,18 +89,18 @@ class MediaItem:
     missing_media_reason: str = ""
     """Reason why the item has no image or clip, for error messages; empty: the media file does not exist."""
     problem: str = ""
-    """Reason why the row or, if it has a prompt, its media cannot be used, in one line; empty if all is usable."""
+    """Reason, in one line, why the row cannot be used, or why its media cannot if it has a prompt; empty if none."""
 
 
 def _make_error_item(location: str, problem: str) -> MediaItem:
     return MediaItem(location, "", problem=f"{location}: {problem}")
 
 
-MediaItems = Callable[[], Iterator[MediaItem]]
-"""Function that iterates over a data set from its beginning."""
+ReadItemsFn = Callable[[], Iterator[MediaItem]]
+"""Function that reads the items of a data set from its beginning."""
 
 
-def open_media_items(dataset: DatasetConfig, config_key: str) -> MediaItems:
+def open_media_items(dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
     """Return a function that iterates over the items of all splits of a data set, in order; `config_key` names the data
     set's table in messages. Raise DataError if the data set is missing, or its format is not supported."""
     name = dataset.local_dir or dataset.name
@@ -110,11 +110,11 @@ def open_media_items(dataset: DatasetConfig, config_key: str) -> MediaItems:
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         path = find_prompt_set(name, f"{config_key}.name") or path
-    item_readers = [_make_reader(path, split, dataset, config_key) for split in dataset.split]
+    item_readers = [_make_item_reader(path, split, dataset, config_key) for split in dataset.split]
     return lambda: (item for reader in item_readers for item in reader())
 
 
-def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> MediaItems:
+def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
     tar_split = split
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path, tar_split = path / split, ""
@@ -133,7 +133,7 @@ def _make_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str
     if tar_files:
         return lambda: (item for path in tar_files for item in _iterate_tar_items(path))
     if metadata_file := next((path / name for name in _METADATA_FILES if (path / name).is_file()), None):
-        # A metadata file lists all media of the folder, so its rows are the data set.
+        # A metadata file lists all media of the folder, so read its rows as the data set.
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)
@@ -173,9 +173,9 @@ def _read_media_folder(path: Path) -> Iterator[MediaItem]:
     """Yield the pairs of a media file and its caption in a folder, and in its sub-folders with images or videos."""
     yield from _read_paired_files(path)
     for folder in sorted({file.parent for file in _find_media(path)} - {path}):
-        prefix = f"{folder.relative_to(path)}/"
+        subfolder = f"{folder.relative_to(path)}/"
         for item in _read_paired_files(folder):
-            yield replace(item, location=prefix + item.location, problem=item.problem and prefix + item.problem)
+            yield replace(item, location=subfolder + item.location, problem=item.problem and subfolder + item.problem)
 
 
 def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
@@ -222,7 +222,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
 
 
 def _read_caption(file: Path | None) -> str | None:
-    """Return the text of a caption file; empty if unreadable, None if there is none."""
+    """Return the text of a caption file; empty if it cannot be read, None if `file` is None."""
     try:
         return None if file is None else file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:
@@ -272,8 +272,8 @@ def _make_file_content(path: Path | None) -> MediaContent | None:
 
 
 def _find_tar_files(path: Path, split: str = "") -> list[Path]:
-    """Return the tar file `path`, or the tar files in a folder that are of a split by their names; empty: all. Files
-    that are not named for a held-out split are of the split `train`."""
+    """Return the tar file `path`, or the tar files in the folder `path` whose names contain the split; all if `split`
+    is empty. Files whose names contain no held-out split are of the split `train`."""
     if not path.is_dir():
         return [path] if path.suffix.lower() == ".tar" else []
     tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
@@ -287,18 +287,18 @@ def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
     raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
-    name = "", ""
+    item_name = "", ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
                 folder, _, file_name = member.name.rpartition("/")
-                if file_name.startswith("."):  # macOS adds a ._NAME file for each file
+                if file_name.startswith("."):  # skip hidden files: macOS adds a file ._NAME for each file
                     continue
                 stem, _, suffix = file_name.partition(".")
-                if members_by_suffix and (folder, stem) != name:
+                if members_by_suffix and (folder, stem) != item_name:
                     yield _make_item_from_members(path, members_by_suffix)
                     members_by_suffix = {}
-                name = folder, stem
+                item_name = folder, stem
                 members_by_suffix[suffix.lower()] = member
             if members_by_suffix:
                 yield _make_item_from_members(path, members_by_suffix)
@@ -313,10 +313,10 @@ def _check_tar_end(path: Path, offset: int) -> None:
     that follows the last member: `tarfile` also stops silently at a damaged header."""
     with open(path, "rb") as file:
         file.seek(offset)
-        block = file.read(tarfile.BLOCKSIZE)
-    if len(block) < tarfile.BLOCKSIZE:
+        header_block = file.read(tarfile.BLOCKSIZE)
+    if len(header_block) < tarfile.BLOCKSIZE:
         raise tarfile.ReadError("unexpected end of data")
-    if any(block):
+    if any(header_block):
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
@@ -358,22 +358,23 @@ def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[Me
 
 def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
     location, row = location_and_row
-    key = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
-    if key is None:
+    media_column = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
+    if media_column is None:
         reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         return replace(_make_item(row, location, None, None), missing_media_reason=reason)
-    is_video = key in {"video", "mp4", "video_path"}
-    source = row[key][0] if isinstance(row[key], list) and len(row[key]) == 1 else row[key]
-    if key == "file_name":
-        is_video = str(row[key]).lower().endswith(VIDEO_SUFFIXES)
+    is_video = media_column in {"video", "mp4", "video_path"}
+    media_source = row[media_column]
+    media_source = media_source[0] if isinstance(media_source, list) and len(media_source) == 1 else media_source
+    if media_column == "file_name":
+        is_video = str(row[media_column]).lower().endswith(VIDEO_SUFFIXES)
     content, problem = None, ""
     try:
-        path, content_bytes = locate_image(source, location)
+        path, content_bytes = locate_image(media_source, location)
         file = None if path is None else folder / os.path.expanduser(path)
         content = MediaContent(is_video, file, content_bytes=content_bytes or b"")
     except DataError as error:
         problem = str(error)
-    item = _make_item({k: v for k, v in row.items() if k not in (*_MEDIA_KEYS, key)}, location, content, None)
+    item = _make_item({k: v for k, v in row.items() if k not in (*_MEDIA_KEYS, media_column)}, location, content, None)
     return replace(item, problem=problem or item.problem)
 
 
@@ -381,13 +382,13 @@ def _make_item(json_object: Any, location: str, content: MediaContent | None, em
     if not isinstance(json_object, dict):
         problem = 'it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
         return _make_error_item(location, problem)
-    # The first non-empty text is the prompt, else the first empty text.
+    # The prompt is the first text that is not empty; if all are empty, the first.
     text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
     if not text_keys:
         return _make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
-    key = next((name for name in text_keys if json_object[name].strip()), text_keys[0])
-    metadata = {name: field_value for name, field_value in json_object.items() if name != key}
-    return MediaItem(location, json_object[key].strip(), metadata, content, embedding)
+    prompt_key = next((name for name in text_keys if json_object[name].strip()), text_keys[0])
+    metadata = {name: field_value for name, field_value in json_object.items() if name != prompt_key}
+    return MediaItem(location, json_object[prompt_key].strip(), metadata, content, embedding)
 
 
 def _has_prompt(json_object: dict[str, Any]) -> bool:

@@ -17,8 +17,8 @@ from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.media_cache import compute_digest
 from cosmos_core.data.media_pixels import FrameSettings
-from cosmos_core.data.media_source import MediaContent, MediaItem, MediaItems, describe_error, open_media_items
-from cosmos_core.data.rows import held_out_mask
+from cosmos_core.data.media_source import MediaContent, MediaItem, ReadItemsFn, describe_error, open_media_items
+from cosmos_core.data.rows import sample_held_out_mask
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.run.stage import Stage
@@ -46,7 +46,7 @@ class Encoders:
 
 
 class MediaItemRow(NamedTuple):
-    """Prompt, metadata and cache keys of an item: computed in the first pass over the data, for the encoding pass."""
+    """Prompt, metadata and cache keys of an item: the first pass over the data computes them for the encoding pass."""
 
     location: str
     prompt: str
@@ -60,7 +60,7 @@ class MediaItemRow(NamedTuple):
 class MediaSplit(NamedTuple):
     """Split of a data set: its items with their cache keys, after one pass over the data set."""
 
-    items: MediaItems
+    read_items: ReadItemsFn
     rows: list[MediaItemRow | None]
     """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
     skip_reasons: list[str]
@@ -69,10 +69,10 @@ class MediaSplit(NamedTuple):
 
     def read_rows(self) -> Iterator[tuple[MediaItemRow, MediaItem]]:
         """Read the data set again, and yield the rows of this split with their items; raise DataError if it changed."""
-        items = self.items()
+        items = self.read_items()
         for row in self.rows:
             item = next(items, None)
-            if item is None or (row and row[:2] != (_replace_unencodable(item.location), item.prompt)):
+            if item is None or (row and row[:2] != (_replace_lone_surrogates(item.location), item.prompt)):
                 name = self.config.local_dir or self.config.name
                 raise DataError(f"{name} changed while it was prepared; run the stage again when it is complete")
             if row is not None:
@@ -110,71 +110,73 @@ def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     dataset_config = policy.dataset.copy_with(name=str(stage.data), local_dir="") if stage.data else policy.dataset
-    train = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
+    train_split = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
         held_out_config, config_key = validation.dataset, "validation.dataset"
     elif (folder := stage.data) and ((folder / VALIDATION_SPLIT).is_dir() or any(folder.glob(f"{VALIDATION_SPLIT}.*"))):
         held_out_config = dataset_config.copy_with(split=(VALIDATION_SPLIT,))
     if held_out_config is not None:
-        held_out = _read_split(stage, encoders, held_out_config, config_key, needs_media=False)
-        return {TRAIN_SPLIT: train, VALIDATION_SPLIT: held_out}
+        held_out_split = _read_split(stage, encoders, held_out_config, config_key, needs_media=False)
+        return {TRAIN_SPLIT: train_split, VALIDATION_SPLIT: held_out_split}
     if policy.dataset.test_size is None:
-        return {TRAIN_SPLIT: train}
-    is_held_out = held_out_mask(len(train.rows), policy.dataset.test_size, stage.seed)
-    held_out_rows = [row if is_held_out[i] else None for i, row in enumerate(train.rows)]
-    train_rows = [None if is_held_out[i] else row for i, row in enumerate(train.rows)]
-    held_out = train._replace(rows=held_out_rows, skip_reasons=[])
-    return {TRAIN_SPLIT: train._replace(rows=train_rows), VALIDATION_SPLIT: held_out}
+        return {TRAIN_SPLIT: train_split}
+    is_held_out = sample_held_out_mask(len(train_split.rows), policy.dataset.test_size, stage.seed)
+    held_out_rows = [row if is_held_out[i] else None for i, row in enumerate(train_split.rows)]
+    train_rows = [None if is_held_out[i] else row for i, row in enumerate(train_split.rows)]
+    held_out_split = train_split._replace(rows=held_out_rows, skip_reasons=[])
+    return {TRAIN_SPLIT: train_split._replace(rows=train_rows), VALIDATION_SPLIT: held_out_split}
 
 
 def _read_split(
     stage: Stage, encoders: Encoders, config: DatasetConfig, config_key: str, *, needs_media: bool
 ) -> MediaSplit:
-    """Read a data set once and compute the cache keys of its texts and, if the algorithm learns from media, of its
-    media; with `needs_media`, rows without media are then left out."""
-    items = open_media_items(config, config_key)
+    """Read a data set once and compute the cache keys of its texts. If the algorithm learns from media, compute the
+    cache keys of media too, and leave out rows without media if `needs_media` is set."""
+    read_items = open_media_items(config, config_key)
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
-    frame_config = make_frame_settings(stage.recipe, config, encoders) if has_media else None
-    max_given_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames if encoders.is_video else 0
-    has_rollouts = stage.recipe.train.train_policy.has_rollouts and frame_config is not None
-    gives_frames = bool(has_rollouts and max_given_frames and encoders.model.max_conditioning_frames)
+    frame_settings = make_frame_settings(stage.recipe, config, encoders) if has_media else None
+    max_conditional_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames if encoders.is_video else 0
+    has_rollouts = stage.recipe.train.train_policy.has_rollouts and frame_settings is not None
+    starts_from_frames = bool(has_rollouts and max_conditional_frames and encoders.model.max_conditioning_frames)
     rows: list[MediaItemRow | None] = []
     skip_reasons: list[str] = []
-    for item, row_or_reason in decode_in_threads(
-        stage, lambda item: (item, _make_media_item_row(item, frame_config, needs_media, gives_frames)), items()
+    for item, row_or_reason in map_in_threads(
+        stage,
+        lambda item: (item, _make_media_item_row(item, frame_settings, needs_media, starts_from_frames)),
+        read_items(),
     ):
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
             has_location = row_or_reason.startswith(item.location)
             skip_reasons.append(
-                _replace_unencodable(row_or_reason if has_location else f"{item.location}: {row_or_reason}")
+                _replace_lone_surrogates(row_or_reason if has_location else f"{item.location}: {row_or_reason}")
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
-    return MediaSplit(items, rows, skip_reasons, len(rows), config)
+    return MediaSplit(read_items, rows, skip_reasons, len(rows), config)
 
 
 def _make_media_item_row(
-    item: MediaItem, frame_config: FrameSettings | None, needs_media: bool, gives_frames: bool
+    item: MediaItem, frame_settings: FrameSettings | None, needs_media: bool, starts_from_frames: bool
 ) -> MediaItemRow | str:
-    """Return the row of an item, or the reason why the item is left out; without `frame_config`, media are ignored.
-    `gives_frames`: whether rollouts start from frames of the item's clip."""
-    if item.problem and (frame_config or not item.prompt):
+    """Return the row of an item, or the reason why the item is left out; without `frame_settings`, media are ignored.
+    `starts_from_frames` is whether rollouts start from frames of the item's clip; then images are left out."""
+    if item.problem and (frame_settings or not item.prompt):
         return item.problem
-    if needs_media and frame_config and item.content is None:
+    if needs_media and frame_settings and item.content is None:
         return item.missing_media_reason or "there is no image or video beside it"
-    if gives_frames and item.content is not None and not item.content.is_video:
-        key = "policy.diffusers.flow_rl.max_conditional_frames"
-        return f"it is an image, and rollouts start from frames of clips; leave images out, or set {key} to 0"
+    if starts_from_frames and item.content is not None and not item.content.is_video:
+        setting_key = "policy.diffusers.flow_rl.max_conditional_frames"
+        return f"it is an image, and rollouts start from frames of clips; leave images out, or set {setting_key} to 0"
     try:
         text_key = compute_digest("text", item.prompt)
         if item.embedding is not None:
             text_key = compute_digest("embedding", MediaContent(False, item.embedding).digest())
         media_key = ""
-        if frame_config and item.content is not None:
-            media_key = compute_digest("media", item.content.digest(), item.content.is_video, repr(frame_config))
+        if frame_settings and item.content is not None:
+            media_key = compute_digest("media", item.content.digest(), item.content.is_video, repr(frame_settings))
     except OSError as error:
         describe_error(error)
         return f"{error.strerror}: {str(error.filename)[:_MAX_PATH_CHARACTERS]}"
@@ -183,7 +185,7 @@ def _make_media_item_row(
         (item.prompt + metadata).encode()
     except UnicodeEncodeError:
         return "it has half a character (a lone surrogate)"
-    return MediaItemRow(_replace_unencodable(item.location), item.prompt, metadata, text_key, media_key)
+    return MediaItemRow(_replace_lone_surrogates(item.location), item.prompt, metadata, text_key, media_key)
 
 
 def _convert_to_text(value: object) -> str | None:
@@ -191,17 +193,17 @@ def _convert_to_text(value: object) -> str | None:
     return None if isinstance(value, bytes) else str(value)
 
 
-def _replace_unencodable(text: str) -> str:
+def _replace_lone_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def decode_in_threads(stage: Stage, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def map_in_threads(stage: Stage, item_function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Apply a function to items in a pool of threads, and yield the results in order with a bounded prefetch."""
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS
     with ThreadPoolExecutor(num_threads) as pool:
         first_items = islice(item_iterator, 2 * num_threads)
-        pending_futures: deque[Future[R]] = deque(pool.submit(function, item) for item in first_items)
+        pending_futures: deque[Future[R]] = deque(pool.submit(item_function, item) for item in first_items)
         while pending_futures:
             yield pending_futures.popleft().result()
-            pending_futures.extend(pool.submit(function, item) for item in islice(item_iterator, 1))
+            pending_futures.extend(pool.submit(item_function, item) for item in islice(item_iterator, 1))

@@ -71,8 +71,8 @@ class ColumnTrackingRow(Row):
         excluded_columns = _KNOWN_COLUMNS if "prompt" in column_names else column_names.keys()
         super().__init__({name: value for name, value in row.items() if name not in excluded_columns})
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
-        self.original, self.column_names, self._read_columns = row, column_names, set[str]()
-        self._columns = [
+        self.original_row, self.column_names, self._read_columns = row, column_names, set[str]()
+        self._filled_columns = [
             name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
         ]
 
@@ -89,10 +89,10 @@ class ColumnTrackingRow(Row):
     def unread_columns(self) -> list[str]:
         """Return the names of the non-empty columns that have not been read."""
         read_columns = {self.column_names.get(name, name) for name in self._read_columns}
-        return [name for name in self._columns if name not in read_columns]
+        return [name for name in self._filled_columns if name not in read_columns]
 
 
-def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
+def read_plain_texts(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
     """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
     Each tuple lists alternative names of one column. The texts are meant to be concatenated as they are."""
@@ -106,8 +106,8 @@ def plain_text_columns(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
 def read_conversation(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> list[Message] | str:
-    """Return the conversation of a row as turns, or as a string if it is plain text. Assistant turns in the prompt of a
-    pair of columns are not learned.
+    """Return the conversation of a row as turns, or as a string if it is plain text. If prompt and response are in two
+    columns, assistant turns of the prompt are not learned.
 
     `column` is the column to try first; a row without it may have another of the known columns. `system_prompt` is
     inserted at the beginning if the row has no system turn. `with_images` allows content that is a list of `text` and
@@ -116,8 +116,8 @@ def read_conversation(
     Raise DataError for a row without a known column, an unknown role, or content that is not text, and SkippedRow if
     the text or conversation is empty."""
     present_column = find_column(row, (column, *_CONVERSATION_COLUMNS))
-    pair = () if present_column and is_filled(row, present_column) else _find_pair_columns(row)
-    if present_column and not (pair and is_filled(row, *pair)):
+    pair_columns = () if present_column and is_filled(row, present_column) else _find_pair_columns(row)
+    if present_column and not (pair_columns and is_filled(row, *pair_columns)):
         value = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
         if not isinstance(value, str):
             turns = read_turns(value, present_column, location, with_images)
@@ -125,18 +125,18 @@ def read_conversation(
         if not value.strip():
             raise SkippedRow(location, "empty")
         return value
-    if pair:
-        question_turns = read_column_turns(row, pair[0], "user", location, with_images)
-        response_turns = read_column_turns(row, pair[1], "assistant", location, with_images)
-        num_turns = len(question_turns)  # the response may begin with the prompt or its last turns
+    if pair_columns:
+        question_turns = read_column_turns(row, pair_columns[0], "user", location, with_images)
+        response_turns = read_column_turns(row, pair_columns[1], "assistant", location, with_images)
+        num_turns = len(question_turns)  # find the overlap: the response may begin with the prompt or its last turns
         overlap_starts = (i for i in range(num_turns) if question_turns[i:] == response_turns[: num_turns - i])
         overlap_start = next(overlap_starts, num_turns)
-        if not isinstance(decode_conversation(row[pair[0]]), str):  # turns of a prompt are not learned
+        if not isinstance(decode_conversation(row[pair_columns[0]]), str):  # turns of a prompt column are not learned
             question_turns = mask_assistant_turns(question_turns)
         turns = question_turns + response_turns[num_turns - overlap_start :]
         return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response_column(row):  # training on one column would leave out a response in another column
+    if not _has_response_column(row):  # do not suggest one column if it would leave out a response in another
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
@@ -193,11 +193,11 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
     return _extract_prompt(turns, reference, location)
 
 
-def read_held_out(
+def read_held_out_prompt(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> tuple[list[Message], str]:
-    """Return the prompt and reference answer of a held-out row for supervised learning, from its last assistant turn.
-    Raise DataError if the row is plain text or no conversation, and SkippedRow if it has no user turn."""
+    """Return the prompt of a held-out row and its reference answer: a column, else the row's last assistant turn. Raise
+    DataError if the row is plain text or no conversation, and SkippedRow if it has no user turn."""
     conversation = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
         raise DataError(
@@ -251,11 +251,11 @@ def _read_column(row: Row, column: str) -> Any:
     """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`."""
     value = decode_conversation(row[column])
     if isinstance(value, str) and _is_column_named(row, column, "instruction"):
-        value = "\n\n".join(filter(None, [value, *(_column_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
+        value = "\n\n".join(filter(None, [value, *(_get_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value
 
 
-def _column_text(row: Row, column: str) -> str:
+def _get_text(row: Row, column: str) -> str:
     value = row.get(column)
     return value if isinstance(value, str) and value.strip() else ""
 
@@ -308,7 +308,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
     if isinstance(content, list) and all(map(_is_text_part, content)):
         return "".join(part["text"] for part in content)
     if with_images and isinstance(content, list):
-        return [_normalise_part(part, location) for part in content]
+        return [_normalise_content_part(part, location) for part in content]
     if not isinstance(content, str):
         remedy = _TEXT_ONLY_MESSAGE if isinstance(content, list) else "write it as text"
         raise DataError(f"{location}: content {str(content)[:40]!r} is not text; {remedy}")
@@ -321,7 +321,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
 
 def is_image_part(part: Any) -> bool:
     """Return whether a part of a turn is an image."""
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # a tuple: `type` may be unhashable
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # not a set: `type` may be unhashable
 
 
 def _is_text_part(part: Any) -> bool:
@@ -329,7 +329,7 @@ def _is_text_part(part: Any) -> bool:
     return is_text and isinstance(part.get("text"), str)
 
 
-def _normalise_part(part: Any, location: str) -> dict[str, Any]:
+def _normalise_content_part(part: Any, location: str) -> dict[str, Any]:
     """Normalise a part of a turn to `{"type": "text", "text": ...}`, or to `type` = `image` with the image's source."""
     if is_image_part(part):
         return {**{key: value for key, value in part.items() if value is not None}, "type": "image"}
@@ -339,7 +339,7 @@ def _normalise_part(part: Any, location: str) -> dict[str, Any]:
 
 
 def mask_assistant_turns(turns: list[Message]) -> list[Message]:
-    """Return the turns with assistant turns that are not learned."""
+    """Return the turns, with each assistant turn marked as not learned (`weight` = 0)."""
     return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in turns]
 
 
@@ -378,7 +378,7 @@ def _join_contents(content: Any, next_content: Any) -> Any:
 
 def read_system_prompt(row: Row) -> str:
     """Return the system prompt in a column of the row; empty if there is none."""
-    return next(filter(None, (_column_text(row, column) for column in _SYSTEM_COLUMNS)), "")
+    return next(filter(None, (_get_text(row, column) for column in _SYSTEM_COLUMNS)), "")
 
 
 def add_system_turn(turns: list[Message], system_prompt: str) -> list[Message]:
@@ -389,6 +389,6 @@ def add_system_turn(turns: list[Message], system_prompt: str) -> list[Message]:
 
 
 def describe_columns(row: Row) -> str:
-    """Return the escaped names of a row's columns for an error message, which marks those without a value."""
+    """Return the escaped names of a row's columns for an error message, with "(null)" after columns without a value."""
     names = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
     return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"

@@ -19,13 +19,13 @@ import numpy as np
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import DataError
 
-_WORD_MODULUS = 2**64
+_SEED_MODULUS = 2**64
 
 
 def shuffled_indices(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
     # Do not use Generator.permutation: only the raw random numbers are the same in all versions of NumPy.
-    generator = np.random.PCG64(np.random.SeedSequence([seed % _WORD_MODULUS for seed in seeds]))
+    generator = np.random.PCG64(np.random.SeedSequence([seed % _SEED_MODULUS for seed in seeds]))
     return np.argsort(generator.random_raw(num_rows), kind="stable").astype(np.int64)
 
 
@@ -38,8 +38,8 @@ class Mixture:
     """Number of rows of each data set."""
     weights: tuple[float, ...]
 
-    def source_label(self, row: int) -> str:
-        """Return the name of the data set of a row number."""
+    def get_source_label(self, row: int) -> str:
+        """Return the name of the data set that has the row with number `row`."""
         return self.labels[bisect_right(list(accumulate(self.sizes)), row)]
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -50,8 +50,8 @@ class Mixture:
         begins another pass over its rows, in a new order.
         """
         rows, relative_positions, row_offset = [], [], 0
-        counts = divide_in_proportion(sum(self.sizes), self.weights)
-        for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, counts, strict=True)):
+        rows_by_source = divide_in_proportion(sum(self.sizes), self.weights)
+        for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, rows_by_source, strict=True)):
             epoch_indices = np.arange(rows_per_epoch, dtype=np.int64)
             pass_indices, positions = np.divmod(epoch_indices + epoch * rows_per_epoch, size)
             for n in np.unique(pass_indices).tolist():
@@ -65,11 +65,11 @@ class Mixture:
 def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:
     """Divide `total_size` in proportion to weights; the parts with the largest remainders are rounded up."""
     unrounded_sizes = [total_size * weight / sum(weights) for weight in weights]
-    sizes = [int(size) for size in unrounded_sizes]
-    indices_by_remainder = sorted(range(len(unrounded_sizes)), key=lambda i: (sizes[i] - unrounded_sizes[i], i))
-    for i in indices_by_remainder[: total_size - sum(sizes)]:
-        sizes[i] += 1
-    return sizes
+    rounded_sizes = [int(size) for size in unrounded_sizes]
+    indices_by_remainder = sorted(range(len(unrounded_sizes)), key=lambda i: (rounded_sizes[i] - unrounded_sizes[i], i))
+    for i in indices_by_remainder[: total_size - sum(rounded_sizes)]:
+        rounded_sizes[i] += 1
+    return rounded_sizes
 
 
 def mixture_or_num_rows(rows: Any) -> int | Mixture:
@@ -77,7 +77,7 @@ def mixture_or_num_rows(rows: Any) -> int | Mixture:
     return getattr(rows, "mixture", None) or len(rows)
 
 
-@lru_cache(maxsize=4)  # orders of two epochs, for prompts and for supervised rows
+@lru_cache(maxsize=4)  # caches two epochs of prompts and two of supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order, int64, read-only (see `Mixture.epoch_order`)."""
     if isinstance(rows, Mixture):

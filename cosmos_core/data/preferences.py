@@ -45,8 +45,8 @@ def read_preference(
     """Return the prompt and the chosen and rejected completion of a row, all as turns or all as plain text.
 
     Without a prompt column the prompt is the common beginning of `chosen` and `rejected`: their common turns, or the
-    common prefix of two plain texts. If the completions repeat the prompt or its last turns, these are removed; in
-    plain texts, only a prompt of several lines, because a response may begin like a short question or a greeting.
+    common prefix of two plain texts. If the completions begin with the prompt or its last turns, these are removed.
+    From plain texts only a prompt of several lines is removed, because a response may begin like a short question.
 
     `column` is the prompt column to try first; a row without it may have `prompt` or another known column. For
     `system_prompt` and `with_images` see `read_conversation`.
@@ -56,7 +56,7 @@ def read_preference(
     if chosen_value == rejected_value:
         raise SkippedRow(location, "with equal chosen and rejected")
     has_prompt_turns = "user" in {turn["role"] for turn in chosen_value if isinstance(turn, dict)}
-    # If the completions have the turns of the prompt, a column of turns would repeat the prompt and a completion.
+    # If the completions contain the prompt, ignore columns of turns, which would repeat the prompt and a completion.
     turns_columns = () if has_prompt_turns else _TURNS_COLUMNS
     prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *turns_columns)) or None
     if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
@@ -96,7 +96,8 @@ def read_preference(
 
 
 def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
-    """Return plain texts without the prompt of several lines that all of them begin with; empty if there is none."""
+    """Return completions without the prompt that all of them begin with. Return an empty list if one of them does not
+    begin with the prompt, or if the prompt is a single line."""
     is_multi_line = isinstance(prompt, str) and "\n" in prompt.strip()
     is_repeated = is_multi_line and all(isinstance(text, str) and text.startswith(prompt) for text in completions)
     return [text[len(prompt) :] for text in completions] if is_repeated else []
@@ -132,14 +133,14 @@ def read_labelled_conversation(
 def _select_longer_prompt(
     prompt: list[Message], shared_turns: list[Message], column: str | None, location: str
 ) -> list[Message]:
-    """Return the prompt or the turns shared by both completions, whichever contains the other, or raise DataError."""
-    # Role and words of each turn, to compare turns regardless of whitespace and of the form of images.
+    """Return the longer of the prompt and the turns that both completions share; raise DataError if they contradict."""
+    # Compare roles and words of turns only, because whitespace and the form of images may differ.
     prompt_words, shared_words = (
         [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]
         for turns in (prompt, shared_turns)
     )
-    is_empty, num_turns = not any(words for _, words in prompt_words), len(prompt_words)
-    if is_empty or any(shared_words[i : i + num_turns] == prompt_words for i in range(len(shared_words))):
+    is_prompt_empty, num_turns = not any(words for _, words in prompt_words), len(prompt_words)
+    if is_prompt_empty or any(shared_words[i : i + num_turns] == prompt_words for i in range(len(shared_words))):
         return shared_turns
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
@@ -150,14 +151,14 @@ def _select_longer_prompt(
 
 
 def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
-    """Return the chosen and the rejected completion of a row. Rows of ms-swift have the chosen one in their turns or in
-    `response`, and the other in `rejected_response` or `rejected_messages`."""
+    """Return the chosen and the rejected completion of a row. In rows of ms-swift the chosen completion is in a column
+    of turns or in `response`, and the rejected one in `rejected_response` or `rejected_messages`."""
     rejected_column = find_column(row, _SWIFT_REJECTED_COLUMNS)
     chosen_column = find_column(row, (*_TURNS_COLUMNS, "response"))
     if has_column_value(row, "chosen") or not (rejected_column and chosen_column):
         return [_read_completion(row, name, location, with_images) for name in ("chosen", "rejected")]
-    names = (chosen_column, rejected_column)
-    chosen, rejected = (_read_completion(row, name, location, with_images) for name in names)
+    column_names = (chosen_column, rejected_column)
+    chosen, rejected = (_read_completion(row, name, location, with_images) for name in column_names)
     if isinstance(chosen, str):
         return [chosen, rejected]
     rejected = [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected

@@ -40,7 +40,7 @@ from cosmos_core.data.order import divide_in_proportion
 from cosmos_core.data.pool import initialise_process
 from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_SEQUENCES_SPLIT, STATISTICS_FILE, get_split_path
 from cosmos_core.data.records import RecordSpec, convert_rows, find_image_root, read_pass_rates
-from cosmos_core.data.rows import Rows, has_local_split, load_rows, split_rows, training_sources
+from cosmos_core.data.rows import Rows, get_policies_by_dataset, has_local_split, load_rows, split_rows
 from cosmos_core.data.statistics import RowChunk, SplitCounts
 from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, Preempted
@@ -52,34 +52,35 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_NUM_COMPARED_ROWS = 32  # number of rows of each data set whose text is compared with its decoded tokens
-_CHUNK_ROWS = 256  # number of rows per record batch, on which the bytes of the prepared files depend
+_NUM_COMPARED_ROWS = 32  # number of rows per data set that are tokenised and decoded, to compare the texts
+_ROWS_PER_CHUNK = 256  # number of rows per record batch, on which the bytes of the prepared files depend
 
 
 def run(stage: Stage) -> Outcome:
-    """Prepare the rows of a stage by the method of their kind of rows."""
+    """Run the method `prepare` of the recipe's kind of rows, such as `sequences` or `prompts` (folder `kinds/`)."""
     return load_row_kind(stage.recipe.train.train_policy.rows).prepare(stage)
 
 
 def tokenise(stage: Stage) -> Outcome:
-    """Tokenise the training rows, and the held-out rows if there are any. Raise DataError if a data set is missing or
-    malformed, too many rows are unreadable or no row is left, ModelError if the tokenizer is missing or has no chat
-    template, and Preempted if a stop was requested; then no file is written."""
+    """Tokenise the training rows and any held-out rows to files. Raise DataError if a data set is missing or malformed,
+    too many rows are unreadable or no row is left, ModelError if the tokenizer is missing or has no chat template, and
+    Preempted if a stop was requested. If an error is raised, no file is written."""
     stage.progress.phase("prepare")
     splits = _load_splits(stage)
     tokenizer = _load_tokenizer(stage.model, stage.recipe.policy)
     stop_ids = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
-    specs = {
+    row_specs = {
         split: [replace(_make_record_spec(stage, split, source), stop_ids=stop_ids) for source in sources]
         for split, sources in splits.items()
     }
-    for split, split_specs in specs.items():
-        image_roots = {spec.image_root for spec in split_specs if spec.image_root is not None}
+    for split, split_specs in row_specs.items():
+        image_roots = {row_spec.image_root for row_spec in split_specs if row_spec.image_root is not None}
         if len(image_roots) > 1:
-            specs[split] = [replace(spec, stored_root=Path(os.path.commonpath(image_roots))) for spec in split_specs]
+            stored_root = Path(os.path.commonpath(image_roots))
+            row_specs[split] = [replace(each, stored_root=stored_root) for each in split_specs]
     first_texts = (text for source in splits[TRAIN_SPLIT] for text in _read_first_texts(stage, source))
     lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
-    specs, tool_notices = _add_prompt_rendering(stage, specs, tokenizer)
+    row_specs, tool_notices = _add_prompt_rendering(stage, row_specs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     ignored_keys = image_settings(stage.recipe).ignored_keys
     notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_keys]
@@ -88,7 +89,7 @@ def tokenise(stage: Stage) -> Outcome:
         logger.warning("%s", lost_text_notice)
     num_rows_done, cleaning_metrics = 0, dict[str, float]()
     with replace_folder(stage.path / "data") as folder:
-        if stage.recipe.train.train_policy.clean is not None:  # with `clean`, the schema allows only one data set
+        if stage.recipe.train.train_policy.clean is not None:  # the schema allows `clean` with one data set only
             held_out_sets = [source.rows for source in splits.get(VALIDATION_SPLIT, ())]
             dataset_loader, train_source = _make_dataset_loader(stage, stage.recipe), splits[TRAIN_SPLIT][0]
             cleaning_result = clean_training_rows(stage, train_source.rows, held_out_sets, folder, dataset_loader)
@@ -96,12 +97,13 @@ def tokenise(stage: Stage) -> Outcome:
             splits[TRAIN_SPLIT], notices = [replace(train_source, rows=cleaned_rows)], [*notices, *cleaning_notices]
         total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
-            path = get_split_path(folder, split)
-            split_counts, counts_by_source = _write_split(stage, path, specs[split], sources, num_rows_done, total_rows)
+            split_counts, counts_by_source = _write_split(
+                stage, get_split_path(folder, split), row_specs[split], sources, num_rows_done, total_rows
+            )
             num_rows_done += sum(len(source.rows) for source in sources)
             if not split_counts.num_rows:
                 continue
-            statistics[split] = split_counts.summary()
+            statistics[split] = split_counts.make_statistics_entry()
             logger.info("%s: %d rows, %d tokens", split, statistics[split]["rows"], statistics[split]["tokens"])
             if sources[0].label:
                 statistics[split]["sources"] = _make_mixture_statistics(sources, counts_by_source)
@@ -113,20 +115,20 @@ def tokenise(stage: Stage) -> Outcome:
         write_json(folder / STATISTICS_FILE, statistics)
     metric_names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in metric_names}
-    info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    info |= {"loses_text": lost_text_notice} if is_much_text_lost else {}
-    return Outcome(outputs=("data",), metrics=metrics | cleaning_metrics, info=info)
+    outcome_info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
+    outcome_info |= {"loses_text": lost_text_notice} if is_much_text_lost else {}
+    return Outcome(outputs=("data",), metrics=metrics | cleaning_metrics, info=outcome_info)
 
 
 @dataclass(frozen=True)
 class _RowSource:
-    """Rows of one data set of a split, with the recipe whose settings they are read with."""
+    """Rows of one data set of a split, with the recipe that has the settings for reading them."""
 
     rows: Rows
     recipe: Recipe
     dataset: RowsConfig
     label: str = ""
-    """Name of the data set in a mixture; empty: the split has one data set."""
+    """Name of the data set in a mixture of data sets; empty if the split has only one data set."""
     weight: float | None = None
 
 
@@ -140,28 +142,30 @@ def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
 
 
 def _add_prompt_rendering(
-    stage: Stage, specs: dict[str, list[RecordSpec]], tokenizer: PreTrainedTokenizerBase
+    stage: Stage, row_specs: dict[str, list[RecordSpec]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[RecordSpec]], list[JsonValue]]:
     """Add the settings for rendering prompts to the specs; return the specs and notices about the chat template."""
-    if not any(spec.kind.is_prompt for split_specs in specs.values() for spec in split_specs):
-        return specs, []
+    if not any(row_spec.row_kind.is_prompt for split_specs in row_specs.values() for row_spec in split_specs):
+        return row_specs, []
     render_settings = make_prompt_rendering(stage.recipe.rollout.multi_turn_config)
     notices: list[JsonValue] = []
     if render_settings.tools and not template_uses_tools(tokenizer, render_settings):
         notices.append("the chat template leaves out the tools, so the policy is told of none; give another template")
-    specs = {name: [replace(each, prompt_rendering=render_settings) for each in split] for name, split in specs.items()}
-    return specs, notices
+    row_specs = {k: [replace(each, prompt_rendering=render_settings) for each in v] for k, v in row_specs.items()}
+    return row_specs, notices
 
 
 def _write_split(
-    stage: Stage, path: Path, specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int, total_rows: int
-) -> tuple[SplitCounts, list[SplitCounts]]:
+    stage: Stage, path: Path, row_specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int,
+    total_rows: int,
+) -> tuple[SplitCounts, list[SplitCounts]]:  # fmt: skip
     """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
     DataError if too many rows cannot be read, or no row of a data set is left. `num_rows_done` of `total_rows` rows
     were processed before."""
-    split_counts, counts_by_source = SplitCounts(specs[0]), [SplitCounts(spec) for spec in specs]
-    with pa.ipc.new_file(path, specs[0].schema) as file, closing(_tokenise_each(stage, specs, sources)) as chunks:
-        for i, chunk in chunks:
+    split_counts, counts_by_source = SplitCounts(row_specs[0]), [SplitCounts(row_spec) for row_spec in row_specs]
+    row_chunks = _tokenise_all(stage, row_specs, sources)
+    with pa.ipc.new_file(path, row_specs[0].schema) as file, closing(row_chunks):
+        for i, chunk in row_chunks:
             if chunk.batch.num_rows:
                 file.write_batch(chunk.batch)
             split_counts.add(chunk)
@@ -185,10 +189,12 @@ def _write_split(
     return split_counts, counts_by_source
 
 
-def _tokenise_each(stage: Stage, specs: list[RecordSpec], sources: list[_RowSource]) -> Generator[tuple[int, RowChunk]]:
-    for source_index, (spec, source) in enumerate(zip(specs, sources, strict=True)):
-        with closing(_tokenise_rows(stage, spec, source.rows)) as chunks:
-            yield from ((source_index, chunk) for chunk in chunks)
+def _tokenise_all(
+    stage: Stage, row_specs: list[RecordSpec], sources: list[_RowSource]
+) -> Generator[tuple[int, RowChunk]]:
+    for source_index, (row_spec, source) in enumerate(zip(row_specs, sources, strict=True)):
+        with closing(_tokenise_rows(stage, row_spec, source.rows)) as row_chunks:
+            yield from ((source_index, chunk) for chunk in row_chunks)
 
 
 def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[SplitCounts]) -> list[dict[str, Any]]:
@@ -197,7 +203,7 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
         {
             "source": source.label,
             "weight": source.weight or source_counts.num_rows,
-            **(source_counts.summary() if source_counts.num_rows else {"rows": 0}),
+            **(source_counts.make_statistics_entry() if source_counts.num_rows else {"rows": 0}),
         }
         for source, source_counts in zip(sources, counts_by_source, strict=True)
     ]
@@ -218,11 +224,11 @@ def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     splits[TRAIN_SPLIT] = train_sources
     if held_out_sources:
         if validation.max_rows is not None:
-            counts = divide_in_proportion(validation.max_rows, [len(source.rows) for source in held_out_sources])
+            row_limits = divide_in_proportion(validation.max_rows, [len(source.rows) for source in held_out_sources])
             held_out_sources = [
-                replace(each, rows=each.rows.take(n)) for each, n in zip(held_out_sources, counts, strict=True) if n
+                replace(each, rows=each.rows.take(n)) for each, n in zip(held_out_sources, row_limits, strict=True) if n
             ]
-        splits |= dict.fromkeys(_get_row_kinds_by_split(stage.recipe), held_out_sources)
+        splits |= dict.fromkeys(_get_held_out_row_kinds(stage.recipe), held_out_sources)
     if policy.supervised_rows is not None:
         dataset = policy.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
@@ -234,14 +240,14 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
     """Return the training rows and the held-out rows of each data set; the second list may be empty."""
     recipe, validation = stage.recipe, stage.recipe.validation
     train_sources: list[_RowSource] = []
-    for config_key, policy in training_sources(stage).items():
+    for config_key, policy in get_policies_by_dataset(stage).items():
         source_recipe, mixture_fields = recipe, dict[str, Any]()
         dataset: RowsConfig = policy.dataset
         if isinstance(dataset, SourceConfig):
             source_recipe = recipe.copy_with(train=recipe.train.copy_with(train_policy=policy))
             mixture_fields = {"label": dataset.label, "weight": dataset.weight}
-        loader = None if stage.data is not None else _make_dataset_loader(stage, source_recipe)
-        rows = load_rows(dataset, config_key, loader)
+        dataset_loader = None if stage.data is not None else _make_dataset_loader(stage, source_recipe)
+        rows = load_rows(dataset, config_key, dataset_loader)
         train_sources.append(_RowSource(rows, source_recipe, dataset, **mixture_fields))
     if validation.dataset.name:
         rows = load_rows(validation.dataset, "validation.dataset", _make_dataset_loader(stage, recipe))
@@ -257,7 +263,7 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
         try:
             rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
         except DataError:
-            if not policy.data_packer:  # an error about columns is more helpful than one about the number of rows
+            if not policy.data_packer:  # report a wrong column rather than too few rows
                 location, row = next(iter(source.rows))
                 with suppress(SkippedRow):
                     load_tokenised_kind(policy.rows).read(row, location, policy)
@@ -270,14 +276,14 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
 
 
 def _remove_pass_rates(dataset: RowsConfig) -> RowsConfig:
-    """Return the data set of held-out rows without a range of pass rates: held-out rows stay the same if a stage trains
-    on a selection of rows, and files of pass rates have only training prompts."""
+    """Return the settings of a data set without its selection by pass rate, for held-out rows: only training rows are
+    selected by pass rate, and files of pass rates have only training prompts."""
     return dataset.copy_with(keep="", pass_rates="")
 
 
-def _get_row_kinds_by_split(recipe: Recipe) -> dict[str, str]:
-    kind = load_row_kind(recipe.train.train_policy.rows)
-    return kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
+def _get_held_out_row_kinds(recipe: Recipe) -> dict[str, str]:
+    row_kind = load_row_kind(recipe.train.train_policy.rows)
+    return row_kind.held_out_row_kinds(has_rewards=bool(recipe.validation.reward_function))
 
 
 def _make_dataset_loader(stage: Stage, recipe: Recipe) -> UserDatasetLoader:
@@ -285,7 +291,7 @@ def _make_dataset_loader(stage: Stage, recipe: Recipe) -> UserDatasetLoader:
 
 
 def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that stop generation: the tokenizer's end token and the tokens in generation_config.json."""
+    """Return the ids of tokens that stop generation: the tokenizer's end token, and those in generation_config.json."""
     generation_config = load_generation_config(model, revision)
     stop_ids: Any = generation_config and generation_config.eos_token_id
     stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
@@ -297,42 +303,44 @@ def _make_record_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpe
     recipe, validation = source.recipe, source.recipe.validation
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM_SPLIT, recipe.train.train_policy
-    kind = load_tokenised_kind("sequences" if is_data_term else _get_row_kinds_by_split(recipe).get(split, policy.rows))
+    kind_name = "sequences" if is_data_term else _get_held_out_row_kinds(recipe).get(split, policy.rows)
+    row_kind = load_tokenised_kind(kind_name)
     pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
     image_root = find_image_root(recipe, stage.model, source.rows.folder)
-    spec = RecordSpec(recipe, kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
-    if not kind.is_prompt:
-        return replace(spec, is_data_term=is_data_term)
+    row_spec = RecordSpec(recipe, row_kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
+    if not row_kind.is_prompt:
+        return replace(row_spec, is_data_term=is_data_term)
     max_completion_tokens = recipe.rollout.max_response_length
     if split == VALIDATION_SPLIT:
         max_completion_tokens = validation.max_response_length or max_completion_tokens
-    return replace(spec, max_tokens=max_length - 1, max_completion_tokens=max_completion_tokens, pass_rates=pass_rates)
+    row_spec = replace(row_spec, max_completion_tokens=max_completion_tokens, pass_rates=pass_rates)
+    return replace(row_spec, max_tokens=max_length - 1)
 
 
-def _tokenise_rows(stage: Stage, spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:
+def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
-    model, policy = stage.model, spec.recipe.policy
-    apply_packer = None if spec.is_data_term else _make_dataset_loader(stage, spec.recipe).make_packer()
+    model, policy = stage.model, row_spec.recipe.policy
+    apply_packer = None if row_spec.is_data_term else _make_dataset_loader(stage, row_spec.recipe).make_packer()
     row_iterator = ((location, apply_packer(row, location)) for location, row in rows) if apply_packer else iter(rows)
-    chunks = iter(lambda: list(islice(row_iterator, _CHUNK_ROWS)), [])
-    num_workers = min(spec.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _CHUNK_ROWS))
+    row_chunks = iter(lambda: list(islice(row_iterator, _ROWS_PER_CHUNK)), [])
+    num_workers = min(row_spec.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _ROWS_PER_CHUNK))
     if num_workers <= 1:
-        yield from map(partial(convert_rows, _load_tokenizer(model, policy), spec), chunks)
+        yield from map(partial(convert_rows, _load_tokenizer(model, policy), row_spec), row_chunks)
         return
-    convert_chunk = partial(_convert_in_worker, model, policy, spec)
+    convert_chunk = partial(_convert_in_worker, model, policy, row_spec)
     spawn_context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
-    pool = ProcessPoolExecutor(num_workers, spawn_context, initialise_process)
-    pending_chunks = deque(pool.submit(convert_chunk, chunk) for chunk in islice(chunks, 2 * num_workers))
+    process_pool = ProcessPoolExecutor(num_workers, spawn_context, initialise_process)
+    pending_chunks = deque(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 2 * num_workers))
     try:
         while pending_chunks:
             yield pending_chunks.popleft().result()
-            pending_chunks.extend(pool.submit(convert_chunk, chunk) for chunk in islice(chunks, 1))
+            pending_chunks.extend(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 1))
     finally:
-        pool.shutdown(cancel_futures=True)
+        process_pool.shutdown(cancel_futures=True)
 
 
-def _convert_in_worker(model: str, policy: PolicyConfig, spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
-    return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), spec, rows)
+def _convert_in_worker(model: str, policy: PolicyConfig, row_spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
+    return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), row_spec, rows)
 
 
 def _load_tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:

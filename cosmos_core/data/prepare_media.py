@@ -32,8 +32,8 @@ from cosmos_core.data.media_splits import (
     Encoders,
     MediaItemRow,
     MediaSplit,
-    decode_in_threads,
     make_frame_settings,
+    map_in_threads,
     read_splits,
 )
 from cosmos_core.data.prepared import STATISTICS_FILE, get_split_path
@@ -60,12 +60,12 @@ _Encodings = list[Encoding | str]
 """Encoding of each item, or the reason why the item could not be encoded."""
 _SplitPreview = tuple[str, int, list[JsonValue]]
 _EncodedItem = tuple[dict[str, str], list[int]] | str
-"""Location (shard and entry) and shape of an encoded item, or the reason why it could not be encoded."""
+"""Location (shard and entry) and shape of the latent of an item, or the reason why the item was not encoded."""
 
 
 def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _SplitPreview]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`; errors are
-    those of `prepare`. Nothing is encoded. Media to learn are decoded; if there are many, an evenly spaced sample."""
+    those of `prepare`. Nothing is encoded. Media to learn are decoded, but of many only an evenly spaced sample."""
     encoders = encoders or open_encoders(stage)
     return {name: _preview_split(stage, encoders, name, split) for name, split in read_splits(stage, encoders).items()}
 
@@ -74,18 +74,18 @@ def _preview_split(stage: Stage, encoders: Encoders, name: str, split: MediaSpli
     skip_reasons, clip_fps, num_remaining = list(split.skip_reasons), set[float](), len(split.kept_rows)
     detail_text = ""
     if encodes_media(stage, name, split):
-        frame_config = make_frame_settings(stage.recipe, split.config, encoders)
-        stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
-        sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, stride)
+        frame_settings = make_frame_settings(stage.recipe, split.config, encoders)
+        sample_stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
+        sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, sample_stride)
         num_enlarged = 0
-        for row, fps, decode_error, is_image_enlarged in decode_in_threads(
-            stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_config), sampled_media
+        for row, fps, decode_error, is_image_enlarged in map_in_threads(
+            stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_settings), sampled_media
         ):
             stage.progress.beat()
             clip_fps |= {fps} if fps else set()
             num_enlarged += is_image_enlarged
             skip_reasons += [f"{row.location}: {decode_error}"] if decode_error else []
-        detail_text = f" (of which {-(-num_remaining // stride):,} were decoded)" if stride > 1 else ""
+        detail_text = f" (of which {-(-num_remaining // sample_stride):,} were decoded)" if sample_stride > 1 else ""
         detail_text += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
     num_remaining -= len(skip_reasons) - len(split.skip_reasons)
     _check_skip_reasons(name, skip_reasons, split, num_remaining)
@@ -101,14 +101,14 @@ def _preview_split(stage: Stage, encoders: Encoders, name: str, split: MediaSpli
 
 
 def _try_to_decode(
-    row: MediaItemRow, content: MediaContent | None, frame_config: FrameSettings
+    row: MediaItemRow, content: MediaContent | None, frame_settings: FrameSettings
 ) -> tuple[MediaItemRow, float, str, bool]:
     """Decode the image or clip of a row; return the row, the frame rate of its clip (0 for an image), the decoding
     error (empty if there is none), and whether the image is enlarged."""
-    pixels_or_error = _decode_pixels(row.media_key, content, frame_config)
+    pixels_or_error = _decode_pixels(row.media_key, content, frame_settings)
     if isinstance(pixels_or_error, str) or content is None:
         return row, 0.0, str(pixels_or_error), False
-    return row, read_frame_rate(content) if content.is_video else 0.0, "", is_upscaled(content, frame_config)
+    return row, read_frame_rate(content) if content.is_video else 0.0, "", is_upscaled(content, frame_settings)
 
 
 def encodes_media(stage: Stage, name: str, split: MediaSplit) -> bool:
@@ -118,23 +118,23 @@ def encodes_media(stage: Stage, name: str, split: MediaSplit) -> bool:
 
 
 def open_encoders(stage: Stage) -> Encoders:
-    """Return the encoders of a stage's model without their weights; raise ModelError if it is no supported pipeline."""
-    stage.progress.phase("prepare")  # a download, and the digest of large weights, may take long
+    """Return the encoders of a stage's model without loading weights; raise ModelError for an unsupported model."""
+    stage.progress.phase("prepare")  # announced first: a download, and the digest of large weights, may take long
     policy = stage.recipe.policy
     family = open_pipeline(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
     for image_size in [size, *(list_bucket_sizes(size, family.size_multiple) if has_buckets else ())]:
         family.latent_shape(*image_size)
     for name in family.text_components:
-        family.folder.component_class(name)  # raises ModelError if the pipeline lacks it
+        family.folder.component_class(name)  # raises ModelError if the pipeline lacks the component
     model_folder = family.folder.path
     weights_digest = shared_digest_cache(stage.run_path.parent).digest_files(
         model_folder, list_model_files(model_folder, policy.modality.encoder_files)
     )
     encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
     code_digests = [compute_code_digest(policy.model_class)] if policy.model_class else []
-    digest = compute_digest(weights_digest, type(family).__name__, encoder_settings, *code_digests)
-    return Encoders(family, digest, family.size_multiple, family.pixels_per_latent[0], family.is_video)
+    encoders_digest = compute_digest(weights_digest, type(family).__name__, encoder_settings, *code_digests)
+    return Encoders(family, encoders_digest, family.size_multiple, family.pixels_per_latent[0], family.is_video)
 
 
 def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
@@ -149,7 +149,7 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
         metrics: dict[str, float] = {}
         notices: list[JsonValue] = []
         for name, split in splits.items():
-            num_rows, skip_reasons = split_encoder.write(name, split, null_text, folder)
+            num_rows, skip_reasons = split_encoder.write_rows(name, split, null_text, folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skip_reasons))}
             num_cut_prompts, max_tokens = split_encoder.count_cut_prompts(split)
             metrics[f"data/{name}_cut_prompts"] = float(num_cut_prompts)
@@ -163,9 +163,9 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
                 notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {reasons}")
                 logger.warning("%s", notices[-1])
         write_json(folder / STATISTICS_FILE, metrics)
-    logger.info("%d texts and %d images or clips were encoded, the others were known", *split_encoder.num_encoded)
-    info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
-    return Outcome(outputs=("data",), metrics=metrics, info=info)
+    logger.info("%d texts and %d images or clips were encoded, the others were known", *split_encoder.encoded_counts)
+    outcome_info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
+    return Outcome(outputs=("data",), metrics=metrics, info=outcome_info)
 
 
 class _SplitEncoder:
@@ -175,9 +175,11 @@ class _SplitEncoder:
         self._stage, self._encoders = stage, encoders
         self._cache = MediaCache(stage.run_path.parent / SHARED_FOLDER / CACHE_FOLDER, encoders.digest)
         self._batch_size = stage.recipe.train.rows_per_pass
-        self.num_encoded = [0, 0]
+        self.encoded_counts = [0, 0]
 
-    def write(self, name: str, split: MediaSplit, null_text: dict[str, str], folder: Path) -> tuple[int, list[str]]:
+    def write_rows(
+        self, name: str, split: MediaSplit, null_text: dict[str, str], folder: Path
+    ) -> tuple[int, list[str]]:
         """Write a split; return its number of rows, and a reason for each row left out. Errors: see `prepare`."""
         is_media = encodes_media(self._stage, name, split)
         with self._encoders.model.component_offload.keep_on_device():
@@ -203,20 +205,20 @@ class _SplitEncoder:
 
     def count_cut_prompts(self, split: MediaSplit) -> tuple[int, str]:
         """Return the number of prompts of a split whose end the text encoder ignores, because they are too long, and
-        the limit of their length for messages."""
+        a description of the maximum length for messages."""
         model_folder = self._encoders.model.folder
         tokenizer_name, num_added_tokens = self._encoders.model.prompt_tokenizer
         max_length = self._stage.recipe.policy.diffusers.max_prompt_length
-        limit = f"policy.diffusers.max_prompt_length = {max_length}"
+        limit_description = f"policy.diffusers.max_prompt_length = {max_length}"
         if tokenizer_name in model_folder.components:
             tokenizer = model_folder.load(tokenizer_name)
-        else:  # a pipeline of Stable Diffusion 3 without its T5, whose CLIP models have a fixed length
+        else:  # Stable Diffusion 3 without its T5 encoder: the CLIP encoders have a fixed maximum length
             tokenizer = model_folder.load("tokenizer")
             max_length = tokenizer.model_max_length
-            limit = f"the {max_length} of the pipeline's text encoders"
+            limit_description = f"the {max_length} of the pipeline's text encoders"
         max_tokens = max_length - num_added_tokens
         encoded_rows = (row for row in split.kept_rows if row.text_key == compute_digest("text", row.prompt))
-        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows), limit
+        return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows), limit_description
 
     def encode_null_text(self, folder: Path) -> dict[str, str]:
         """Encode the empty text, and return the shard and entry of its embedding."""
@@ -227,8 +229,8 @@ class _SplitEncoder:
         """Encode the texts or the media of a split shard by shard; return the location of each output by cache key."""
         encoded_items_by_key: dict[str, _EncodedItem] = {}
         if is_media:
-            frame_config = make_frame_settings(self._stage.recipe, split.config, self._encoders)
-            encode_fn: Any = partial(self._encode_media, frame_config=frame_config)
+            frame_settings = make_frame_settings(self._stage.recipe, split.config, self._encoders)
+            encode_fn: Any = partial(self._encode_media, frame_settings=frame_settings)
             items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.read_rows())
         else:
             encode_fn = self._encode_texts
@@ -247,19 +249,19 @@ class _SplitEncoder:
     ) -> str:
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
         if self._stage.stop_requested:
-            raise Preempted(f"stopped after {sum(self.num_encoded)} texts and media were encoded; they stay encoded")
+            raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
         item_keys = [keyed_item.key for keyed_item in shard]
         shard_key = self._cache.compute_shard_key(item_keys)
         # Refused media are decoded again, because a codec may have been installed since.
         refused_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
         retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in refused_keys]
-        is_outdated = any(not isinstance(entry, str) for entry in encode_fn(retried_items))
+        is_outdated = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
         if is_outdated or not self._cache.has_shard(shard_key):
-            entries = encode_fn([keyed_item.item for keyed_item in shard])
-            self._cache.write_shard(shard_key, dict(zip(item_keys, entries, strict=True)))
-            self.num_encoded[is_media] += len(item_keys)
+            encodings = encode_fn([keyed_item.item for keyed_item in shard])
+            self._cache.write_shard(shard_key, dict(zip(item_keys, encodings, strict=True)))
+            self.encoded_counts[is_media] += len(item_keys)
         if not (target_path := folder / TENSORS_FOLDER / f"{shard_key}.safetensors").exists():
-            copy_file(self._cache.path(shard_key), target_path)
+            copy_file(self._cache.get_shard_path(shard_key), target_path)
         self._stage.progress.beat()
         return shard_key
 
@@ -297,12 +299,12 @@ class _SplitEncoder:
             return {name: values[0] for name, values in self._encoders.model.text_embedding([""]).items()}
 
     def _encode_media(
-        self, items: Sequence[tuple[str, MediaContent | None]], frame_config: FrameSettings
+        self, items: Sequence[tuple[str, MediaContent | None]], frame_settings: FrameSettings
     ) -> _Encodings:
         """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
         latents: dict[int, Encoding | str] = {}
         batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
-        decoded_media = decode_in_threads(self._stage, lambda item: _decode_pixels(*item, frame_config), items)
+        decoded_media = map_in_threads(self._stage, lambda item: _decode_pixels(*item, frame_settings), items)
         for index, pixels in enumerate(decoded_media):
             self._stage.progress.beat()
             if isinstance(pixels, str):
@@ -320,14 +322,14 @@ class _SplitEncoder:
         pixels = torch.from_numpy(np.stack([item_pixels for _, item_pixels in batch])).float().div_(127.5).sub_(1)
         with torch.no_grad():
             mean, logvar = self._encoders.model.visual_embedding(pixels.movedim(-1, 1).contiguous())
-        moments = {"mean": mean} if logvar is None else {"mean": mean, "logvar": logvar}
-        return {index: {name: moments[name][i] for name in moments} for i, (index, _) in enumerate(batch)}
+        latent_moments = {"mean": mean} if logvar is None else {"mean": mean, "logvar": logvar}
+        return {index: {name: latent_moments[name][i] for name in latent_moments} for i, (index, _) in enumerate(batch)}
 
 
-def _decode_pixels(content_key: str, content: MediaContent | None, frame_config: FrameSettings) -> np.ndarray | str:
+def _decode_pixels(content_key: str, content: MediaContent | None, frame_settings: FrameSettings) -> np.ndarray | str:
     assert content is not None
     try:
-        return decode_media(content, frame_config, int(content_key[:13], 16) / 16**13)
+        return decode_media(content, frame_settings, int(content_key[:13], 16) / 16**13)
     except DataError as error:
         return str(error)
 

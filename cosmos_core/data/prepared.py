@@ -70,25 +70,25 @@ class RowImages:
     """The images of the rows of a table, in the order in which each row shows them."""
 
     def __init__(self, table: pa.Table) -> None:
-        self._column = table["images"] if "images" in table.column_names else None
-        self._root = Path((table.schema.metadata or {}).get(IMAGE_ROOT_KEY, b"").decode())
+        self._image_column = table["images"] if "images" in table.column_names else None
+        self._image_root = Path((table.schema.metadata or {}).get(IMAGE_ROOT_KEY, b"").decode())
         self.num_images: np.ndarray = np.zeros(len(table), dtype=np.int64)
-        if self._column is not None:
-            self.num_images = pc.fill_null(pc.list_value_length(self._column), 0).to_numpy().astype(np.int64)
+        if self._image_column is not None:
+            self.num_images = pc.fill_null(pc.list_value_length(self._image_column), 0).to_numpy().astype(np.int64)
 
     def __getitem__(self, index: int) -> tuple[ImageRef, ...]:
         """Return the images of a row, with absolute paths."""
-        if self._column is None:
+        if self._image_column is None:
             return ()
-        image_refs = [ImageRef(**image) for image in self._column[index].as_py() or ()]
-        return tuple(ref if ref.path is None else replace(ref, path=str(self._root / ref.path)) for ref in image_refs)
+        images = [ImageRef(**image) for image in self._image_column[index].as_py() or ()]
+        return tuple(ref if ref.path is None else replace(ref, path=str(self._image_root / ref.path)) for ref in images)
 
 
 class IndexedSequence(Sequence[T_co]):
-    """Sequence whose subclasses implement only `item`, for a non-negative index; indices and slices use `item`."""
+    """Sequence whose subclasses define the length and `read_item(index)`; negative indices and slices call that too."""
 
     @abstractmethod
-    def item(self, index: int) -> T_co:
+    def read_item(self, index: int) -> T_co:
         """Return the item at an index from 0 to the length of the sequence minus 1."""
 
     @overload
@@ -97,16 +97,16 @@ class IndexedSequence(Sequence[T_co]):
     def __getitem__(self, index: slice) -> list[T_co]: ...
     def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
         if isinstance(index, slice):
-            return [self.item(i) for i in range(*index.indices(len(self)))]
+            return [self.read_item(i) for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self.item(index % len(self))
+        return self.read_item(index % len(self))
 
 
-def open_table(folder: Path, split: str, *kinds: RowKind) -> pa.Table:
-    """Return the table of a split, whose kind of rows must be one of `kinds` (none: any); raise DataError if the split
-    does not exist, its file is damaged, or it holds rows of another kind."""
-    return _open_arrow_table(get_split_path(folder, split), *kinds)
+def open_table(folder: Path, split: str, *row_kinds: RowKind) -> pa.Table:
+    """Return the table of a split, whose rows must be of one of `row_kinds`, if any are named; raise DataError if the
+    split does not exist, its file is damaged, or its rows are of another kind."""
+    return _open_arrow_table(get_split_path(folder, split), *row_kinds)
 
 
 def has_images(folder: Path) -> bool:
@@ -127,7 +127,7 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
             )
 
 
-def longest_row_length(folder: Path) -> int:
+def find_longest_row_length(folder: Path) -> int:
     """Return the number of tokens of the longest prepared row of text; raise DataError if a file is damaged."""
     lengths = (pc.max(pc.list_value_length(table[name])).as_py() for table, name in _iterate_id_columns(folder))
     return max((length or 0 for length in lengths), default=0)
@@ -141,7 +141,7 @@ def _iterate_id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
 def read_row_kind(folder: Path, split: str) -> str:
     """Return the kind of rows in a split, such as `sequences` or `prompts`, from the header of its file; raise
     DataError if the split does not exist, or its file is damaged."""
-    with _open_reader(path := get_split_path(folder, split)) as reader:
+    with _open_arrow_reader(path := get_split_path(folder, split)) as reader:
         return _find_row_kind(path, reader.schema).name
 
 
@@ -158,18 +158,18 @@ def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, ad
     return load_row_kind(read_row_kind(folder, VALIDATION_SPLIT)).open_held_out(folder, policy, model, adapter)
 
 
-def _open_arrow_table(path: Path, *kinds: RowKind) -> pa.Table:
-    with _open_reader(path) as reader:
+def _open_arrow_table(path: Path, *row_kinds: RowKind) -> pa.Table:
+    with _open_arrow_reader(path) as reader:
         table = reader.read_all()
         table.validate(full=True)
-    kind = _find_row_kind(path, table.schema, *kinds)
-    if not any(table.schema.equals(schema) for schema in (kind.schema, kind.schema_with_images)):
+    row_kind = _find_row_kind(path, table.schema, *row_kinds)
+    if not any(table.schema.equals(schema) for schema in (row_kind.schema, row_kind.schema_with_images)):
         raise make_damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
     return table
 
 
 @contextmanager
-def _open_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
+def _open_arrow_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
     try:
         yield pa.ipc.open_file(pa.memory_map(str(path)))
     except FileNotFoundError:
@@ -178,33 +178,33 @@ def _open_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
         raise make_damaged_file_error(path, first_line(error)) from error
 
 
-def _find_row_kind(path: Path, schema: pa.Schema, *kinds: RowKind) -> RowKind:
-    kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
-    if kind_name not in ([kind.name for kind in kinds] or list_row_kind_names()):
-        expected_kind = f"{kinds[0].name} {kinds[0].purpose}" if kinds else "known ones"
+def _find_row_kind(path: Path, schema: pa.Schema, *row_kinds: RowKind) -> RowKind:
+    row_kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
+    if row_kind_name not in ([row_kind.name for row_kind in row_kinds] or list_row_kind_names()):
+        expected_kind = f"{row_kinds[0].name} {row_kinds[0].rows_purpose}" if row_kinds else "known ones"
         raise DataError(
-            f"{path} holds {kind_name or 'unknown rows'}, but {expected_kind} are needed; "
+            f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_kind} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
-    return load_row_kind(kind_name)
+    return load_row_kind(row_kind_name)
 
 
 def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[str]:
-    """Return lines that show the first training rows, one line per run of learned or masked tokens."""
+    """Return lines that show the first training rows: a line for each run of consecutive learned or masked tokens."""
     table = open_table(folder, TRAIN_SPLIT)
     columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
-    lines = []
+    preview_lines = []
     for row in table.select(columns).slice(0, num_rows).to_pylist():
-        lines.append(f"{row[LOCATION_COLUMN]}:")
+        preview_lines.append(f"{row[LOCATION_COLUMN]}:")
         for sequence_name in [name.removesuffix("_ids") for name in columns if name.endswith("_ids")]:
             is_only_sequence, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
             mask = row.get("loss_mask" if is_only_sequence else f"{sequence_name}_mask") or [0] * len(ids)
             for is_learned, token_run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
                 text = str(tokenizer.decode([token_id for _, token_id in token_run]))
                 prefix = "" if is_only_sequence else f"{sequence_name} "
-                lines.append(f"  {prefix}{'learned' if is_learned else 'masked'}: {text!r}")
-        lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
-    return lines
+                preview_lines.append(f"  {prefix}{'learned' if is_learned else 'masked'}: {text!r}")
+        preview_lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
+    return preview_lines
 
 
 def make_damaged_file_error(path: Path, reason: str) -> DataError:

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.dataset import RowsConfig, reasoning_gym_generato
 from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row, SkippedRow, read_conversation
-from cosmos_core.data.rows import load_rows, training_sources
+from cosmos_core.data.rows import get_policies_by_dataset, load_rows
 from cosmos_core.data.statistics import make_unusable_rows_remedy
 from cosmos_core.errors import DataError
 from cosmos_core.run.stage import Stage
@@ -27,16 +27,16 @@ def run(stage: Stage) -> Outcome:
     """Read the first rows of each split; raise DataError if `prepare` would fail because of them."""
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     row_kind = load_tokenised_kind(policy.rows)
-    for config_key, source_policy in training_sources(stage).items():
+    for config_key, source_policy in get_policies_by_dataset(stage).items():
         _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
     if data_term := policy.supervised_rows:
         column, system_prompt = data_term.conversation_column_name, getattr(policy, "system_prompt", "")
         read_data_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
         _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_data_term_row)
     if validation.dataset.name:
-        kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
-        held_out_kind = load_tokenised_kind(kind_names[VALIDATION_SPLIT])
-        _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_kind.read, policy=policy))
+        row_kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
+        held_out_row_kind = load_tokenised_kind(row_kind_names[VALIDATION_SPLIT])
+        _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_row_kind.read, policy=policy))
     return Outcome()
 
 

@@ -1,4 +1,4 @@
-"""Conversion of rows of text to records of a prepared file, with the functions that all kinds of rows (`kinds/`) use.
+"""Conversion of rows of text to records of a prepared file: the functions that the kinds of rows (`kinds/`) share.
 
 Each row is read, tokenised and cut independently, in any process; `prepare.py` handles files and processes.
 """
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 ImageFields = dict[str, Any]
 """Fields of an `ImageRef` as a dictionary."""
+_IdsAndMask = tuple[list[int], list[int]]
 _DEFAULT_CONVERSATION_COLUMN = SupervisedConfig.model_fields["conversation_column_name"].default
 
 
@@ -52,7 +53,7 @@ class RecordSpec:
     """Settings for converting the rows of one split to records."""
 
     recipe: Recipe
-    kind: TokenisedKind
+    row_kind: TokenisedKind
     max_tokens: int
     """Maximum length in tokens: longer sequences are cut, longer prompts are left out."""
     model: str
@@ -75,7 +76,7 @@ class RecordSpec:
 
     @property
     def conversation_column(self) -> str:
-        """Return the conversation column that the recipe names; empty if the recipe has the default name."""
+        """Return the name of the conversation column in the recipe; empty if the recipe leaves the default."""
         name = self.conversation_settings[0]
         return "" if name == _DEFAULT_CONVERSATION_COLUMN else name
 
@@ -92,19 +93,19 @@ class RecordSpec:
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Return the recipe's names for the columns of prompt and responses, by their standard names."""
+        """Return the recipe's names for the columns `prompt`, `response`, `chosen` and `rejected`, by these names."""
         policy = self.recipe.train.train_policy
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
 
     @property
-    def empty_image_value(self) -> list[list[ImageFields]]:
-        """Return the value of the column `images` for a row without images; no value if there is no such column."""
+    def empty_image_cells(self) -> list[list[ImageFields]]:
+        """Return the values of a row without images in the column `images`: one value, or none without this column."""
         return [] if self.image_root is None else [[]]
 
     @property
     def schema(self) -> pa.Schema:
         """Return the Arrow schema of the prepared file."""
-        return self.kind.make_schema(self.stored_root or self.image_root)
+        return self.row_kind.make_schema(self.stored_root or self.image_root)
 
 
 class Record(NamedTuple):
@@ -112,117 +113,120 @@ class Record(NamedTuple):
 
     values: tuple[Any, ...]
     """One value per column of the file; the last is the location of the row."""
-    is_merged: bool
+    has_merged_turns: bool
     counts: dict[str, int]
     """Counts about the row for the statistics of the split, with the keys of `RowChunk.counts`."""
 
 
-def convert_rows(tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
+def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows: list[LocatedRow]) -> RowChunk:
     """Convert rows to one record batch; rows that cannot be used are skipped and recorded with a reason."""
     records: list[Record] = []
     skipped_rows = []
-    counts: Counter[str] = Counter()
+    row_counts: Counter[str] = Counter()
     unread_column_counts: Counter[str] = Counter()
-    column_names, conversation_column = spec.column_names, spec.conversation_column
+    column_names, conversation_column = row_spec.column_names, row_spec.conversation_column
     with share_timer():
         for location, raw_row in rows:
             try:
                 row = ColumnTrackingRow(raw_row, column_names, location)
-                record = spec.kind.make_record(tokenizer, spec, row, location)
-                if spec.pass_rate_range:
-                    _check_pass_rate(spec, row, record, location)
+                record = row_spec.row_kind.make_record(tokenizer, row_spec, row, location)
+                if row_spec.pass_rate_range:
+                    _check_pass_rate(row_spec, row, record, location)
                 records.append(record)
                 unread_column_counts.update(row.unread_columns)
-                counts["other_column"] += bool(conversation_column) and not is_filled(row, conversation_column)
-                counts["text_alone"] += spec.kind.omits_response(row, conversation_column)
+                row_counts["other_column"] += bool(conversation_column) and not is_filled(row, conversation_column)
+                row_counts["text_alone"] += row_spec.row_kind.omits_response(row, conversation_column)
             except SkippedRow as skipped:
                 error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
                 skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
             except DataError as error:
                 skipped_rows.append(SkippedRowEntry("that cannot be read", str(error), str(error)))
-    schema = spec.schema
+    schema = row_spec.schema
     column_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
-    batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)
-    counts["learned_ends"] = _count_learned_end_tokens(batch, spec)
+    record_batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)
+    row_counts["learned_ends"] = _count_learned_end_tokens(record_batch, row_spec)
     for record in records:
-        counts.update(record.counts)
-    merged_locations = [record.values[-1] for record in records if record.is_merged]
-    return RowChunk(batch, skipped_rows, merged_locations, counts, unread_column_counts)
+        row_counts.update(record.counts)
+    locations_with_merged_turns = [record.values[-1] for record in records if record.has_merged_turns]
+    return RowChunk(record_batch, skipped_rows, locations_with_merged_turns, row_counts, unread_column_counts)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:
-    """Return the pass rate of each prompt in a file, by the prompt's text; None if no row of the prompt was sampled.
+    """Return the pass rate of each prompt in a file, by the prompt's text; None if no line has its rate.
     Raise DataError if the file does not exist, or a line has no prompt or no rate."""
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-        return {line["prompt"]: line["pass_rate"] for line in sorted(lines, key=lambda x: x["pass_rate"] is not None)}
+        rated_prompts = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        rated_prompts.sort(key=lambda each: each["pass_rate"] is not None)
+        return {each["prompt"]: each["pass_rate"] for each in rated_prompts}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         problem = f"dataset.pass_rates = {str(file)!r} is no file of pass rates"
         raise DataError(f"{problem} ({reason}); name another") from error
 
 
-def _check_pass_rate(spec: RecordSpec, row: Row, record: Record, location: str) -> None:
-    pass_rates_by_key: Mapping[str, Any] = row if spec.pass_rates is None else spec.pass_rates
-    key, rate_source = "pass_rate", "its row"
-    if spec.pass_rates is not None:
-        key, rate_source = record.values[list(spec.kind.columns).index("prompt_text")], "dataset.pass_rates"
+def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: str) -> None:
+    pass_rates_by_key: Mapping[str, Any] = row if row_spec.pass_rates is None else row_spec.pass_rates
+    rate_key, rate_source = "pass_rate", "its row"
+    if row_spec.pass_rates is not None:
+        rate_key = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
+        rate_source = "dataset.pass_rates"
         if record.counts.get("images"):  # prompts with the same text can show different images
             problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
-    if key not in pass_rates_by_key:
-        keep_setting = f"which dataset.keep = {spec.pass_rate_range!r} needs"
-        raise DataError(f"{location}: {rate_source} has no pass rate, {keep_setting}")
-    raw_pass_rate = pass_rates_by_key[key]
+    if rate_key not in pass_rates_by_key:
+        requirement = f"which dataset.keep = {row_spec.pass_rate_range!r} needs"
+        raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
+    raw_pass_rate = pass_rates_by_key[rate_key]
     try:
         pass_rate = None if raw_pass_rate is None else float(raw_pass_rate)
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None
-    if pass_rate is not None and not parse_pass_rate_range(spec.pass_rate_range)(pass_rate):
-        raise SkippedRow(location, f"with a pass rate outside of {spec.pass_rate_range}")
+    if pass_rate is not None and not parse_pass_rate_range(row_spec.pass_rate_range)(pass_rate):
+        raise SkippedRow(location, f"with a pass rate outside of {row_spec.pass_rate_range}")
 
 
-def _count_learned_end_tokens(batch: pa.RecordBatch, spec: RecordSpec) -> int:
+def _count_learned_end_tokens(record_batch: pa.RecordBatch, row_spec: RecordSpec) -> int:
     num_learned_ends = 0
-    for columns in zip(spec.kind.token_id_columns, spec.kind.mask_columns, strict=False):
-        ids, mask = (batch.column(name).values.to_numpy() for name in columns)
-        num_learned_ends += int((np.isin(ids, spec.stop_ids) & (mask == 1)).sum())
+    for columns in zip(row_spec.row_kind.token_id_columns, row_spec.row_kind.mask_columns, strict=False):
+        ids, mask = (record_batch.column(name).values.to_numpy() for name in columns)
+        num_learned_ends += int((np.isin(ids, row_spec.stop_ids) & (mask == 1)).sum())
     return num_learned_ends
 
 
 def read_images(
-    spec: RecordSpec, turns: list[Message], row: Row, location: str
+    row_spec: RecordSpec, turns: list[Message], row: Row, location: str
 ) -> tuple[list[Message], list[ImageFields], list[Image]]:
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
-    assert spec.image_root is not None
-    placeholder_turns, sources = align_images(turns, row, location)
-    refs_and_images = [read_image(source, spec.image_root, location, spec.stored_root) for source in sources]
-    image_refs = [asdict(image_ref) for image_ref, _ in refs_and_images]
-    return placeholder_turns, image_refs, [image for _, image in refs_and_images]
+    image_root, stored_root = row_spec.image_root, row_spec.stored_root
+    assert image_root is not None
+    turns_with_placeholders, sources = align_images(turns, row, location)
+    images_with_references = [read_image(source, image_root, location, stored_root) for source in sources]
+    image_refs = [asdict(image_ref) for image_ref, _ in images_with_references]
+    return turns_with_placeholders, image_refs, [image for _, image in images_with_references]
 
 
 def find_image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
-    """Return the folder of relative image paths: the recipe's, else that of the rows; None if only text is read."""
-    media, policy = image_settings(recipe), recipe.policy
-    if _load_processor(model, policy.model_revision, media.pixels, policy.chat_template) is None:
+    """Return the folder that image paths are relative to: `media_path`, else that of rows; None if no image is read."""
+    media_settings, policy = image_settings(recipe), recipe.policy
+    if _load_processor(model, policy.model_revision, media_settings.pixels, policy.chat_template) is None:
         return None
-    return Path(os.path.expanduser(media.media_path)).absolute() if media.media_path else rows_folder
+    return Path(os.path.expanduser(media_settings.media_path)).absolute() if media_settings.media_path else rows_folder
 
 
-def get_processor(spec: RecordSpec) -> ProcessorMixin:
-    """Return the processor of the model, which reads images."""
-    policy, pixels = spec.recipe.policy, image_settings(spec.recipe).pixels
-    processor = _load_processor(spec.model, policy.model_revision, pixels, policy.chat_template)
+def get_processor(row_spec: RecordSpec) -> ProcessorMixin:
+    """Return the transformers processor of the model, which converts images and text to its inputs."""
+    policy, pixel_limits = row_spec.recipe.policy, image_settings(row_spec.recipe).pixels
+    processor = _load_processor(row_spec.model, policy.model_revision, pixel_limits, policy.chat_template)
     assert processor is not None
     return processor
 
 
 @lru_cache(maxsize=1)
 def _load_processor(
-    model: str, revision: str | None, pixels: tuple[tuple[str, int], ...], chat_template: str | None
+    model: str, revision: str | None, pixel_limits: tuple[tuple[str, int], ...], chat_template: str | None
 ) -> ProcessorMixin | None:
-    """Return the processor of a model, cached for the next row; None if the model reads only text."""
-    processor = load_processor(model, revision, pixels)
+    """Return the processor of a model; None if the model reads only text."""
+    processor = load_processor(model, revision, pixel_limits)
     if processor is not None and chat_template is not None:
         set_chat_template(processor.tokenizer, chat_template)
         processor.chat_template = processor.tokenizer.chat_template
@@ -233,7 +237,7 @@ _TokensT = TypeVar("_TokensT")
 
 
 def tokenise_turns(tokenise_fn: Callable[[list[Message]], _TokensT], turns: list[Message]) -> tuple[_TokensT, bool]:
-    """Tokenise turns, merged if the chat template refuses them; return the tokens and whether turns were merged."""
+    """Return the tokens of turns, which are merged if the chat template refuses them, and whether they were merged."""
     try:
         return tokenise_fn(turns), False
     except RefusedRow:
@@ -244,36 +248,38 @@ def tokenise_turns(tokenise_fn: Callable[[list[Message]], _TokensT], turns: list
 
 
 def make_text_record(
-    spec: RecordSpec, tokens: tuple[list[int], list[int]], location: str, *, is_merged: bool = False, **counts: int
+    row_spec: RecordSpec, tokens: _IdsAndMask, location: str, *, has_merged_turns: bool = False, **counts: int
 ) -> Record:
     """Return the record of one sequence of text, cut to the maximum length; errors are those of `truncate_tokens`."""
-    counts["truncated_rows"] = int(len(tokens[0]) > spec.max_tokens)
-    ids_and_mask = truncate_tokens(tokens, spec.max_tokens, location)
-    return Record((*ids_and_mask, *spec.empty_image_value, location), is_merged, counts)
+    counts["truncated_rows"] = int(len(tokens[0]) > row_spec.max_tokens)
+    ids_and_mask = truncate_tokens(tokens, row_spec.max_tokens, location)
+    return Record((*ids_and_mask, *row_spec.empty_image_cells, location), has_merged_turns, counts)
 
 
 def make_conversation_record(
-    tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, turns: list[Message], tools: Tools, row: Row, location: str
-) -> Record:
+    tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, turns: list[Message], tools: Tools, row: Row,
+    location: str,
+) -> Record:  # fmt: skip
     """Return the record of one conversation, with the images of its row if the model reads images; errors are those of
     `tokenise_conversation` and `tokenise_images_and_text`."""
-    if spec.image_root is None:
-        text_tokens, is_merged = tokenise_turns(
-            lambda turns: tokenise_conversation(tokenizer, turns, location, tools, spec.stop_ids), turns
+    if row_spec.image_root is None:
+        text_tokens, has_merged_turns = tokenise_turns(
+            lambda turns: tokenise_conversation(tokenizer, turns, location, tools, row_spec.stop_ids), turns
         )
-        return make_text_record(spec, text_tokens, location, is_merged=is_merged)
-    processor = get_processor(spec)
-    placeholder_turns, image_refs, images = read_images(spec, turns, row, location)
-    tokens, is_merged = tokenise_turns(
-        lambda turns: tokenise_images_and_text(processor, turns, images, location, tools, spec.stop_ids),
-        placeholder_turns,
+        return make_text_record(row_spec, text_tokens, location, has_merged_turns=has_merged_turns)
+    processor = get_processor(row_spec)
+    turns_with_placeholders, image_refs, images = read_images(row_spec, turns, row, location)
+    tokens, has_merged_turns = tokenise_turns(
+        lambda turns: tokenise_images_and_text(processor, turns, images, location, tools, row_spec.stop_ids),
+        turns_with_placeholders,
     )
-    ids, mask = truncate_visual_tokens(tokens, spec.max_tokens, location)
-    counts = {"truncated_rows": int(len(tokens.ids) > spec.max_tokens), "images": len(image_refs)}
-    return Record((ids, mask, image_refs, location), is_merged, counts | {"image_tokens": tokens.num_image_tokens})
+    ids, mask = truncate_visual_tokens(tokens, row_spec.max_tokens, location)
+    counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+    counts["truncated_rows"] = int(len(tokens.ids) > row_spec.max_tokens)
+    return Record((ids, mask, image_refs, location), has_merged_turns, counts)
 
 
-def check_characters(content: Any, location: str) -> None:
+def check_surrogates(content: Any, location: str) -> None:
     """Raise SkippedRow if a row has a lone surrogate (half of a character above U+FFFF), which tokenizers refuse."""
     try:
         json.dumps(content, ensure_ascii=False, default=str).encode()

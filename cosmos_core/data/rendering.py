@@ -33,7 +33,7 @@ def render(
     tools: Tools = None,
     template_kwargs: Mapping[str, Any] = {},
 ) -> tuple[list[Message], str]:
-    """Render turns with the chat template of a tokenizer or processor; return the turns as passed to it, and the text.
+    """Render turns with the chat template of a tokenizer or processor; return the turns in the form used, and the text.
     `template_kwargs` are passed to `apply_chat_template`.
 
     Some templates of processors expect strings for turns with text only, others expect parts in all turns. Both forms
@@ -49,20 +49,20 @@ def render(
             f"{name} has no chat template; set policy.chat_template to a Jinja file, 'plain' or 'chatml', start "
             "from an instruct model, or give plain text: a column `text`, or `prompt` and `completion`"
         )
-    arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}
-    arguments["template_kwargs"] = template_kwargs
+    render_arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    render_arguments["template_kwargs"] = template_kwargs
     renderings: list[tuple[list[Message], list[Message], str]] = []
     for rendered_turns in (turns, _convert_to_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
-            text = render_template(renderer, rendered_turns, location=location, **arguments)
+            text = render_template(renderer, rendered_turns, location=location, **render_arguments)
             missing_turns = [turn for turn in rendered_turns if _is_turn_missing(turn, text)]
             renderings.append((missing_turns, rendered_turns, text))
         except TemplateError as error:
             last_error = error
     turns_with_string_arguments = encode_arguments_in_turns(turns)
-    calls = [call for turn in turns for call in turn.get("tool_calls", [])]
-    if turns_with_string_arguments != turns and (not renderings or uses_python_notation(calls, renderings[0][2])):
-        return render(renderer, turns_with_string_arguments, location, **arguments)
+    tool_calls = [call for turn in turns for call in turn.get("tool_calls", [])]
+    if turns_with_string_arguments != turns and (not renderings or uses_python_notation(tool_calls, renderings[0][2])):
+        return render(renderer, turns_with_string_arguments, location, **render_arguments)
     if not renderings:
         raise RefusedRow(location, f"refused by the chat template ({last_error})")
     missing_turns, rendered_turns, text = min(renderings, key=lambda rendering: len(rendering[0]))
@@ -117,7 +117,7 @@ def _is_function_name_missing(functions_or_calls: list[Any], text: str) -> bool:
     return any(isinstance(function, dict) and str(function.get("name", "")) not in text for function in functions)
 
 
-def _to_template_error(error: Exception) -> TemplateError:
+def _convert_to_template_error(error: Exception) -> TemplateError:
     reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
     return TemplateError(" ".join(reason.split()))
 
@@ -133,7 +133,7 @@ def render_template(
 ) -> str:
     """Return the text that the chat template of a tokenizer or processor renders. Raise TemplateError if the template
     fails with any exception, and ModelError if it does not end, takes too much memory, or renders too much text."""
-    with convert_errors(_to_template_error, ModelError), limit_resources(f"{location}: the chat template"):
+    with convert_errors(_convert_to_template_error, ModelError), limit_resources(f"{location}: the chat template"):
         text = renderer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **template_kwargs
         )

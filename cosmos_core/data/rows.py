@@ -1,6 +1,6 @@
 """Rows of a data set as pairs of location and dictionary, from a local file or folder, the Hub, or a generator.
 
-Error messages name a row by its location: "train.jsonl:12", in lines from 1, or "name[train] row 12", from 0.
+Messages name a row by its location: "train.jsonl:12" (lines from 1), or "name[train] row 12" (rows from 0).
 `formats.py` reads file formats, `messages.py` interprets rows.
 """
 
@@ -46,9 +46,9 @@ _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
 """Start of the name of one of the files of a split that `datasets` writes; its groups are split and number of files."""
 _FilesBySplit = dict[str, list[Path]]
-"""Files of each split that the README.md of a data set declares; empty: the names of files tell their splits."""
+"""Files of each split as declared in the README.md of a data set; if empty, file names determine the splits."""
 _INFO_FILES = ("dataset_info.json", "dataset_infos.json")
-"""Descriptions of data sets, which Hub data sets and other programs have in the folders of their data files."""
+"""Names of JSON files that describe a data set; they are in the folders of data files, but have no rows."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -56,7 +56,7 @@ class Rows:
     """Rows of one or several files with their locations, or a selection of rows; each iteration reads the files."""
 
     def __init__(self, readers: Sequence[RowReader], folder: Path, selection_mask: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits; paths are relative to `folder`. `selection_mask`: kept rows (None: all)."""
+        """Join the rows of files or splits, or those that a mask selects; media paths are relative to `folder`."""
         self.folder = folder
         self._readers, self._selection_mask = readers, selection_mask
         self._num_all_rows = sum(reader.num_rows for reader in readers)
@@ -73,7 +73,7 @@ class Rows:
         return self.select(np.arange(len(self)) < num_rows)
 
     def select(self, selection_mask: np.ndarray) -> Rows:
-        """Return the rows that the mask `selection_mask`, with an entry per row, selects."""
+        """Return the rows for which `selection_mask`, a bool array with an entry per row, is True."""
         if self._selection_mask is not None:
             full_mask = self._selection_mask.copy()
             full_mask[self._selection_mask] = selection_mask
@@ -102,18 +102,18 @@ def load_rows(
     elif is_user_code(dataset.name) and dataset_loader:
         readers = [dataset_loader.make_row_reader(dataset.name, config_key)]
     elif dataset.name.startswith((".", "/", "~")) or dataset.name.count("/") > 1 or data_suffix(dataset.name):
-        folders = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
-        problem = f"{config_key}.name = {str(path)!r}: it does not exist{folders}"
+        searched_folders = "" if path.is_absolute() else f" in {str(Path.cwd())!r} or beside the file that is run"
+        problem = f"{config_key}.name = {str(path)!r}: it does not exist{searched_folders}"
         raise DataError(f"{problem}; give a file, a folder or a Hub id")
     else:
         readers = [_load_hub_split(dataset, split, config_key) for split in dataset.split]
-    if not any(reader.num_rows for reader in readers):  # some shards may be empty, but not all shards
+    if not any(reader.num_rows for reader in readers):  # one shard may be empty, but not the whole data set
         raise DataError(f"{readers[0].name}: file holds no rows; {config_key}.name needs at least one")
     folder = path if path.is_dir() else path.parent
     return Rows(readers, folder.absolute() if os.path.exists(path) else Path.cwd())
 
 
-def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
+def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
     """Return the training settings of each training data set, by the configuration key of the data set. If the stage
     has the key `data`, it replaces the data sets of the recipe."""
     policy = stage.recipe.train.train_policy
@@ -122,8 +122,9 @@ def training_sources(stage: Stage) -> dict[str, AlgorithmConfig]:
         name, config_key = image_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not name:
         return dict(policy.tables_by_dataset)
-    keys = {name: getattr(policy.dataset, name) for name in ("test_size", "max_skipped_fraction", "keep", "pass_rates")}
-    return {config_key: policy.copy_with(datasets=(), dataset=DatasetConfig(name=name, **keys))}
+    setting_names = ("test_size", "max_skipped_fraction", "keep", "pass_rates")
+    dataset_settings = {name: getattr(policy.dataset, name) for name in setting_names}
+    return {config_key: policy.copy_with(datasets=(), dataset=DatasetConfig(name=name, **dataset_settings))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -134,12 +135,12 @@ def has_local_split(path: Path, split: str) -> bool:
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
-    """Divide rows into (train, held-out), both in the order of the file; the arguments are those of `held_out_mask`."""
-    is_held_out = held_out_mask(len(rows), test_size, seed)
+    """Divide rows into training rows and held-out rows, both in their order; see `sample_held_out_mask`."""
+    is_held_out = sample_held_out_mask(len(rows), test_size, seed)
     return rows.select(~is_held_out), rows.select(is_held_out)
 
 
-def held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
+def sample_held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
     """Return the mask of the held-out rows, bool, (num_rows,), chosen at random by the seed alone: `test_size` rows, or
     a fraction below 1 of all rows, which is rounded up. Raise DataError if no row would be left to train on."""
     num_held_out = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
@@ -179,8 +180,8 @@ def _parse_slice_bound(bound_text: str | None, num_rows: int) -> int | None:
 def _open_local_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
     if declared_files:
         if not declared_files.get(split):
-            names = ", ".join(name for name, files in declared_files.items() if files) or "no split"
-            problem = f"but of the data files that README.md declares those of {names} exist"
+            declared_splits = ", ".join(name for name, files in declared_files.items() if files) or "no split"
+            problem = f"but of the data files that README.md declares those of {declared_splits} exist"
             raise DataError(f"{config_key}.split = {split!r}, {problem}; name others")
         _warn_of_missing_files(declared_files[split], config_key)
         return [_open_data_file(file) for file in declared_files[split]]
@@ -197,7 +198,7 @@ def _open_local_split(path: Path, split: str, config_key: str, declared_files: _
 
 
 def _open_data_file(file: Path) -> RowReader:
-    # The file name becomes part of row locations in messages and in prepared rows.
+    # Check the name, because messages and prepared rows contain it as a part of the location of a row.
     if re.search("[\0-\x1f\ud800-\udfff]", file.name):
         raise DataError(f"{file.name!r}: the name of a data file must be UTF-8 without control characters; rename it")
     return open_row_file(file)
@@ -222,7 +223,7 @@ def _has_split_name(file: Path, split: str) -> bool:
 
 
 def has_split_word(file: Path, split: str) -> bool:
-    """Return whether a file name is that of a split or has it as a word, as "gsm8k_train.jsonl" has."""
+    """Return whether a file name is the name of a split or contains it as a word, like "gsm8k_train.jsonl"."""
     is_shard, word_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
     return _has_split_name(file, split) or (not is_shard and bool(re.search(word_regex, file.name)))
 
@@ -292,7 +293,7 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _
 
 
 def _find_declared_files(path: Path, subset: str, config_key: str) -> _FilesBySplit:
-    """Return the files of each split by the `configs` in README.md; empty if it has none."""
+    """Return the files that `configs` in README.md declares for each split; empty without `configs`."""
     configs = read_card_metadata(path).get("configs")
     if "data_files" not in str(configs) or (subset and (path / subset).is_dir()):
         return {}

@@ -57,11 +57,12 @@ def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) 
 
 
 def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
-    """Return each prompt with the response of the previous sample (the first: of the last), cut to `max_tokens`."""
-    starts = [int(sample.loss_mask.argmax()) for sample in samples]
+    """Return each prompt with the previous sample's response, and the first with the last one, cut to `max_tokens`."""
+    response_starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
-    def join(name: str, i: int) -> np.ndarray:
-        prompt, response = getattr(samples[i], name)[: starts[i]], getattr(samples[i - 1], name)[starts[i - 1] :]
+    def swap(name: str, i: int) -> np.ndarray:
+        prompt = getattr(samples[i], name)[: response_starts[i]]
+        response = getattr(samples[i - 1], name)[response_starts[i - 1] :]
         return np.concatenate([prompt, response])[:max_tokens]
 
-    return [replace(s, input_ids=join("input_ids", i), loss_mask=join("loss_mask", i)) for i, s in enumerate(samples)]
+    return [replace(s, input_ids=swap("input_ids", i), loss_mask=swap("loss_mask", i)) for i, s in enumerate(samples)]

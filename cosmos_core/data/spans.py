@@ -20,8 +20,8 @@ TextBeforeCompletion = tuple[str, str]
 
 
 def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
-    """Return the assistant's spans by rendering the conversation up to and through each turn; None if a rendering is no
-    prefix of `rendered_text`, as with templates that render the last turn differently from earlier turns."""
+    """Return the assistant's spans: for each turn, the messages before it and the messages including it are rendered.
+    Return None if a rendering is no prefix of `rendered_text`, as if the template renders the last turn differently."""
     spans = []
     for i in _find_assistant_turns(messages):
         try:
@@ -41,23 +41,23 @@ def find_spans_by_placeholders(
 ) -> list[Span] | None:  # fmt: skip
     """Return the assistant's spans by rendering a placeholder for each completion, and locating the other text in
     `rendered_text`; None if this fails. A span includes text between generation prompt and completion (think block).
-    With `keeps_reasoning` a placeholder follows the reasoning of a text, for templates that extract the reasoning."""
+    With `keeps_reasoning` only the text after the reasoning is replaced, for templates that extract the reasoning."""
     turn_indices = _find_assistant_turns(messages)
     unused_word = make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
     placeholder_messages = list(messages)
     for i, word in zip(turn_indices, placeholders, strict=True):
         text = "".join("".join(get_turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_reasoning + word
-        is_text = isinstance(messages[i]["content"], str)
-        placeholder_messages[i] = {**messages[i], "content": text if is_text else [{"type": "text", "text": text}]}
-        placeholder_messages[i].pop("tool_calls", None)  # tool calls belong to the completion
+        is_string = isinstance(messages[i]["content"], str)
+        placeholder_messages[i] = {**messages[i], "content": text if is_string else [{"type": "text", "text": text}]}
+        placeholder_messages[i].pop("tool_calls", None)  # the placeholder replaces tool calls too
     messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:
         template_texts = _split_at_words(render_fn(placeholder_messages, False), placeholders)
         texts_up_to_last_turn = _split_at_words(render_fn(messages_up_to_last_turn, False), placeholders)
         if template_texts is None or texts_up_to_last_turn is None:
             return None
-        preceding_texts = _find_texts_before(render_fn, placeholder_messages, turn_indices, template_texts)
+        preceding_texts = _find_texts_before_completions(render_fn, placeholder_messages, turn_indices, template_texts)
     except TemplateError:
         return None
     turn_end_texts = [_find_turn_end(text, texts_up_to_last_turn[-1], turn_end_tokens) for text in template_texts[1:]]
@@ -99,7 +99,7 @@ def _split_at_words(text: str, words: list[str]) -> list[str] | None:
     return [*texts, text]
 
 
-def _find_texts_before(
+def _find_texts_before_completions(
     render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_texts: list[str]
 ) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
@@ -143,18 +143,18 @@ def _split_at_generation_prompt(
     template_text: str, last_text: str, turn_end: str, generation_prompt: str
 ) -> TextBeforeCompletion:
     """Return `template_text` up to the end of the longest prefix of the generation prompt in it, and the rest of the
-    generation prompt. For example, templates render a turn without reasoning after a prompt without `<think>`."""
+    generation prompt, such as `<think>`, which templates leave out before a turn without reasoning."""
     expected_text = last_text + turn_end + generation_prompt
     if expected_text in template_text:
         return template_text[: template_text.rfind(expected_text) + len(expected_text)], ""
-    # Search after the user's text: it may contain the generation prompt, or, if short, occur in the generation prompt.
+    # Search only after the user's text, because that text may contain the generation prompt.
     preceding_text = next((text for text in (last_text + turn_end, last_text) if text in template_text), None)
     if preceding_text is None or not generation_prompt:
         return template_text, ""
     search_start = template_text.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
     for prefix_length in range(len(generation_prompt), 0, -1):
         position = template_text.rfind(generation_prompt[:prefix_length], search_start)
-        # Without preceding user text to search from, a short prefix of the prompt may match unrelated text.
+        # Without a preceding text, accept the whole prompt, or a prefix at the end: others may match by chance.
         if position >= 0 and (
             preceding_text
             or prefix_length == len(generation_prompt)
@@ -184,7 +184,7 @@ def _locate_completions(
         return None
     search_text = rendered_text[:search_end]
     completion_ends = _find_earliest_occurrences(search_text, next_texts, search_start)
-    # Spans are ambiguous if a turn quotes the template's text between two turns, with its control tokens.
+    # Refuse ambiguous spans: a turn may quote the text, with control tokens, that the template writes between turns.
     if completion_ends is None or completion_ends != _find_latest_occurrences(search_text, next_texts, search_start):
         return None
     spans = []

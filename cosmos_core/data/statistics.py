@@ -16,8 +16,7 @@ from cosmos_core.errors import DataError
 if TYPE_CHECKING:
     from cosmos_core.data.records import RecordSpec
 
-_MAX_LISTED_REASONS = 5
-"""Maximum number of reasons in a notice: a chat template may give a different reason for each row."""
+_MAX_LISTED_REASONS = 5  # maximum number of reasons in a notice; a chat template may give another for each row
 
 
 def make_unusable_rows_remedy(max_fraction: float, *, is_every_row_unusable: bool) -> str:
@@ -42,7 +41,7 @@ class RowChunk(NamedTuple):
 
     batch: pa.RecordBatch
     skipped_rows: list[SkippedRowEntry]
-    merged_locations: list[str]
+    locations_with_merged_turns: list[str]
     """Locations of rows whose turns were merged, because the chat template refuses the original turns."""
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
@@ -59,24 +58,24 @@ class _FirstItemCounter:
     count: int = 0
     first_description: str = ""
 
-    def add(self, description: str) -> None:
-        self.first_description = self.first_description if self.count else description
+    def add(self, item_description: str) -> None:
+        self.first_description = self.first_description if self.count else item_description
         self.count += 1
 
 
 class SplitCounts:
-    """Statistics of one split, collected chunk by chunk."""
+    """Statistics of the rows of one split, which are added in chunks."""
 
-    def __init__(self, spec: RecordSpec) -> None:
-        self._row_kind, self._conversation_column = spec.kind, spec.conversation_column
-        self._max_completion_tokens = spec.max_completion_tokens
-        # Prompts of this length leave room for the longest completion.
-        max_prompt_tokens = spec.max_tokens + 1 - spec.max_completion_tokens
-        self._max_prompt_tokens = max_prompt_tokens if spec.kind.is_prompt else math.inf
+    def __init__(self, row_spec: RecordSpec) -> None:
+        self._row_kind, self._conversation_column = row_spec.row_kind, row_spec.conversation_column
+        self._max_completion_tokens = row_spec.max_completion_tokens
+        # A prompt of at most this length leaves room for the longest completion in the model's maximum length.
+        max_prompt_tokens = row_spec.max_tokens + 1 - row_spec.max_completion_tokens
+        self._max_prompt_tokens = max_prompt_tokens if row_spec.row_kind.is_prompt else math.inf
         self._row_lengths: list[np.ndarray] = []
         self._counts, self._unread_column_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
-        self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
+        self._error_counter, self._merge_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
         """Add the rows of the next chunk."""
@@ -84,8 +83,8 @@ class SplitCounts:
         self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
         self._counts += chunk.counts
         self._unread_column_counts += chunk.unread_column_counts
-        for location in chunk.merged_locations:
-            self._merged_counter.add(location)
+        for location in chunk.locations_with_merged_turns:
+            self._merge_counter.add(location)
         for skipped_row in chunk.skipped_rows:
             self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.location)
             if skipped_row.error:
@@ -105,7 +104,7 @@ class SplitCounts:
 
     @property
     def _has_learned_end_token(self) -> bool:
-        """Return whether a row has a learned end token; True also if the rows have no loss or all rows are cut."""
+        """Return whether a row has a learned end token; return True too if the rows have no loss or all are cut."""
         is_always_truncated = self._counts["truncated_rows"] >= self.num_rows
         return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
 
@@ -142,10 +141,10 @@ class SplitCounts:
                 f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
                 f"{self._max_completion_tokens} tokens of max_response_length: their completions end earlier"
             )
-        if self._merged_counter.count:
+        if self._merge_counter.count:
             lines.append(
-                f"turns put together in {self._merged_counter.count} of {self.num_rows} rows (first: "
-                f"{self._merged_counter.first_description}): the chat template refuses a system turn, or turns of one "
+                f"turns put together in {self._merge_counter.count} of {self.num_rows} rows (first: "
+                f"{self._merge_counter.first_description}): the chat template refuses a system turn, or turns of one "
                 "role in a row"
             )
         if not self._has_learned_end_token:
@@ -155,7 +154,7 @@ class SplitCounts:
             )
         return lines
 
-    def summary(self) -> dict[str, Any]:
+    def make_statistics_entry(self) -> dict[str, Any]:
         """Return the entry of the split in `statistics.json`."""
         lengths = np.concatenate(self._row_lengths).astype(np.int64)
         p50, p95 = np.percentile(lengths, [50, 95])
@@ -172,7 +171,7 @@ class SplitCounts:
             "skipped_rows": self.num_skipped,
             "skipped": {reason: {"rows": counter.count, "first": counter.first_description}
                         for reason, counter in self._skipped_by_reason.items()},
-            "merged_rows": self._merged_counter.count,
+            "merged_rows": self._merge_counter.count,
             **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
             **{name: self._counts[name] for name in ("plain_rows", "continued_rows") if self._counts[name]},
             **({"unread_columns": sorted(self._unread_column_counts)} if self._unread_column_counts else {}),

@@ -19,7 +19,7 @@ MAX_TEMPLATE_BYTES = 2 << 30
 """Memory limit in bytes, in addition to what the process already uses."""
 _PAGE_SIZE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SIZE_REFRESH_SECONDS = 0.02
-"""Time for which the measured size of the process counts, because measuring takes longer than rendering a short row."""
+"""Time for which a measured size is reused, because measuring takes longer than rendering a short row."""
 _TEMPLATE_REMEDY = "mend the template, or leave the row out"
 
 
@@ -38,28 +38,28 @@ class _ProcessLimits:
 
     @contextmanager
     def run_timer(self) -> Iterator[None]:
-        """Return a context manager in which a signal arrives at intervals, and raises in a block that is late."""
+        """Return a context manager with a timer; its signals raise an error in a block that exceeds its time limit."""
         previous_handler: Any = signal.signal(signal.SIGALRM, self._raise_if_late)
         self.is_timer_running = True
         try:
-            self.keep_timer()
+            self.ensure_timer_runs()
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous_handler)
             self.is_timer_running = False
 
-    def keep_timer(self) -> None:
-        """Start the timer, unless it runs: a forked process has none, and other code may have stopped it."""
+    def ensure_timer_runs(self) -> None:
+        """Start the timer unless it runs: a forked process has no timer, and other code may have stopped it."""
         if signal.getitimer(signal.ITIMER_REAL)[1] == 0:
-            interval = min(1.0, MAX_TEMPLATE_SECONDS / 10)
-            signal.setitimer(signal.ITIMER_REAL, interval, interval)
+            interval_seconds = min(1.0, MAX_TEMPLATE_SECONDS / 10)
+            signal.setitimer(signal.ITIMER_REAL, interval_seconds, interval_seconds)
 
     def _raise_if_late(self, signal_number: int, frame: FrameType | None) -> None:
-        if time.monotonic() >= self.deadline:  # at each signal again, in case a destructor swallows the exception
+        if time.monotonic() >= self.deadline:  # raise at each signal: destructors swallow exceptions
             raise _TimeLimitExceeded
 
-    def size_bytes(self) -> int:
+    def measure_size_bytes(self) -> int:
         """Return the size of the address space, measured at most `_SIZE_REFRESH_SECONDS` ago."""
         if time.monotonic() >= self._next_size_time:
             with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -80,32 +80,32 @@ def share_timer() -> Iterator[None]:
 
 
 @contextmanager
-def limit_resources(description: str) -> Iterator[None]:
+def limit_resources(code_description: str) -> Iterator[None]:
     """Limit the time and the additional memory of the code in a `with` block; raise ModelError, which names the code by
-    `description`, if it exceeds a limit.
+    `code_description`, if it exceeds a limit.
 
     A loop in Python stops at its next bytecode; a single operation in C is limited only by memory. The time limit needs
     a signal, which only the main thread of a process receives; other threads have the memory limit only.
     """
     is_main_thread = _is_main_thread()
     if is_main_thread and not _process_limits.is_timer_running:
-        with _process_limits.run_timer(), limit_resources(description):
+        with _process_limits.run_timer(), limit_resources(code_description):
             yield
         return
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    size_limits = (_process_limits.size_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
+    size_limits = (_process_limits.measure_size_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
     try:
-        limit = min(each for each in size_limits if each != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+        size_limit = min(each for each in size_limits if each != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (size_limit, hard_limit))
         if is_main_thread:
-            _process_limits.keep_timer()
+            _process_limits.ensure_timer_runs()
             _process_limits.deadline = time.monotonic() + MAX_TEMPLATE_SECONDS
         yield
     except _TimeLimitExceeded as error:
-        raise ModelError(f"{description} runs on beyond {MAX_TEMPLATE_SECONDS:g} s; {_TEMPLATE_REMEDY}") from error
+        raise ModelError(f"{code_description} runs on beyond {MAX_TEMPLATE_SECONDS:g} s; {_TEMPLATE_REMEDY}") from error
     except MemoryError as error:
         raise ModelError(
-            f"{description} takes more than {MAX_TEMPLATE_BYTES / 2**30:g} GiB of memory; {_TEMPLATE_REMEDY}"
+            f"{code_description} takes more than {MAX_TEMPLATE_BYTES / 2**30:g} GiB of memory; {_TEMPLATE_REMEDY}"
         ) from error
     finally:
         if is_main_thread:

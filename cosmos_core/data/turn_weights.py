@@ -9,7 +9,7 @@ _WEIGHT_KEYS = ("weight", "loss", "train", "loss_mask", "trainable")
 _UNSUPPORTED_KEYS = ("loss_scale", "loss_weight", "train_detail", "training_detail")
 """Unsupported keys that weight a turn, or parts of it, by other values than 0 and 1."""
 _SELECTION_KEY_REGEX = re.compile(r"loss|train|learn|mask|weight|ignore|supervise|target|skip|label", re.IGNORECASE)
-"""Pattern of key names with which other programs select tokens; a number, a list, or yes or no there is refused."""
+"""Pattern of keys with which other programs select tokens; such a key with a number, list, yes or no is refused."""
 
 
 def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str, int]:

@@ -53,8 +53,8 @@ class UserDatasetLoader:
         self._recipe, self._load_tokenizer = recipe, load_tokenizer
 
     def make_row_reader(self, name: str, config_key: str) -> RowReader:
-        """Return the rows of the user's data set `name`; `config_key` names its table in messages. Raise ConfigError if
-        the class cannot be imported, and DataError if it raised an error or has no length."""
+        """Return the reader of the user's data set `name`; `config_key` names its table in messages. Raise ConfigError
+        if the class cannot be imported, and DataError if it raised an error or has no length."""
         user_object = import_user_code(name)
         with convert_user_code_errors(f"{config_key}.name = {name!r}", None):
             dataset = _instantiate_user_object(user_object, self._recipe)
@@ -68,22 +68,22 @@ class UserDatasetLoader:
         policy = self._recipe.train.train_policy
         if not policy.data_packer:
             return None
-        key = f"train.train_policy.data_packer = {policy.data_packer!r}"
+        location = f"train.train_policy.data_packer = {policy.data_packer!r}"
         user_object = import_user_code(policy.data_packer)
-        methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
-        if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in methods]:
+        defined_methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
+        if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in defined_methods]:
             raise ConfigError(
-                f"{key} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
+                f"{location} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
                 "model's adapter; remove it, or write an algorithm of your own"
             )
         method_name = load_tokenised_kind(policy.rows).packer_method
-        with convert_user_code_errors(key, user_object):
+        with convert_user_code_errors(location, user_object):
             packer = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
             method_problem = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{key}: a training on {policy.rows} calls {method_problem}")
+            raise ConfigError(f"{location}: a training on {policy.rows} calls {method_problem}")
         return partial(_apply_packer, method, policy)
 
     def _call_setup(self, user_object: Any) -> None:
@@ -106,15 +106,15 @@ def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
     return user_object(recipe) if should_pass_recipe else user_object()
 
 
-def _iterate_items(dataset: Any, name: str, length: int, policy: AlgorithmConfig) -> Iterator[LocatedRow]:
+def _iterate_items(dataset: Any, name: str, num_items: int, policy: AlgorithmConfig) -> Iterator[LocatedRow]:
     """Yield each item of a user's data set as a row with its location and its reference answer."""
-    get_reference = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
-    for index in range(length):
+    get_reference_fn = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
+    for index in range(num_items):
         location = f"{name} item {index}"
         with convert_user_code_errors(location, getattr(type(dataset), "__getitem__", None)):
             row = _convert_item(dataset[index], policy, location)
-            if get_reference is not None:
-                row |= _make_reference_row(get_reference(index), policy)
+            if get_reference_fn is not None:
+                row |= _make_reference_row(get_reference_fn(index), policy)
         yield location, row
 
 

@@ -47,8 +47,8 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
             )
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
-    item_counts = {name: len(task.eval_docs) for name, task in tasks.items()}
-    return Benchmarks(task_manager, names, {name: min(n, settings.limit or n) for name, n in item_counts.items()})
+    num_items_by_name = {name: len(task.eval_docs) for name, task in tasks.items()}
+    return Benchmarks(task_manager, names, {name: min(n, settings.limit or n) for name, n in num_items_by_name.items()})
 
 
 def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
@@ -63,10 +63,10 @@ def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
 
 def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
     """Return the names of the tasks that a pattern matches. Raise `ConfigError` if there are none."""
-    if names := task_manager.match_tasks([pattern]):
-        return names
-    hint = suggest_names(pattern, task_manager.all_tasks)
-    raise ConfigError(f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}{hint}")
+    if task_names := task_manager.match_tasks([pattern]):
+        return task_names
+    name_suggestions = suggest_names(pattern, task_manager.all_tasks)
+    raise ConfigError(f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}{name_suggestions}")
 
 
 def _load_tasks(task_manager: TaskManager, name: str) -> dict[str, Any]:
@@ -81,5 +81,5 @@ def _load_tasks(task_manager: TaskManager, name: str) -> dict[str, Any]:
     except _DATASET_ERRORS as error:
         entry = task_manager.task_index[name]
         dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
-        problem = f"the rows of {name!r}{dataset_text} cannot be read ({first_line(error)})"
-        raise DataError(f"evaluate.tasks: {problem}; {_MISSING_ROWS_HINT}") from error
+        read_problem = f"the rows of {name!r}{dataset_text} cannot be read ({first_line(error)})"
+        raise DataError(f"evaluate.tasks: {read_problem}; {_MISSING_ROWS_HINT}") from error

@@ -16,7 +16,7 @@ from lm_eval import evaluator
 from cosmos_core.errors import ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines import check_engine, engine_name, open_model
-from cosmos_core.evaluate.results import convert_metrics, describe_tasks, item_table, sample_records
+from cosmos_core.evaluate.results import build_item_table, convert_metrics, describe_tasks, select_sample_records
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
@@ -43,7 +43,7 @@ def check(stage: Stage) -> Outcome:
 def run(stage: Stage) -> Outcome:
     """Run the benchmarks, and return their metrics. Raise the errors of `check`, or `Preempted` after a stop."""
     _describe_model(stage)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs a warning for each default setting of a task
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hide lm-eval's warnings about default task settings
     stage.progress.phase("prepare")
     settings = stage.recipe.evaluate
     benchmarks = open_benchmarks(settings)
@@ -57,13 +57,13 @@ def run(stage: Stage) -> Outcome:
             raise Preempted(f"stopped after {num_responses} responses, which are kept")
 
     stage.progress.phase("load")
-    model = open_model(stage, stop_if_requested)
+    lm_eval_model = open_model(stage, stop_if_requested)
     if settings.apply_chat_template:
-        set_chat_template(model.tokenizer, stage.recipe.policy.chat_template)
+        set_chat_template(lm_eval_model.tokenizer, stage.recipe.policy.chat_template)
     stage.progress.phase("evaluate", deadline_seconds=3600)
     evaluator.add_env_info = lambda results: None  # skip lm-eval's list of packages, which takes long
     results: Any = evaluator.simple_evaluate(
-        model=model, tasks=benchmarks.names, task_manager=benchmarks.task_manager,
+        model=lm_eval_model, tasks=benchmarks.names, task_manager=benchmarks.task_manager,
         num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
         confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
@@ -77,9 +77,9 @@ def run(stage: Stage) -> Outcome:
         "settings": settings.model_dump(exclude={"include_path"}), "tasks": describe_tasks(results), "metrics": metrics,
     }  # fmt: skip
     write_json(stage.path / REPORT_FILE, report)
-    pq.write_table(item_table(results["samples"]), stage.path / ITEMS_FILE)
-    lines = (json.dumps(line, ensure_ascii=False) for line in sample_records(results["samples"], _NUM_SAMPLES_PER_TASK))
-    write_text(stage.path / SAMPLES_FILE, "".join(f"{line}\n" for line in lines))
+    pq.write_table(build_item_table(results["samples"]), stage.path / ITEMS_FILE)
+    records = select_sample_records(results["samples"], _NUM_SAMPLES_PER_TASK)
+    write_text(stage.path / SAMPLES_FILE, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
     for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()
     return Outcome(outputs=(REPORT_FILE, ITEMS_FILE, SAMPLES_FILE), metrics=metrics)
@@ -87,10 +87,10 @@ def run(stage: Stage) -> Outcome:
 
 def _describe_model(stage: Stage) -> str:
     """Check the model's weights, tokenizer and, if necessary, chat template; return the name of its architecture."""
-    policy, uses_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
+    policy, uses_chat_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
     config = load_config(stage.model, policy.model_revision)
-    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_template else None)
-    if uses_template and not tokenizer.chat_template:
+    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_chat_template else None)
+    if uses_chat_template and not tokenizer.chat_template:
         raise ModelError(
             f"evaluate.apply_chat_template = true: {stage.model!r} has no chat template; set it to false, or "
             "policy.chat_template to one"

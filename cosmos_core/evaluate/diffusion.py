@@ -19,7 +19,7 @@ from torch import Tensor
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import Preempted, RewardError
 from cosmos_core.evaluate.prompt_sets import read_prompt_sets
-from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, average_scores, item_table, read_scores
+from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, average_scores, read_scores, to_item_table
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_pipeline
 from cosmos_core.observe import gallery
@@ -41,16 +41,16 @@ _NUM_CHECKED_PROMPTS = 2
 def check(stage: Stage) -> Outcome:
     """Check the pipeline, the prompt sets and the rewards without reading weights."""
     stage.progress.phase("load")
-    family, settings = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
+    diffusion_model, settings = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
     _check_rewards(settings.rewards)
-    num_frames = family.config.inference_frames if family.is_video else 1
-    family.latent_shape(*family.config.inference_size, num_frames)
+    num_frames = diffusion_model.config.inference_frames if diffusion_model.is_video else 1
+    diffusion_model.latent_shape(*diffusion_model.config.inference_size, num_frames)
     prompt_sets = read_prompt_sets(settings)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
-    groups = make_media_groups(prompts, num_frames, family.config.inference_size)
-    rewards = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
+    groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
+    rewards_text = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
     prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
-    return Outcome(info={"found": f"{family.folder.class_name}; {prompt_counts}; {rewards}"})
+    return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts}; {rewards_text}"})
 
 
 def run(stage: Stage) -> Outcome:
@@ -64,7 +64,7 @@ def run(stage: Stage) -> Outcome:
         scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_saved_prompts)
         metrics = average_scores(scored_prompts)
     except RewardError:
-        shutil.rmtree(unfinished_folder, ignore_errors=True)  # so that a retry scores all prompts again
+        shutil.rmtree(unfinished_folder, ignore_errors=True)  # delete the scores, so that a retry scores all prompts
         raise
     stage.metrics.log(0, metrics)
     saved_prompts = [(name, prompt) for name, prompts in prompt_sets.items() for prompt in prompts[:num_saved_prompts]]
@@ -72,17 +72,17 @@ def run(stage: Stage) -> Outcome:
         groups = [_read_saved_group(unfinished_folder, scored_prompts, name, prompt) for name, prompt in saved_prompts]
         add_samples(stage.path / SAMPLES_FILE, 0, groups)
         write_json(stage.path / REPORT_FILE, _build_report(stage, prompt_sets, metrics))
-        pq.write_table(item_table(scored_prompts, prompt_sets), stage.path / ITEMS_FILE)
+        pq.write_table(to_item_table(scored_prompts, prompt_sets), stage.path / ITEMS_FILE)
         shutil.rmtree(unfinished_folder)
     return Outcome(outputs=(REPORT_FILE, ITEMS_FILE, SAMPLES_FILE, gallery.SAMPLES_FOLDER), metrics=metrics)
 
 
-def _check_rewards(names: Sequence[str]) -> None:
-    """Check that no built-in reward scores only text, because the samples are images or videos."""
-    for name in names:
-        if not is_import_path(name) and "media" not in load_reward(name).binding.declared_parameters:
-            problem = f"{name!r} scores texts, and samples are images or videos"
-            raise RewardError(f"evaluate.rewards: {problem}; leave it out")
+def _check_rewards(reward_names: Sequence[str]) -> None:
+    """Raise `RewardError` if a built-in reward scores only text, because the samples are images or videos."""
+    for reward_name in reward_names:
+        if not is_import_path(reward_name) and "media" not in load_reward(reward_name).binding.declared_parameters:
+            problem_text = f"{reward_name!r} scores texts, and samples are images or videos"
+            raise RewardError(f"evaluate.rewards: {problem_text}; leave it out")
 
 
 def _score_prompts(
@@ -96,17 +96,17 @@ def _score_prompts(
         return scored_prompts
     stage.progress.phase("load")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    family = open_pipeline(stage.model, stage.recipe.policy, device)
+    diffusion_model = open_pipeline(stage.model, stage.recipe.policy, device)
     dtype = getattr(torch, stage.recipe.train.param_dtype)
-    pipeline = type(family).load_pipeline(family.folder, dtype).to(device)
-    # One call of the pipeline may take longer than the heartbeat timeout of a stage.
-    getattr(pipeline, family.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
-    batch_size, arguments = settings.batch_size or 1, _pipeline_arguments(family)
+    pipeline = type(diffusion_model).load_pipeline(diffusion_model.folder, dtype).to(device)
+    # Send a heartbeat per denoising step, because a pipeline call may take longer than a stage's heartbeat timeout.
+    getattr(pipeline, diffusion_model.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
+    batch_size, pipeline_arguments = settings.batch_size or 1, _make_pipeline_arguments(diffusion_model)
     with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score_groups:
         stage.progress.phase("evaluate")
         for start in range(len(scored_prompts), len(prompts), batch_size):
             batch = prompts[start : start + batch_size]
-            samples = _sample_media(pipeline, arguments, [prompt for _, prompt in batch], settings)
+            samples = _sample_media(pipeline, pipeline_arguments, [prompt for _, prompt in batch], settings)
             groups = score_groups([_make_group(prompt, item) for (_, prompt), item in zip(batch, samples, strict=True)])
             new_scores = [ScoredPrompt.from_group(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
@@ -114,7 +114,7 @@ def _score_prompts(
             saved_samples = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_saved_prompts]
             with raise_disk_full(stage.path):
                 for (name, prompt), pixels in saved_samples:
-                    np.save(_sample_path(unfinished_folder, name, prompt), pixels.numpy())
+                    np.save(_make_sample_path(unfinished_folder, name, prompt), pixels.numpy())
                 append_scores(unfinished_folder, new_scores)
             scored_prompts += new_scores
             stage.progress.step(len(scored_prompts), len(prompts))
@@ -123,25 +123,25 @@ def _score_prompts(
     return scored_prompts
 
 
-def _pipeline_arguments(family: DiffusionModel) -> dict[str, Any]:
+def _make_pipeline_arguments(diffusion_model: DiffusionModel) -> dict[str, Any]:
     """Return the arguments for a call of the pipeline, except prompts and seeds."""
-    config, guidance_scale = family.config, family.config.sample.guidance_scale
+    config, guidance_scale = diffusion_model.config, diffusion_model.config.sample.guidance_scale
     frame_size, num_steps = config.inference_size, config.sample.eval_num_steps
-    return family.call_settings(frame_size, config.inference_frames, num_steps, guidance_scale=guidance_scale)
+    return diffusion_model.call_settings(frame_size, config.inference_frames, num_steps, guidance_scale=guidance_scale)
 
 
 @torch.no_grad()
 def _sample_media(
-    pipeline: Any, arguments: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
+    pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
 ) -> list[Tensor]:
     """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
     only on the seed, the position of the prompt in its set and the number of the sample."""
-    num_samples, seed = settings.samples_per_prompt or 1, settings.seed or 0
-    seeds = [request_seed(seed, 0, prompt.id, number) for prompt in prompts for number in range(num_samples)]
+    num_samples, base_seed = settings.samples_per_prompt or 1, settings.seed or 0
+    seeds = [request_seed(base_seed, 0, prompt.id, number) for prompt in prompts for number in range(num_samples)]
     pixels = pipeline(
         prompt=[prompt.text for prompt in prompts for _ in range(num_samples)],
         generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in seeds],
-        output_type="pt", return_dict=False, **arguments,
+        output_type="pt", return_dict=False, **pipeline_arguments,
     )[0]  # fmt: skip
     pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
     if pixels_uint8.ndim == 5 and pixels_uint8.shape[1] == 1:  # a video of one frame is an image, as in training
@@ -154,28 +154,28 @@ def _make_group(prompt: Prompt, samples: Tensor) -> Group:
     return Group(prompt, tuple(completions), 0)
 
 
-def _sample_path(unfinished_folder: Path, name: str, prompt: Prompt) -> Path:
-    return unfinished_folder / f"{name}-{prompt.id}.npy"
+def _make_sample_path(unfinished_folder: Path, set_name: str, prompt: Prompt) -> Path:
+    return unfinished_folder / f"{set_name}-{prompt.id}.npy"
 
 
 def _read_saved_group(
-    unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], name: str, prompt: Prompt
+    unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], set_name: str, prompt: Prompt
 ) -> ScoredGroup:
     """Return the saved samples of a prompt with their mean rewards."""
-    group = _make_group(prompt, torch.from_numpy(np.load(_sample_path(unfinished_folder, name, prompt))))
-    rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (name, prompt.id))
+    group = _make_group(prompt, torch.from_numpy(np.load(_make_sample_path(unfinished_folder, set_name, prompt))))
+    rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (set_name, prompt.id))
     mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]
     return ScoredGroup(group, tuple(map(Score, mean_rewards)))
 
 
 def _build_report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
     settings = stage.recipe.evaluate
-    family = open_pipeline(stage.model, stage.recipe.policy)
+    diffusion_model = open_pipeline(stage.model, stage.recipe.policy)
     return {
         "diffusers": version("diffusers"),
-        "pipeline": family.folder.class_name,
+        "pipeline": diffusion_model.folder.class_name,
         "settings": {
-            **_pipeline_arguments(family), "seed": settings.seed or 0, "rewards": list(settings.rewards),
+            **_make_pipeline_arguments(diffusion_model), "seed": settings.seed or 0, "rewards": list(settings.rewards),
             "samples_per_prompt": settings.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
         },
         "prompts": {name: len(prompts) for name, prompts in prompt_sets.items()},

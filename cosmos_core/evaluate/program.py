@@ -18,5 +18,5 @@ def run(stage: Stage) -> Outcome:
 
 
 def _import_program(stage: Stage) -> Any:
-    # lm-eval and diffusers are imported only by the program that needs them.
+    # Import one program only, so that lm-eval and diffusers are imported only where they are needed.
     return importlib.import_module(f"cosmos_core.evaluate.{stage.recipe.policy.modality.name}")

@@ -25,22 +25,22 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
     for task, task_metrics in results.items():
         first_filter = next((key.partition(",")[2] for key in task_metrics if "," in key), "")
         for key, value in task_metrics.items():
-            name, separator, filter_name = key.partition(",")
-            if separator and isinstance(value, Real):
+            name, comma, filter_name = key.partition(",")
+            if comma and isinstance(value, Real):
                 metric_name = _qualify_metric_name(name.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
                 stderr_suffix = _STDERR_SUFFIX if name.endswith(_STDERR_SUFFIX) else ""
                 metrics[f"evaluation/{task}/{metric_name}{stderr_suffix}"] = float(value)
     return metrics
 
 
-def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return the table of `build_table`, sorted, with one row per item of a task. A response is the generated text or,
-    for choices, a JSON list of `[log-probability, is greedy]`."""
+def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
+    """Return a sorted table with one row per item of a task, in the format of `build_table`. A response is the
+    generated text or, for choices, a JSON list of `[log-probability, is greedy]`."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for task, task_samples in samples.items():
         for sample in task_samples:
-            texts = {name: sample.get(name) or _response_text(sample) for name in _TEXT_COLUMNS}
-            row = rows.setdefault((task, sample["doc_id"]), {"task": task, "doc_id": sample["doc_id"], **texts})
+            text_columns = {name: sample.get(name) or _get_response_text(sample) for name in _TEXT_COLUMNS}
+            row = rows.setdefault((task, sample["doc_id"]), {"task": task, "doc_id": sample["doc_id"], **text_columns})
             for metric in sample["metrics"]:
                 if isinstance(sample[metric], Real):
                     name = _qualify_metric_name(metric, sample["filter"], task_samples[0]["filter"])
@@ -50,32 +50,32 @@ def item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
 
 def build_table(rows: list[dict[str, Any]]) -> pa.Table:
     """Return a table of items with the columns of `_COLUMN_TYPES` and one column per metric, null if it is missing."""
-    columns = dict.fromkeys([*_COLUMN_TYPES, *(name for row in rows for name in row)])
-    schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in columns])
+    column_names = dict.fromkeys([*_COLUMN_TYPES, *(name for row in rows for name in row)])
+    schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in column_names])
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def sample_records(samples: Mapping[str, list[dict[str, Any]]], max_rows: int) -> list[dict[str, JsonValue]]:
-    """Return the first `max_rows` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
+def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_records: int) -> list[dict[str, JsonValue]]:
+    """Return the first `max_records` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
     completion and, as reward, the first metric that is a number."""
-    lines: list[dict[str, JsonValue]] = []
+    records: list[dict[str, JsonValue]] = []
     for task_samples in samples.values():
         first_filter = task_samples[0]["filter"]
         text_samples = [each for each in task_samples if each["filter"] == first_filter and _is_generated_text(each)]
-        for sample in text_samples[:max_rows]:
+        for sample in text_samples[:max_records]:
             metric_values = (sample[metric] for metric in sample["metrics"])
             reward = next((float(value) for value in metric_values if isinstance(value, Real)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
-            line = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
-            lines.append({"step": 0, **line, "reward": reward})
-    return lines
+            record = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
+            records.append({"step": 0, **record, "reward": reward})
+    return records
 
 
 def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
-    """Return version, few-shot examples, number of items and generation settings of each task, by name."""
+    """Return version, number of few-shot examples, number of items and generation settings of each task, by name."""
     task_descriptions: dict[str, JsonValue] = {}
-    for task, config in results["configs"].items():
-        settings = {name: config[name] for name in _TASK_SETTING_NAMES if config.get(name) is not None}
+    for task, task_config in results["configs"].items():
+        settings = {name: task_config[name] for name in _TASK_SETTING_NAMES if task_config.get(name) is not None}
         run_settings = {"version": results["versions"].get(task), "num_fewshot": results["n-shot"].get(task)}
         num_items = results["n-samples"].get(task, {}).get("effective")
         task_descriptions[task] = json.loads(json.dumps(run_settings | {"items": num_items} | settings, default=str))
@@ -86,7 +86,7 @@ def _qualify_metric_name(metric: str, filter_name: str, first_filter: str) -> st
     return metric if filter_name == first_filter else f"{metric}_{filter_name}"
 
 
-def _response_text(sample: Mapping[str, Any]) -> str:
+def _get_response_text(sample: Mapping[str, Any]) -> str:
     responses = [response_choices[0] for response_choices in sample["resps"]]
     return responses[0] if _is_generated_text(sample) else json.dumps(responses, default=str)
 

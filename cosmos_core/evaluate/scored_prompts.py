@@ -49,10 +49,10 @@ class ScoredPrompt:
 
 def read_scores(folder: Path) -> list[ScoredPrompt]:
     """Return the scores that an earlier attempt of the stage wrote, and remove a truncated line at the end."""
-    path = folder / _SCORES_FILE
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    scored_prompts = [ScoredPrompt(**score_fields) for score_fields in parse_json_objects(lines)]
-    write_text(path, _to_json_lines(scored_prompts))
+    scores_file = folder / _SCORES_FILE
+    json_lines = scores_file.read_text(encoding="utf-8", errors="replace").split("\n") if scores_file.exists() else []
+    scored_prompts = [ScoredPrompt(**score_fields) for score_fields in parse_json_objects(json_lines)]
+    write_text(scores_file, _to_json_lines(scored_prompts))
     return scored_prompts
 
 
@@ -70,34 +70,34 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]
         prompt_means = [item.mean_rewards() for item in set_prompts]
-        reward_names = dict.fromkeys(name for values in prompt_means for name in values)
+        reward_names = dict.fromkeys(reward_name for prompt_values in prompt_means for reward_name in prompt_values)
         if not reward_names:
             raise RewardError(
                 f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
             )
-        for name in reward_names:
-            values = [item[name] for item in prompt_means if name in item]
-            metrics[f"evaluation/{set_name}/{name}"] = float(np.mean(values))
-            if len(values) > 1:
-                standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-                metrics[f"evaluation/{set_name}/{name}_stderr"] = standard_error
+        for reward_name in reward_names:
+            prompt_values = [item[reward_name] for item in prompt_means if reward_name in item]
+            metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(prompt_values))
+            if len(prompt_values) > 1:
+                standard_error = float(np.std(prompt_values, ddof=1)) / math.sqrt(len(prompt_values))
+                metrics[f"evaluation/{set_name}/{reward_name}_stderr"] = standard_error
         metrics[f"evaluation/{set_name}/invalid"] = float(sum(item.num_invalid for item in set_prompts))
     return metrics
 
 
-def item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
-    """Return the table of `build_table`, with a prompt set as task, the mean rewards as metrics and empty responses."""
+def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
+    """Return a table like `build_table`, one row per prompt; prompt sets are tasks, and mean rewards are metrics."""
     rows: list[dict[str, Any]] = []
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]
-        hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
-        ids = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
-        rows.append({**scored_prompt.mean_rewards(), **ids, **hashes, "response": ""})
+        item_hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
+        item_ids = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
+        rows.append({**scored_prompt.mean_rewards(), **item_ids, **item_hashes, "response": ""})
     return build_table(rows)
 
 
-def _hash_json(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+def _hash_json(json_value: object) -> str:
+    return hashlib.sha256(json.dumps(json_value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _to_json_lines(scored_prompts: Sequence[ScoredPrompt]) -> str:

@@ -37,7 +37,7 @@ class Divergence(NamedTuple):
 
     kl: float
     """KL(exported || quantised), mean over tokens, in nats."""
-    stderr: float
+    standard_error: float
     """Standard error of `kl` in nats, estimated from the means of the rows."""
     top_token_agreement: float
     """Fraction of tokens for which both models have the same most likely token."""
@@ -47,13 +47,13 @@ class Divergence(NamedTuple):
 
 
 def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
-    """Return a split of prepared rows, the held-out rows if there are any, and the token ids of its first rows without
-    images, cut to fewer tokens than `max_length`, the maximum of the model. Raise `DataError` if the folder has no
+    """Return the name of a split, the held-out split if it exists, and the token ids of its first rows without images.
+    Rows are truncated to fewer tokens than `max_length`, the model's maximum. Raise `DataError` if the folder has no
     prepared rows of text."""
     split_name = VALIDATION_SPLIT if has_split(folder, VALIDATION_SPLIT) else TRAIN_SPLIT
-    table = open_table(folder, split_name)
-    names = [name for name in table.column_names if name.endswith("_ids")]
-    ids_and_image_counts = zip(table[names[0]] if names else (), RowImages(table).num_images, strict=False)
+    rows_table = open_table(folder, split_name)
+    names = [name for name in rows_table.column_names if name.endswith("_ids")]
+    ids_and_image_counts = zip(rows_table[names[0]] if names else (), RowImages(rows_table).num_images, strict=False)
     rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
     truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
     selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
@@ -62,16 +62,16 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     return split_name, selected_rows
 
 
-def save_logprobs(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], target: Path) -> None:
-    """Write the log-probabilities TV of the model in `folder`, by vLLM or transformers, for each row to `target`."""
-    target.mkdir()
-    for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
-        np.save(target / f"{row_index}.npy", logprobs_TV.numpy())
+def save_logprobs(model_folder: Path, use_vllm: bool, rows: Sequence[TokenIds], target_folder: Path) -> None:
+    """Write the log-probabilities TV of a model for each row to `target_folder`, computed by vLLM or transformers."""
+    target_folder.mkdir()
+    for row_index, logprobs_TV in enumerate(_compute_logprobs(model_folder, use_vllm, rows)):
+        np.save(target_folder / f"{row_index}.npy", logprobs_TV.numpy())
 
 
 def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], reference_folder: Path) -> Divergence:
     """Return the divergence of the model in `folder` from the model with the log-probabilities in `reference_folder`.
-    Raise `StageFailed` if it is not below that of the uniform distribution, so that the model is broken."""
+    Raise `StageFailed` if the uniform distribution has no larger divergence, because the model is then broken."""
     kl_sums, token_counts, uniform_kl_sum, num_same_top_tokens = [], [], 0.0, 0
     for row_index, logprobs_TV in enumerate(_compute_logprobs(folder, use_vllm, rows)):
         reference_logprobs_TV = torch.from_numpy(np.load(reference_folder / f"{row_index}.npy")).double()
@@ -83,9 +83,9 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
         num_same_top_tokens += int((reference_logprobs_TV.argmax(-1) == logprobs_TV.argmax(-1)).sum())
     num_tokens = sum(token_counts)
     row_kls = np.array(kl_sums) / np.array(token_counts)
-    stderr = float(row_kls.std(ddof=1) / math.sqrt(len(row_kls))) if len(row_kls) > 1 else 0.0
+    standard_error = float(row_kls.std(ddof=1) / math.sqrt(len(row_kls))) if len(row_kls) > 1 else 0.0
     kl, uniform_kl = sum(kl_sums) / num_tokens, uniform_kl_sum / num_tokens
-    divergence = Divergence(kl, stderr, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
+    divergence = Divergence(kl, standard_error, num_same_top_tokens / num_tokens, uniform_kl, num_tokens)
     if not divergence.kl < divergence.uniform_kl:  # unlike `>=`, `not <` is also True for NaN
         raise StageFailed(
             f"its divergence from the exported model is {divergence.kl:.3g} nats per token, that of the uniform "
@@ -94,16 +94,16 @@ def measure_divergence(folder: Path, use_vllm: bool, rows: Sequence[TokenIds], r
     return divergence
 
 
-def _compute_logprobs(folder: Path, use_vllm: bool, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
-    """Yield the log-probabilities TV, float32, of the next token at all positions of a row but the last."""
-    logits = prompt_logits(folder, rows) if use_vllm else _transformers_logits(folder, rows)
-    return (logits_TV.float().log_softmax(-1) for logits_TV in logits)
+def _compute_logprobs(model_folder: Path, use_vllm: bool, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
+    """Yield for each row the log-probabilities TV (float32) of the next token, at all positions but the last."""
+    logits_by_row = prompt_logits(model_folder, rows) if use_vllm else _compute_transformers_logits(model_folder, rows)
+    return (logits_TV.float().log_softmax(-1) for logits_TV in logits_by_row)
 
 
 @torch.no_grad()
-def _transformers_logits(folder: Path, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
-    gguf_options = {"gguf_file": GGUF_FILE} if (folder / GGUF_FILE).exists() else {}
-    model_class: Any = select_auto_class(AutoConfig.from_pretrained(folder, **gguf_options))
-    model = model_class.from_pretrained(folder, dtype="auto", **gguf_options).eval()
+def _compute_transformers_logits(model_folder: Path, rows: Sequence[TokenIds]) -> Iterator[Tensor]:
+    gguf_options = {"gguf_file": GGUF_FILE} if (model_folder / GGUF_FILE).exists() else {}
+    model_class: Any = select_auto_class(AutoConfig.from_pretrained(model_folder, **gguf_options))
+    model = model_class.from_pretrained(model_folder, dtype="auto", **gguf_options).eval()
     for row in rows:
         yield model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]

@@ -30,11 +30,11 @@ from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.export import divergence
-from cosmos_core.export.gguf import GGUF_FORMAT, unsupported_gguf_reason, write_gguf
+from cosmos_core.export.gguf import GGUF_FORMAT, find_gguf_problem, write_gguf
 from cosmos_core.export.quantize import LinearLayers, describe_format, find_layers, make_quant_scheme, quantize_folder
 from cosmos_core.models.hf import load_config, model_without_weights
 from cosmos_core.models.new_interpreter import call_in_interpreter, open_interpreter_pool
-from cosmos_core.rollout.vllm_logits import vllm_problem, vllm_version
+from cosmos_core.rollout.vllm_logits import find_vllm_problem, vllm_version
 from cosmos_core.run.files import read_json_object, write_json, write_text
 from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage, find_source_stage, load_stage
@@ -62,7 +62,7 @@ class QuantPlan(NamedTuple):
 
     @property
     def description(self) -> str:
-        """One line about the format and its layers, for `check` and the model card."""
+        """Return one line about the format and its layers, for `check` and the model card."""
         if self.linear_layers is None:
             return f"{self.name}: one file in bfloat16"
         return describe_format(self.name, self.scheme, self.linear_layers)
@@ -79,28 +79,28 @@ def run(stage: Stage) -> Outcome:
         Preempted: a stop was requested; finished weight files are kept.
     """
     export_plans = plan_quantized_formats(stage)
-    config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or divergence.MAX_COMPARED_TOKENS + 1
+    text_config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
+    max_length = getattr(text_config, "max_position_embeddings", None) or divergence.MAX_COMPARED_TOKENS + 1
     split_name, rows = divergence.load_text_rows(_find_prepared_rows(stage), max_length)
     unquantized_outcome = _load_outcome_or_run(stage, UNQUANTIZED_FORMAT, lambda: export_plain(stage))
     logprobs_folder = stage.path / _LOGPROBS_FOLDER
     shutil.rmtree(logprobs_folder, ignore_errors=True)
     logprobs_folder.mkdir()
-    outputs, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
+    output_paths, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
     folder_by_format: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
     for plan in export_plans:
-        write_fn = partial(_write_quantized_model, stage, plan, unquantized_outcome)
-        quantized_outcome = _load_outcome_or_run(stage, plan.name, write_fn)
+        write_model = partial(_write_quantized_model, stage, plan, unquantized_outcome)
+        quantized_outcome = _load_outcome_or_run(stage, plan.name, write_model)
         folder = stage.path / quantized_outcome.outputs[0]
-        verify_fn = partial(_verify_quantized_model, stage, plan, unquantized_outcome, folder, rows)
-        verification = _load_outcome_or_run(stage, f"{plan.name}-proof", verify_fn)
+        verify_model = partial(_verify_quantized_model, stage, plan, unquantized_outcome, folder, rows)
+        verification = _load_outcome_or_run(stage, f"{plan.name}-proof", verify_model)
         model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
-        write_text(folder / "README.md", model_card + _model_card_section(plan, verification, split_name, len(rows)))
-        outputs += quantized_outcome.outputs
+        write_text(folder / "README.md", model_card + _build_card_section(plan, verification, split_name, len(rows)))
+        output_paths += quantized_outcome.outputs
         metrics |= quantized_outcome.metrics | verification.metrics
         folder_by_format[plan.name] = quantized_outcome.outputs[0]
     shutil.rmtree(logprobs_folder)
-    return Outcome(tuple(outputs), metrics, {**unquantized_outcome.info, "formats": folder_by_format})
+    return Outcome(tuple(output_paths), metrics, {**unquantized_outcome.info, "formats": folder_by_format})
 
 
 def plan_quantized_formats(stage: Stage) -> list[QuantPlan]:
@@ -108,29 +108,29 @@ def plan_quantized_formats(stage: Stage) -> list[QuantPlan]:
     of the model, and `ConfigError` if the converter of llama.cpp is missing, or if vLLM cannot run a format on this
     machine and `export.unproven` is false."""
     config = stage.recipe.export
-    if GGUF_FORMAT in config.quantized_formats and (problem := unsupported_gguf_reason()):
+    if GGUF_FORMAT in config.quantized_formats and (problem := find_gguf_problem()):
         raise ConfigError(f"export.formats has 'gguf', but {problem}; leave it out")
     gguf_plans = [QuantPlan(GGUF_FORMAT, None, None, "") for name in config.quantized_formats if name == GGUF_FORMAT]
     vllm_formats = [name for name in config.quantized_formats if name != GGUF_FORMAT]
     if not vllm_formats:
         return gguf_plans
     with torch.device("meta"), meta_device_safe_creation_ops():
-        revision = stage.recipe.policy.model_revision
-        model = model_without_weights(stage.model, revision=revision, dtype=torch.bfloat16)
+        model_revision = stage.recipe.policy.model_revision
+        model = model_without_weights(stage.model, revision=model_revision, dtype=torch.bfloat16)
     layers = find_layers(model)
-    format_plans = [
-        QuantPlan(name, make_quant_scheme(name, layers), layers, vllm_problem(name, model.config, stage.model))
+    vllm_plans = [
+        QuantPlan(name, make_quant_scheme(name, layers), layers, find_vllm_problem(name, model.config, stage.model))
         for name in vllm_formats
     ]
-    for plan in format_plans:
+    for plan in vllm_plans:
         if plan.unsupported_reason and not config.unproven:
             remedy = "leave it out, or set export.unproven = true"
             raise ConfigError(f"export.formats has {plan.name!r}, but {plan.unsupported_reason}; {remedy}")
-    return format_plans + gguf_plans
+    return vllm_plans + gguf_plans
 
 
 def _find_prepared_rows(stage: Stage) -> Path:
-    """Return the folder of prepared rows of the stage, else of the last upstream training; DataError: there is none."""
+    """Return the folder of the prepared rows of the stage or an upstream training; raise DataError if there is none."""
     if stage.data is not None:
         return stage.data
     source_stage = referenced_stage(stage.config.model)
@@ -153,23 +153,23 @@ def _find_prepared_rows(stage: Stage) -> Path:
     )
 
 
-def _load_outcome_or_run(stage: Stage, name: str, operation: Callable[[], Outcome]) -> Outcome:
+def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[[], Outcome]) -> Outcome:
     """Return the outcome of an operation, which runs only if no earlier attempt of the stage has saved its outcome."""
-    file = stage.path / "done" / f"{name}.json"
-    saved_outcome = read_json_object(file)
+    outcome_file = stage.path / "done" / f"{operation_name}.json"
+    saved_outcome = read_json_object(outcome_file)
     outputs = tuple(saved_outcome.get("outputs", ()))
     if saved_outcome.get("fingerprint") == stage.fingerprint and all((stage.path / path).exists() for path in outputs):
         return Outcome(outputs, saved_outcome["metrics"], saved_outcome["info"])
-    outcome = operation()
-    file.parent.mkdir(exist_ok=True)
-    write_json(file, {"fingerprint": stage.fingerprint, **asdict(outcome)})
-    return outcome
+    new_outcome = operation()
+    outcome_file.parent.mkdir(exist_ok=True)
+    write_json(outcome_file, {"fingerprint": stage.fingerprint, **asdict(new_outcome)})
+    return new_outcome
 
 
 def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
-    relative_path = f"{plan.name}/step_{unquantized_outcome.info['step']}"
-    target_folder = stage.path / relative_path
+    relative_target = f"{plan.name}/step_{unquantized_outcome.info['step']}"
+    target_folder = stage.path / relative_target
     incomplete_folder = target_folder.with_name(f".{stage.fingerprint[:16]}.partial")
     shutil.rmtree(target_folder, ignore_errors=True)
     stage.progress.phase("export")
@@ -177,8 +177,8 @@ def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: O
     def on_file_quantized(num_finished_files: int, num_files: int) -> None:
         stage.progress.advance(num_finished_files, num_files)
         if stage.stop_requested and num_finished_files < num_files:
-            files_text = f"{num_finished_files} of {num_files} files"
-            raise Preempted(f"stage {stage.name!r}: {files_text} of {plan.name} are written")
+            progress_text = f"{num_finished_files} of {num_files} files"
+            raise Preempted(f"stage {stage.name!r}: {progress_text} of {plan.name} are written")
 
     def report_progress() -> None:
         stage.progress.beat()
@@ -193,7 +193,7 @@ def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: O
         quantize_folder(unquantized_folder, incomplete_folder, plan.scheme, plan.linear_layers, on_file_quantized)
     incomplete_folder.rename(target_folder)
     num_bytes = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
-    return Outcome((relative_path,), {f"export/{plan.name}/bytes": float(num_bytes)})
+    return Outcome((relative_target,), {f"export/{plan.name}/bytes": float(num_bytes)})
 
 
 def _verify_quantized_model(
@@ -207,8 +207,8 @@ def _verify_quantized_model(
     if not reference_folder.exists():
         _run_in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *arguments)
     result: divergence.Divergence = _run_in_fresh_interpreter(stage, divergence.measure_divergence, folder, *arguments)
-    prefix = f"export/{plan.name}/"
-    metrics = {"kl": result.kl, "kl_stderr": result.stderr, "same_top_token": result.top_token_agreement}
+    metric_prefix = f"export/{plan.name}/"
+    metrics = {"kl": result.kl, "kl_stderr": result.standard_error, "same_top_token": result.top_token_agreement}
     metrics["proven"] = float(not plan.unsupported_reason)
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.is_loaded_by_vllm:
@@ -219,7 +219,7 @@ def _verify_quantized_model(
             metrics[name] = score
             if not name.endswith("_stderr"):
                 metrics[f"lost/{name.removeprefix(_BENCHMARK_PREFIX)}"] = benchmark_result["metrics"][name] - score
-    return Outcome((), {prefix + name: value for name, value in metrics.items()}, {"tokens": result.num_tokens})
+    return Outcome((), {metric_prefix + name: value for name, value in metrics.items()}, {"tokens": result.num_tokens})
 
 
 def _run_in_fresh_interpreter(
@@ -228,18 +228,18 @@ def _run_in_fresh_interpreter(
     """Run a function that reads `folder` in a separate Python process, and return its result. Raise `Preempted` if a
     stop was requested, and `StageFailed` if the function failed.
 
-    A function that runs another stage in the folder `progress_file` may take hours, and passes the heartbeats of that
-    stage on to `stage`; other functions must end within an hour.
+    With `progress_file`, the function runs another stage in that folder. It may take hours, and the heartbeats of that
+    stage are forwarded to `stage`. Without `progress_file`, the function must end within an hour.
     """
-    last_num_heartbeats = 0
+    heartbeats_at_last_check = 0
 
     def forward_heartbeat() -> None:
-        nonlocal last_num_heartbeats
+        nonlocal heartbeats_at_last_check
         if stage.stop_requested:
             raise Preempted(f"stage {stage.name!r}: stopped while {folder} was compared; what was written is kept")
-        progress = read_progress(progress_file) if progress_file else None
-        if progress and progress.beats != last_num_heartbeats:
-            last_num_heartbeats = progress.beats
+        benchmark_progress = read_progress(progress_file) if progress_file else None
+        if benchmark_progress and benchmark_progress.beats != heartbeats_at_last_check:
+            heartbeats_at_last_check = benchmark_progress.beats
             stage.progress.beat()
 
     stage.progress.beat()
@@ -249,7 +249,7 @@ def _run_in_fresh_interpreter(
 
 
 def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
-    """Return the result of a stage in `after` that has run benchmarks on the model to export; None: no such stage."""
+    """Return the result of a stage in `after` that has run benchmarks on the model to export, or None."""
     for stage_result in stage.inputs.values():
         if any(name.startswith(_BENCHMARK_PREFIX) for name in stage_result["metrics"]):
             upstream_stage = load_stage(find_source_stage(Path(stage_result["path"])))
@@ -258,17 +258,19 @@ def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
     return None
 
 
-def _run_benchmarks(folder: Path, stage_path: Path, scratch_folder: Path) -> dict[str, float]:
-    """Run the benchmarks of the stage at `stage_path` with the model in `folder`, and return their metrics."""
+def _run_benchmarks(model_folder: Path, stage_path: Path, scratch_folder: Path) -> dict[str, float]:
+    """Run the benchmarks of the stage at `stage_path` with the model in `model_folder`, and return their metrics."""
     scratch_folder.mkdir(parents=True)
-    evaluate_program = importlib.import_module("cosmos_core.evaluate.program")  # lm-eval is an optional package
-    return evaluate_program.run(replace(load_stage(stage_path), path=scratch_folder, model=str(folder))).metrics
+    evaluate_program = importlib.import_module(
+        "cosmos_core.evaluate.program"
+    )  # late, as lm-eval is an optional package
+    return evaluate_program.run(replace(load_stage(stage_path), path=scratch_folder, model=str(model_folder))).metrics
 
 
-def _model_card_section(plan: QuantPlan, verification: Outcome, split_name: str, num_rows: int) -> str:
-    prefix = f"export/{plan.name}/"
-    metrics = {name.removeprefix(prefix): value for name, value in verification.metrics.items()}
-    row_kind = "held-out" if split_name == VALIDATION_SPLIT else "training"
+def _build_card_section(plan: QuantPlan, verification_outcome: Outcome, split_name: str, num_rows: int) -> str:
+    metric_prefix = f"export/{plan.name}/"
+    metrics = {name.removeprefix(metric_prefix): value for name, value in verification_outcome.metrics.items()}
+    split_text = "held-out" if split_name == VALIDATION_SPLIT else "training"
     quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
     loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
     if plan.linear_layers is None:
@@ -283,14 +285,14 @@ def _model_card_section(plan: QuantPlan, verification: Outcome, split_name: str,
         f"- {plan.description}, {quantization_method_text}",
         f"- {loading_text}",
         f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
-        f"{metrics['kl_stderr']:.2g}) on {verification.info['tokens']} tokens of {num_rows} {row_kind} "
+        f"{metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_text} "
         f"rows{engine_text}",
         f"- The most likely token is that of bf16 for {metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip
     if score_drops := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
         lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
     for name, score_drop in score_drops.items():
-        score = metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
-        table_cells = f"{score + score_drop:.4g} | {score:.4g} | {score_drop:.4g}"
+        benchmark_score = metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
+        table_cells = f"{benchmark_score + score_drop:.4g} | {benchmark_score:.4g} | {score_drop:.4g}"
         lines.append(f"| {name.removeprefix('lost/')} | {table_cells} |")
     return "\n".join([*lines, ""])

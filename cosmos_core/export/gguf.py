@@ -19,8 +19,8 @@ CONVERTER_PROGRAM = "convert_hf_to_gguf.py"
 _POLL_SECONDS = 1.0
 
 
-def unsupported_gguf_reason() -> str:
-    """Return the reason why a GGUF file cannot be written or loaded here; empty: it can."""
+def find_gguf_problem() -> str:
+    """Return the reason why a GGUF file cannot be written or loaded here, or "" if it can."""
     if shutil.which(CONVERTER_PROGRAM) is None:
         return f"{CONVERTER_PROGRAM} of llama.cpp is not on PATH, or not executable"
     if importlib.util.find_spec("gguf") is None:
@@ -28,23 +28,23 @@ def unsupported_gguf_reason() -> str:
     return ""
 
 
-def write_gguf(source: Path, target: Path, on_poll: Callable[[], None]) -> None:
-    """Write the model in `source` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the converter
-    has ended; if it raises, stop the converter. Raise `StageFailed`, with the last line of the output, if it failed."""
+def write_gguf(source_folder: Path, target: Path, on_poll: Callable[[], None]) -> None:
+    """Write the model in `source_folder` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the
+    converter has ended; if `on_poll` raises, stop the converter. Raise `StageFailed` if the converter failed."""
     target.mkdir(parents=True)
-    command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source), "--outtype", "bf16"]
+    command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source_folder), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:
-        process = subprocess.Popen([*command, "--outfile", str(target / GGUF_FILE)], stdout=log_file, stderr=log_file)
+        converter = subprocess.Popen([*command, "--outfile", str(target / GGUF_FILE)], stdout=log_file, stderr=log_file)
         try:
-            while process.poll() is None:
+            while converter.poll() is None:
                 on_poll()
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
+                    converter.wait(_POLL_SECONDS)
         finally:
-            process.kill()
-            process.wait()
+            converter.kill()
+            converter.wait()
         log_file.seek(0)
         log_lines = log_file.read().decode(errors="replace").split("\n")
-    if process.returncode or not (target / GGUF_FILE).is_file():
+    if converter.returncode or not (target / GGUF_FILE).is_file():
         last_line = next((line.strip() for line in reversed(log_lines) if line.strip()), "it wrote no file")
-        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {process.returncode}: {last_line}")
+        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {converter.returncode}: {last_line}")

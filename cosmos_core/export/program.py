@@ -17,11 +17,12 @@ from cosmos_core.types import Outcome
 def check(stage: Stage) -> Outcome:
     """Check that the model can be read, and that each quantised format can be written and loaded. Raise `ConfigError`
     or `ModelError` for the first problem."""
-    outcome = check_model.run(stage)
+    check_outcome = check_model.run(stage)
     if not stage.recipe.export.quantized_formats:
-        return outcome
-    lines = [plan.description for plan in _import_formats_module().plan_quantized_formats(stage)]
-    return replace(outcome, info={**outcome.info, "found": "; ".join([str(outcome.info["found"]), *lines])})
+        return check_outcome
+    format_lines = [plan.description for plan in _import_formats_module().plan_quantized_formats(stage)]
+    found_text = "; ".join([str(check_outcome.info["found"]), *format_lines])
+    return replace(check_outcome, info={**check_outcome.info, "found": found_text})
 
 
 def run(stage: Stage) -> Outcome:

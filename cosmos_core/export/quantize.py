@@ -71,7 +71,7 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
         )
     if not block_layers:
         raise ModelError(f"{class_name} has no linear layers in decoder blocks to quantise; see export.formats")
-    # Weights may have other names in the exported files than in the modules.
+    # Match weights by identity, because they may have other names in the exported files than in the modules.
     saved_tensors = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_by_tensor_id = {id(tensor): key for key, tensor in saved_tensors.items()}
     module_names = {key_by_tensor_id[id(module.weight)]: name for name, module in block_layers.items()}
@@ -79,88 +79,88 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
     return LinearLayers(module_names, shapes, [name for name in linear_modules if name not in block_layers])
 
 
-def make_quant_scheme(name: str, layers: LinearLayers) -> QuantizationScheme:
+def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> QuantizationScheme:
     """Return the scheme of a quantised format; the groups of `w4a16` have the largest size that divides all inputs.
     Raise `ModelError` if the dimensions of a layer are not divisible by the group sizes of vLLM's kernels."""
-    preset, layout = _FORMAT_PRESETS[name]
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    scheme.format = layout
+    preset_name, tensor_layout = _FORMAT_PRESETS[format_name]
+    scheme = preset_name_to_scheme(preset_name, ["Linear"])
+    scheme.format = tensor_layout
     if scheme.weights.group_size is None:
         return scheme
-    for key, shape in layers.shapes.items():
+    for key, shape in linear_layers.shapes.items():
         if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape):
             raise ModelError(
-                f"{name}: {key} has the shape {list(shape)}, and both sizes must be multiples of "
-                f"{_WEIGHT_SIZE_MULTIPLE}; leave {name!r} out of export.formats"
+                f"{format_name}: {key} has the shape {list(shape)}, and both sizes must be multiples of "
+                f"{_WEIGHT_SIZE_MULTIPLE}; leave {format_name!r} out of export.formats"
             )
-    common_divisor = math.gcd(*(shape[-1] for shape in layers.shapes.values()))
+    common_divisor = math.gcd(*(shape[-1] for shape in linear_layers.shapes.values()))
     scheme.weights.group_size = next(size for size in _GROUP_SIZES if common_divisor % size == 0)
     return scheme
 
 
-def describe_format(name: str, scheme: QuantizationScheme, layers: LinearLayers) -> str:
-    """Return a line about a format: the number of layers, the group size, and the reason for an unusual group size."""
-    text, size = f"{name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
+def describe_format(format_name: str, scheme: QuantizationScheme, layers: LinearLayers) -> str:
+    """Return a line with the number of layers, the group size, and the reason if it is not the preferred group size."""
+    description, size = f"{format_name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
     if size is None:
-        return text
+        return description
     reason = "" if size == _GROUP_SIZES[0] else f", because {_GROUP_SIZES[0]} does not divide the inputs of all layers"
-    return f"{text}, groups of {size} weights{reason}"
+    return f"{description}, groups of {size} weights{reason}"
 
 
 def quantize_folder(
-    source: Path,
+    source_folder: Path,
     target: Path,
     scheme: QuantizationScheme,
-    layers: LinearLayers,
+    linear_layers: LinearLayers,
     on_file_quantized: Callable[[int, int], None] = lambda num_finished, num_files: None,
 ) -> None:
-    """Quantise the model in the folder `source` to the folder `target`, and copy its other files. Weight files that an
+    """Quantise the model in `source_folder` to the folder `target`, and copy its other files. Weight files that an
     interrupted call has written to `target` are kept. `on_file_quantized` is called after each weight file with the
-    number of finished files and of all files. Raise `ModelError` if `source` has no safetensors files."""
+    number of finished files and of all files. Raise `ModelError` if `source_folder` has no safetensors files."""
     target.mkdir(parents=True, exist_ok=True)
-    files, problem = weight_files(str(source), None)
-    if problem:
-        raise ModelError(f"export: {source}: {problem}")
-    for file_number, file in enumerate(map(Path, files), start=1):
+    weight_paths, read_problem = weight_files(str(source_folder), None)
+    if read_problem:
+        raise ModelError(f"export: {source_folder}: {read_problem}")
+    for file_number, file in enumerate(map(Path, weight_paths), start=1):
         if not (target / file.name).exists():
-            _quantize_file(file, target / file.name, scheme, layers)
-        on_file_quantized(file_number, len(files))
-    for other_file in source.iterdir():
-        if other_file.is_dir():  # the folder of the LoRA adapter
+            _quantize_file(file, target / file.name, scheme, linear_layers)
+        on_file_quantized(file_number, len(weight_paths))
+    for other_file in source_folder.iterdir():
+        if other_file.is_dir():  # copy the subfolder of the LoRA adapter
             shutil.copytree(other_file, target / other_file.name, dirs_exist_ok=True)
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target / other_file.name)
-    if (source / _INDEX_FILE).exists():
-        write_json(target / _INDEX_FILE, _build_weight_index([target / Path(file).name for file in files]))
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=str(scheme.format), ignore=layers.ignored_modules,
+    if (source_folder / _INDEX_FILE).exists():
+        write_json(target / _INDEX_FILE, _build_weight_index([target / Path(file).name for file in weight_paths]))
+    quantization_config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=str(scheme.format), ignore=linear_layers.ignored_modules,
         quantization_status=QuantizationStatus.COMPRESSED,
     )  # fmt: skip
-    ModelCompressor(quantization_config=config).update_config(str(target))
+    ModelCompressor(quantization_config=quantization_config).update_config(str(target))
     sync_folder(target)
 
 
-def _quantize_file(file: Path, target: Path, scheme: QuantizationScheme, layers: LinearLayers) -> None:
+def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, linear_layers: LinearLayers) -> None:
     """Write one weight file with its linear layers quantised, under a temporary name until the file is complete."""
     tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as reader:
-        keys = list(reader.keys())
-    for key in keys:
+        tensor_names = list(reader.keys())
+    for tensor_name in tensor_names:
         # Close the file after each tensor, because its mapped pages count as memory of this process.
         with safe_open(file, framework="pt") as reader:
-            tensor = reader.get_tensor(key)
-            if key not in layers.module_names:
-                tensors[key] = tensor.clone()
+            tensor = reader.get_tensor(tensor_name)
+            if tensor_name not in linear_layers.module_names:
+                tensors[tensor_name] = tensor.clone()
                 continue
             quantized_tensors = quantize_weight(tensor, scheme)
         for name, quantized_tensor in quantized_tensors.items():
-            tensors[f"{key.removesuffix('weight')}{name}"] = quantized_tensor
+            tensors[f"{tensor_name.removesuffix('weight')}{name}"] = quantized_tensor
         del tensor
-    partial_file = target.with_suffix(".partial")
+    partial_file = target_file.with_suffix(".partial")
     with open(partial_file, "wb") as output_file:
         for block in safetensors_blocks(tensors, {"format": "pt"}):
             output_file.write(block)
-    partial_file.rename(target)
+    partial_file.rename(target_file)
 
 
 def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Tensor]:
@@ -170,23 +170,23 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     """
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
     rows_per_chunk = max(1, _WEIGHTS_PER_CHUNK // weight.shape[1])
-    chunks: list[Mapping[str, Any]] = []
+    packed_chunks: list[Mapping[str, Any]] = []
     for weight_rows in weight.split(rows_per_chunk):
         float_rows = weight_rows.float()
         weight_groups = float_rows.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
         scale, zero_point = calculate_qparams(weight_groups.amin(-1), weight_groups.amax(-1), scheme.weights)
         scale = scale.to(weight.dtype)
         unpacked_tensors = {"weight": float_rows, "weight_scale": scale.float(), "weight_zero_point": zero_point}
-        chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": scale})
-    packed_tensors = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        packed_chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": scale})
+    packed_tensors = {name: torch.cat([chunk[name] for chunk in packed_chunks]) for name in packed_chunks[0]}
     return packed_tensors | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in packed_tensors else {})
 
 
-def _build_weight_index(files: list[Path]) -> dict[str, Any]:
+def _build_weight_index(weight_paths: list[Path]) -> dict[str, Any]:
     """Return the content of `model.safetensors.index.json` for several weight files."""
     weight_map: dict[str, str] = {}
-    for file in files:
+    for file in weight_paths:
         with safe_open(file, framework="pt") as reader:
             weight_map |= dict.fromkeys(reader.keys(), file.name)
-    total_size = sum(file.stat().st_size for file in files)
+    total_size = sum(file.stat().st_size for file in weight_paths)
     return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -51,9 +51,9 @@ def load_service_variables(name: str) -> dict[str, str]:
         with get_client(sync_client=True) as client:
             service_variables = read_service_variables(client, block_name)
     except Exception as error:  # Prefect's client raises errors of many types, some wrapped in RuntimeError
-        cause = error.__cause__ if isinstance(error, RuntimeError) else error
-        is_client_error = isinstance(cause, httpx.HTTPStatusError) and cause.response.is_client_error
-        error_class = StageFailed if isinstance(cause, httpx.HTTPError) and not is_client_error else ConfigError
+        root_cause = error.__cause__ if isinstance(error, RuntimeError) else error
+        is_client_error = isinstance(root_cause, httpx.HTTPStatusError) and root_cause.response.is_client_error
+        error_class = StageFailed if isinstance(root_cause, httpx.HTTPError) and not is_client_error else ConfigError
         raise error_class(f"reward_service = {name!r}: the Prefect server does not tell: {error}") from error
     if service_variables is None:
         raise ConfigError(
@@ -65,16 +65,16 @@ def load_service_variables(name: str) -> dict[str, str]:
     return service_variables
 
 
-def read_service_variables(client: Any, name: str) -> dict[str, str] | None:
+def read_service_variables(client: Any, block_name: str) -> dict[str, str] | None:
     """Return the environment variables for clients of the reward service in a Prefect block; None: no such block."""
     try:
-        document = client.read_block_document_by_name(name, BLOCK_SLUG)
+        block_document = client.read_block_document_by_name(block_name, BLOCK_SLUG)
     except ObjectNotFound:
         return None
-    return RewardService(**document.data).environment()
+    return RewardService(**block_document.data).environment()
 
 
-def delete_service_block(client: Any, name: str) -> None:
+def delete_service_block(client: Any, block_name: str) -> None:
     """Delete the reward service block of this name if it exists."""
     with suppress(ObjectNotFound):
-        client.delete_block_document(client.read_block_document_by_name(name, BLOCK_SLUG).id)
+        client.delete_block_document(client.read_block_document_by_name(block_name, BLOCK_SLUG).id)

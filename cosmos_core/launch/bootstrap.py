@@ -54,14 +54,14 @@ def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = Ma
 
     for pool in pools:
         _check_pool_name(pool.name)
-    url = get_current_settings().api.url
-    if not url:
+    server_url = get_current_settings().api.url
+    if not server_url:
         raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
     with get_client(sync_client=True) as client:
         try:
             client.hello()
         except Exception as error:  # httpx and Prefect raise errors of many types
-            raise ConfigError(f"the Prefect server at {url} does not respond: {error}") from error
+            raise ConfigError(f"the Prefect server at {server_url} does not respond: {error}") from error
         for pool in pools:
             yield _save_work_pool(client, pool)
         yield _save_automation(client, _make_crash_automation())
@@ -106,15 +106,15 @@ def _save_work_pool(client: Any, pool: WorkPool) -> str:
     except ObjectNotFound:
         if not job_template and pool.type != WorkPool.type:  # the type `process` is built into Prefect
             _check_pool_type(client, pool)
-        options = {"concurrency_limit": limit} | ({"base_job_template": job_template} if job_template else {})
-        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **options))
+        pool_options = {"concurrency_limit": limit} | ({"base_job_template": job_template} if job_template else {})
+        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_options))
         return f"work pool {pool.name}: made ({pool.type}{_format_limit(limit)})"
     if existing_pool.type != pool.type:
         type_mismatch_text = f"is of type {existing_pool.type}, not {pool.type}"
         raise ConfigError(f"work pool {pool.name!r} {type_mismatch_text}; delete it, or take another name")
-    settings = {"concurrency_limit": limit, "base_job_template": job_template or None}
+    requested_settings = {"concurrency_limit": limit, "base_job_template": job_template or None}
     changed_settings: dict[str, Any] = {
-        key: value for key, value in settings.items() if value not in (None, getattr(existing_pool, key))
+        key: value for key, value in requested_settings.items() if value not in (None, getattr(existing_pool, key))
     }
     if not changed_settings:
         return f"work pool {pool.name}: there ({existing_pool.type}{_format_limit(existing_pool.concurrency_limit)})"
@@ -122,8 +122,8 @@ def _save_work_pool(client: Any, pool: WorkPool) -> str:
     return f"work pool {pool.name}: changed ({', '.join(changed_settings)})"
 
 
-def _format_limit(limit: int | None) -> str:
-    return f", at most {limit} at once" if limit is not None else ""
+def _format_limit(concurrency_limit: int | None) -> str:
+    return f", at most {concurrency_limit} at once" if concurrency_limit is not None else ""
 
 
 def _make_crash_automation() -> Any:
@@ -152,16 +152,16 @@ def _make_crash_automation() -> Any:
 
 def _save_automation(client: Any, automation: Any) -> str:
     """Create an automation, or update the automation of that name without changing whether it is enabled."""
-    previous = next(iter(client.read_automations_by_name(automation.name)), None)
-    if previous is None:
+    existing = next(iter(client.read_automations_by_name(automation.name)), None)
+    if existing is None:
         client.create_automation(automation)
         return f"automation {automation.name!r}: made"
-    if all(getattr(previous, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
+    if all(getattr(existing, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {automation.name!r}: there"
-    automation = automation.model_copy(update={"enabled": previous.enabled})
-    # The update method of Prefect's client omits the types of triggers and actions from its request.
+    automation = automation.model_copy(update={"enabled": existing.enabled})
+    # Send the request directly: the update method of Prefect's client omits the types of triggers and actions.
     request_body = automation.model_dump(mode="json", exclude={"owner_resource"})
-    client.request("PUT", "/automations/{id}", path_params={"id": previous.id}, json=request_body).raise_for_status()
+    client.request("PUT", "/automations/{id}", path_params={"id": existing.id}, json=request_body).raise_for_status()
     return f"automation {automation.name!r}: changed"
 
 

@@ -15,9 +15,9 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.managed_service import load_named_service
-from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX, remove_orphans
+from cosmos_core.launch.processes import CHECK_FOLDER_PREFIX, remove_orphans
 from cosmos_core.launch.worker import AttemptSettings, register_active_run, run_attempt
-from cosmos_core.run.content import link_weights_over_model, list_data_files
+from cosmos_core.run.content import create_linked_model_folder, list_data_files
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import compute_fingerprint, count_worker_threads
@@ -45,7 +45,7 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else data_stage_name
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
-        inputs: dict[str, Any] = {
+        check_arguments: dict[str, Any] = {
             "data": "" if data_stage_name else stage.data,
             "prompts": prompts.get(data_stage_name),
         }
@@ -53,10 +53,10 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         if base_stage is not stage:
             base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
             base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
-            inputs["recipe"] = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
-            inputs["model"] = base_stage.model or base_policy.model_name_or_path
+            check_arguments["recipe"] = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
+            check_arguments["model"] = base_stage.model or base_policy.model_name_or_path
             model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
-        result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **inputs)
+        result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **check_arguments)
         prompts[stage.name] = result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, result["info"])
         yield f"{stage.name}: {result['info']['found']}{model_note}"
@@ -67,19 +67,19 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
                 yield line
 
 
-def check_downstream_stages(pipeline: Pipeline, name: str, check_info: dict[str, JsonValue]) -> None:
-    """Check that downstream stages can start from the rows of the data stage `name`, from the result of its check.
+def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info: dict[str, JsonValue]) -> None:
+    """Check that downstream stages can use the rows of a data stage, with `check_info` from the check of that stage.
     Raises `DataError` if the rows do not fill a train step, none are held out for validation, or a stage cannot read
     images."""
-    for stage in (each for each in pipeline.stages if referenced_stage(each.data) == name):
-        kind = pipeline.stage_kind(stage)
-        reason = check_info.get("too_few") if kind.trains_model else None
-        if StageContext(pipeline.recipes[stage.name], kind).measures_held_out_rows:
-            reason = reason or check_info.get("no_held_out")
+    for stage in (each for each in pipeline.stages if referenced_stage(each.data) == data_stage_name):
+        stage_kind = pipeline.stage_kind(stage)
+        rejection = check_info.get("too_few") if stage_kind.trains_model else None
+        if StageContext(pipeline.recipes[stage.name], stage_kind).measures_held_out_rows:
+            rejection = rejection or check_info.get("no_held_out")
         if check_info.get("has_images"):
-            reason = reason or pipeline.recipes[stage.name].explain_missing_image_support(kind)
-        if reason:
-            raise DataError(f"{pipeline.source}: stage {stage.name!r}: {reason}")
+            rejection = rejection or pipeline.recipes[stage.name].explain_missing_image_support(stage_kind)
+        if rejection:
+            raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {rejection}")
 
 
 def check_first_rows(pipeline: Pipeline) -> None:
@@ -93,15 +93,15 @@ def check_first_rows(pipeline: Pipeline) -> None:
         if has_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
             continue
         data_inputs = [each for each in inputs if each.role == "data"]
-        is_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
-        paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
-        file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in paths]
-        if not is_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
+        all_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
+        data_paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
+        file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in data_paths]
+        if not all_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
             continue
         try:
             run_check(pipeline, stage, _QUICK_CHECK_PROGRAM, data=stage.data)
         except DataError as error:
-            raise DataError(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+            raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
         except StageFailed:  # a crash of the check is no error in the rows
             continue
 
@@ -112,15 +112,15 @@ def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
     if stage.after:
         return False
     output_dir = pipeline.output_dir.expanduser().absolute()
-    kind, digest_cache = pipeline.stage_kind(stage), shared_digest_cache(output_dir)
-    fingerprint = compute_fingerprint(pipeline, stage, kind, {}, digest_cache)
+    stage_kind, digest_cache = pipeline.stage_kind(stage), shared_digest_cache(output_dir)
+    fingerprint = compute_fingerprint(pipeline, stage, stage_kind, {}, digest_cache)
     return fingerprint_folder(output_dir, fingerprint.value).exists()
 
 
 def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between callers
     pipeline: Pipeline,
     stage: StageConfig,
-    program: str,
+    check_program: str,
     *,
     model: str = "",
     data: str = "",
@@ -132,22 +132,22 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     stage, stage_recipe = download_inputs(pipeline, stage, lambda: None)
     recipe = recipe or stage_recipe
     data = stage.data if is_s3_url(data) else data
-    kind = pipeline.stage_kind(stage)
+    stage_kind = pipeline.stage_kind(stage)
     remove_orphans()
     with (
         register_active_run(),
-        tempfile.TemporaryDirectory(prefix=f"{PREVIEW_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder,
+        tempfile.TemporaryDirectory(prefix=f"{CHECK_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder,
     ):
-        # A subfolder, because the caches that runs share are in the parent of the run folder.
+        # The run folder is a subfolder, because the parent of a run folder also gets the caches that runs share.
         stage_path = Path(temporary_folder) / "run" / "stages" / stage.name
         stage_path.mkdir(parents=True)
         if prompts:
             write_json(stage_path / CHECKED_PROMPTS_FILE, prompts)
         model = model or stage.model or recipe.policy.model_name_or_path
-        model = link_weights_over_model(stage_inputs(stage, recipe, kind), stage_path / "model") or model
+        model = create_linked_model_folder(stage_inputs(stage, recipe, stage_kind), stage_path / "model") or model
         Stage(
             path=stage_path, config=stage, recipe=recipe, model=model, data=Path(data) if data else None, inputs={},
-            fingerprint="look", kind=replace(kind, entry=program),
+            fingerprint="look", kind=replace(stage_kind, entry=check_program),
         ).save()  # fmt: skip
         service_variables, config = load_named_service(stage.reward_service), pipeline.config
         attempt_settings = AttemptSettings(
@@ -158,21 +158,21 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
             return run_attempt(attempt_settings)
         except StageFailed as error:  # quote the worker's log, because it is deleted with the temporary folder
             problem, _, log_path = str(error).partition("; log: ")
-            lines = Path(log_path).read_text(encoding="utf-8", errors="replace").split("\n") if log_path else []
-            if last_line := next(filter(str.strip, reversed(lines)), ""):
+            log_lines = Path(log_path).read_text(encoding="utf-8", errors="replace").split("\n") if log_path else []
+            if last_line := next(filter(str.strip, reversed(log_lines)), ""):
                 raise StageFailed(f"{problem}; its log ends with: {last_line.strip()[:300]}") from error
             raise
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the first stage of the chain of stages from which `stage` takes its model, or `stage` itself. The external
-    model of the first stage has the same architecture and tokenizer. Return None if the architecture may differ, or if
-    this external model is not in one local folder."""
-    initial_stage = stage
+    """Follow the stages from which `stage` takes its model back to the first one, and return it; its external model has
+    the same architecture and tokenizer. Return `stage` if it starts from an external model itself, and None if the
+    architecture may differ or the external model of the first stage is not in one local folder."""
+    original_stage = stage
     while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)
         if pipeline.stage_kind(stage).makes != "model" or not pipeline.stage_kind(stage).reads_model:
             return None
     policy = pipeline.recipes[stage.name].policy
     is_local_model = not policy.model_safetensor_path and not is_s3_url(stage.model or policy.model_name_or_path)
-    return stage if stage is initial_stage or is_local_model else None
+    return stage if stage is original_stage or is_local_model else None

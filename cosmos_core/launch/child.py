@@ -30,16 +30,16 @@ class SupervisedProcess:
         inherited_descriptors: Sequence[int] = (),
     ) -> None:
         """Start the command with `inherited_environment` and `environment`; its output is appended to `log_path`."""
-        self.attempt = uuid.uuid4().hex
+        self.attempt_id = uuid.uuid4().hex
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch_lock = processes.create_scratch_folder(self.attempt)
+        self._scratch_lock = processes.create_scratch_folder(self.attempt_id)
         pipe_reader, self._pipe_writer = os.pipe()
         supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
         supervisor_command += ["--pipe", str(pipe_reader), "--grace", str(grace_seconds)]
         supervisor_command += [f"--inherit={descriptor}" for descriptor in inherited_descriptors]
-        new_variables = {
-            **environment, processes.ATTEMPT_VARIABLE: self.attempt,
-            "TMPDIR": str(processes.scratch_folder(self.attempt)),
+        added_variables = {
+            **environment, processes.ATTEMPT_VARIABLE: self.attempt_id,
+            "TMPDIR": str(processes.scratch_folder(self.attempt_id)),
         }  # fmt: skip
         try:
             with cleanup_on_error(self._release_resources), open(log_path, "ab") as log_file:
@@ -47,7 +47,7 @@ class SupervisedProcess:
                     [*supervisor_command, "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
                     stdout=log_file, stderr=subprocess.STDOUT,
                     pass_fds=(pipe_reader, self._scratch_lock, *inherited_descriptors),
-                    env=add_log_silencing_variables({**inherited_environment, **new_variables}),
+                    env=add_log_silencing_variables({**inherited_environment, **added_variables}),
                 )  # fmt: skip
         finally:
             os.close(pipe_reader)
@@ -58,7 +58,7 @@ class SupervisedProcess:
         """Return the exit code of the command, or None while it runs; clean up after a killed supervisor."""
         exit_code = self._process.poll()
         if exit_code is not None and self._pipe_writer >= 0:
-            processes.kill_attempt(self.attempt)
+            processes.kill_attempt(self.attempt_id)
             self._release_resources()
         return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
@@ -66,13 +66,13 @@ class SupervisedProcess:
         """Send SIGTERM to the command, and SIGKILL after the grace period; None selects the initial grace period."""
         if self._process.poll() is None:
             if grace_seconds is not None and self._pipe_writer >= 0:
-                with suppress(OSError):  # the supervisor has ended
+                with suppress(OSError):  # the supervisor has ended, which closed its end of the pipe
                     os.write(self._pipe_writer, f"{grace_seconds}\n".encode())
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes of the command."""
-        processes.kill_attempt(self.attempt)
+        processes.kill_attempt(self.attempt_id)
         self._process.wait()
         self.poll()
 
@@ -81,4 +81,4 @@ class SupervisedProcess:
         os.close(self._pipe_writer)
         os.close(self._scratch_lock)
         self._pipe_writer = self._scratch_lock = -1
-        processes.remove_scratch_folder(self.attempt)
+        processes.remove_scratch_folder(self.attempt_id)

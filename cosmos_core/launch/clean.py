@@ -48,28 +48,28 @@ class RetentionDecision:
 def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds: float) -> list[RetentionDecision]:
     """Return the decision for each run in a folder, the oldest run first, without changing anything. The newest
     `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`."""
-    pipelines = {output_dir / start_info.run_id: start_info.pipeline for start_info in list_runs(output_dir)}
+    pipeline_by_run = {output_dir / start_info.run_id: start_info.pipeline for start_info in list_runs(output_dir)}
     paths_by_pipeline: dict[str, list[Path]] = {}
-    for path, pipeline in pipelines.items():
+    for path, pipeline in pipeline_by_run.items():
         paths_by_pipeline.setdefault(pipeline, []).append(path)
     reason = f"one of the newest {num_kept_runs} of its pipeline" if num_kept_runs > 1 else "the newest of its pipeline"
     reasons_to_keep: dict[Path, str] = {}
     for paths in paths_by_pipeline.values() if num_kept_runs else ():
         reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], reason)
-    ages_seconds = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipelines}
-    for path, age_seconds in ages_seconds.items():
+    age_by_run = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipeline_by_run}
+    for path, age_seconds in age_by_run.items():
         if age_seconds < older_than_seconds:
             reasons_to_keep.setdefault(path, "not old enough")
         if read_open_approval(path) is not None:
             reasons_to_keep[path] = "its publication waits for approval"
         if _may_be_running(path):
             reasons_to_keep[path] = "it is running"
-    for path, reason in _find_needed_runs(output_dir, list(pipelines)):
+    for path, reason in _find_needed_runs(output_dir, list(pipeline_by_run)):
         reasons_to_keep.setdefault(path, reason)
-    _keep_referenced_runs(list(pipelines), reasons_to_keep)
+    _keep_referenced_runs(list(pipeline_by_run), reasons_to_keep)
     return [
-        RetentionDecision(path, pipeline, ages_seconds[path], _compute_total_bytes(path), reasons_to_keep.get(path, ""))
-        for path, pipeline in pipelines.items()
+        RetentionDecision(path, pipeline, age_by_run[path], _compute_total_bytes(path), reasons_to_keep.get(path, ""))
+        for path, pipeline in pipeline_by_run.items()
     ]
 
 
@@ -77,7 +77,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
     """Remove the runs without a reason to keep them, unless they run again; yield the decision about each of these."""
     trash_folder = output_dir / SHARED_FOLDER / _TRASH_FOLDER
     trash_folder.mkdir(parents=True, exist_ok=True)
-    removed_ids = []
+    removed_run_ids = []
     for decision in decisions:
         if decision.reason_to_keep:
             continue
@@ -85,12 +85,12 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
             if not lock.try_acquire() or _may_be_running(decision.path, is_run_lock_held=True):
                 continue
             os.rename(decision.path, trash_folder / f"{decision.path.name}.{os.getpid()}")
-        removed_ids.append(decision.path.name)
+        removed_run_ids.append(decision.path.name)
         yield decision
     _move_unused_downloads(output_dir, trash_folder)
     for folder in trash_folder.iterdir():  # also folders that an earlier, killed call has left
         shutil.rmtree(folder, ignore_errors=True)
-    _remove_shared_entries(output_dir, set(removed_ids))
+    _remove_shared_entries(output_dir, set(removed_run_ids))
 
 
 def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
@@ -107,39 +107,39 @@ def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
                 os.rename(download_folder, trash_folder / f"{download_folder.name}.{os.getpid()}")
 
 
-def _find_last_activity_time(path: Path) -> float:
+def _find_last_activity_time(run_path: Path) -> float:
     """Return the time of the last activity of a run: its start, or the last heartbeat or end of a stage."""
-    states = [read_state(stage_path) for stage_path in (path / "stages").glob("*")]
-    start_info = read_start_info(path)
-    activity_times = [timestamp for state in states for timestamp in (state.ended, state.heartbeat) if timestamp]
-    return max([start_info.started if start_info else 0.0, *activity_times]) or path.stat().st_mtime
+    stage_states = [read_state(stage_path) for stage_path in (run_path / "stages").glob("*")]
+    start_info = read_start_info(run_path)
+    activity_times = [timestamp for state in stage_states for timestamp in (state.ended, state.heartbeat) if timestamp]
+    return max([start_info.started if start_info else 0.0, *activity_times]) or run_path.stat().st_mtime
 
 
-def _may_be_running(path: Path, *, is_run_lock_held: bool = False) -> bool:
+def _may_be_running(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
     """Return True if a process on this machine holds the lock of the run or of a stage, if a process on another machine
     may run a stage, or if a Python flow executes the run. `is_run_lock_held`: the caller holds the lock of the run."""
-    if is_flow_running(path):
+    if is_flow_running(run_path):
         return True
-    lock_files = [*(path / "locks").glob("*.lock"), *([] if is_run_lock_held else [path / "locks" / ".run"])]
+    lock_files = [*(run_path / "locks").glob("*.lock"), *([] if is_run_lock_held else [run_path / "locks" / ".run"])]
     for lock_file in filter(Path.exists, lock_files):
         with FileLock(lock_file) as lock:
             if not lock.try_acquire():
                 return True
-    for stage_path in (path / "stages").glob("*"):
+    for stage_path in (run_path / "stages").glob("*"):
         state = read_state(stage_path)
-        is_recent = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
-        if state.state in ACTIVE_STATES and (is_recent or is_alive(state.launcher_pid, state.launcher_started)):
+        is_recently_alive = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
+        if state.state in ACTIVE_STATES and (is_recently_alive or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False
 
 
-def _find_needed_runs(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
+def _find_needed_runs(output_dir: Path, run_paths: list[Path]) -> Iterator[tuple[Path, str]]:
     """Yield each run that the next retraining continues or whose model is published, with the reason to keep it."""
     for state_file in sorted((output_dir / SHARED_FOLDER / "retraining").glob("*.json")):
         retrain_state = read_json_object(state_file)
         if not retrain_state.get("outcome"):
             yield output_dir / str(retrain_state.get("run_id")), "the next retraining goes on with it"
-    for target, published_runs in _find_publication_targets(paths).items():
+    for target, published_runs in _find_publication_targets(run_paths).items():
         try:
             current_records = _read_published_records(target)
         except (CosmosError, OSError) as error:
@@ -150,47 +150,47 @@ def _find_needed_runs(output_dir: Path, paths: list[Path]) -> Iterator[tuple[Pat
                 yield path, f"its model is published at {target}"
 
 
-def _find_publication_targets(paths: list[Path]) -> dict[str, list[Path]]:
+def _find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
     """Return the publication targets to which models were published, each with the runs that published there."""
-    targets: dict[str, list[Path]] = {}
-    for path in paths:
+    runs_by_target: dict[str, list[Path]] = {}
+    for path in run_paths:
         for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
             target = stage_table.get("target")
             result = read_result(path / "stages" / str(stage_table.get("name")))
             if isinstance(target, str) and target and result is not None and "published" in result["info"]:
-                targets.setdefault(target, []).append(path)
-    return targets
+                runs_by_target.setdefault(target, []).append(path)
+    return runs_by_target
 
 
 def _read_published_records(target: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return."""
     publication_target: Any = open_target(target)
-    records = [publication_target.published() or {}]
+    published_records = [publication_target.published() or {}]
     read_history = getattr(publication_target, "history", None)
     if read_history is not None and len(version_names := read_history()) > 1:
         with suppress(CosmosError):
-            records.append(publication_target.record_of(version_names[-2]))
-    return records
+            published_records.append(publication_target.read_record(version_names[-2]))
+    return published_records
 
 
-def _keep_referenced_runs(paths: list[Path], reasons_to_keep: dict[Path, str]) -> None:
+def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str]) -> None:
     """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
-    pending_paths = [path for path in paths if path in reasons_to_keep]
+    pending_paths = [path for path in run_paths if path in reasons_to_keep]
     while pending_paths:
         kept_run_path = pending_paths.pop()
-        patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
-        files = [file for pattern in patterns for file in kept_run_path.glob(pattern) if file.is_file()]
-        text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-        for path in [path for path in paths if path not in reasons_to_keep]:
+        file_patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
+        settings_files = [file for pattern in file_patterns for file in kept_run_path.glob(pattern) if file.is_file()]
+        settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
+        for path in [path for path in run_paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
             escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # JSON files escape paths
-            if any(escaped_prefix in text for escaped_prefix in escaped_prefixes):
+            if any(escaped_prefix in settings_text for escaped_prefix in escaped_prefixes):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 pending_paths.append(path)
 
 
-def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
-    """Remove the entries about removed runs, whose ids are in `removed_ids`, from the folder that all runs share."""
+def _remove_shared_entries(output_dir: Path, removed_run_ids: set[str]) -> None:
+    """Remove the entries about the runs `removed_run_ids` from the folder with the data that all runs share."""
     run_id_readers: dict[str, Callable[[Path], Any]] = {
         "fingerprints/*/*.json": lambda file: str(read_json_object(file).get("stage", "")).partition("/")[0],
         "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),
@@ -198,7 +198,7 @@ def _remove_shared_entries(output_dir: Path, removed_ids: set[str]) -> None:
     }
     for pattern, read_run_id in run_id_readers.items():
         for file in filter(Path.is_file, (output_dir / SHARED_FOLDER).glob(pattern)):
-            if read_run_id(file) in removed_ids:
+            if read_run_id(file) in removed_run_ids:
                 file.unlink(missing_ok=True)
     write_run_list(output_dir)
 

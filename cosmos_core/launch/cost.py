@@ -25,7 +25,7 @@ from cosmos_core.run.plan import StageDecision
 _GIB = 2**30
 _TERA = 1e12
 _MAX_HISTORY_RUNS = 20
-_FORWARD_FLOPS, _INPUT_FLOPS, _WEIGHT_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
+_FORWARD_FLOPS, _INPUT_GRAD_FLOPS, _WEIGHT_GRAD_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def estimate_costs(
     pipeline: Pipeline,
     decisions: Mapping[str, StageDecision],
     estimates: Mapping[str, StageEstimate],
-    gpus: Mapping[str, int],
+    gpu_counts: Mapping[str, int],
     output_dir: Path,
     machine: MachineSpec | None,
 ) -> list[StageCost]:
-    """Return the cost of each stage; `estimates` of trainings and the number of `gpus` are by stage name."""
+    """Return the cost of each stage; `estimates` of trainings and `gpu_counts`, numbers of GPUs, are by stage name."""
     run_ids = [info.run_id for info in list_runs(output_dir) if info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_HISTORY_RUNS:])]
     stage_costs, gpu_type = [], machine.gpu_type if machine else ""
@@ -72,21 +72,21 @@ def estimate_costs(
         time_estimate: tuple[float | None, str] = 0.0, "reused"
         if decisions[stage.name].action not in {"reuse", "adopt"}:
             num_steps = size_estimate["steps"] if size_estimate else None
-            time_from_history = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
-            time_estimate = time_from_history or _estimate_from_flops(pipeline, stage, size_estimate, gpus, machine)
+            past_estimate = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
+            time_estimate = past_estimate or _estimate_from_flops(pipeline, stage, size_estimate, gpu_counts, machine)
         memory_verdict = _describe_memory_fit(size_estimate, machine, pipeline.recipes[stage.name].mode)
         disk_bytes = _estimate_disk_bytes(stage, size_estimate, earlier_runs)
         seconds, time_source = time_estimate
-        num_gpus = gpus.get(stage.name, 0)
+        num_gpus = gpu_counts.get(stage.name, 0)
         stage_costs.append(StageCost(stage.name, seconds, num_gpus, memory_verdict, time_source, disk_bytes))
     return stage_costs
 
 
 def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: MachineSpec | None) -> Table:
     """Return the costs of all stages as a table with totals; the total time is that of the longest chain of stages."""
-    price = pipeline.config.price_per_gpu_hour
+    hourly_price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
-    for column in ("GPUs", "time", "GPU hours", *(["cost"] if price is not None else [])):
+    for column in ("GPUs", "time", "GPU hours", *(["cost"] if hourly_price is not None else [])):
         table.add_column(column, justify="right")
     table.add_column("disk", justify="right")
     table.add_column(f"fits {machine.memory_gib:.3g} GiB" if machine and machine.memory_gib else "fits")
@@ -96,8 +96,8 @@ def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: M
         bound_prefix = "> " if is_minimum else ""
         cell_texts = [gpus, "?" if seconds is None else bound_prefix + formatting.format_duration(seconds)]
         cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours:,.2f}")
-        if price is not None:
-            cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours * price:,.2f}")
+        if hourly_price is not None:
+            cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours * hourly_price:,.2f}")
         return cell_texts
 
     for cost in costs:
@@ -119,13 +119,13 @@ def estimate_wall_seconds(pipeline: Pipeline, costs: Sequence[StageCost]) -> flo
     available; unknown durations count as 0."""
     seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in costs}
     end_times: dict[str, float] = {}
-    idle_times_by_selector: dict[str, list[float]] = {}
+    idle_times_by_sweep: dict[str, list[float]] = {}
     for stage in pipeline.stages:
         start_time = max((end_times[name] for name in stage.after), default=0.0)
         selector = pipeline.find_branch_selector(stage.name)
         max_parallel = selector.sweep.max_parallel if selector is not None and selector.sweep is not None else None
         if selector is not None and (max_parallel or not stage.work_pool):
-            slot_idle_times = idle_times_by_selector.setdefault(selector.name, [0.0] * (max_parallel or 1))
+            slot_idle_times = idle_times_by_sweep.setdefault(selector.name, [0.0] * (max_parallel or 1))
             start_time = max(start_time, heapq.heappop(slot_idle_times))
             heapq.heappush(slot_idle_times, start_time + seconds_by_stage[stage.name])
         end_times[stage.name] = start_time + seconds_by_stage[stage.name]
@@ -166,7 +166,7 @@ def _estimate_from_history(
 
 @dataclass(frozen=True)
 class _TrainingPace:
-    """Durations in an earlier training: of a step, of a validation and of everything else, with their numbers."""
+    """Durations in an earlier training of a step, of a validation and of all other work, and how often they ran."""
 
     num_steps: int
     seconds_per_step: float
@@ -183,57 +183,57 @@ class _TrainingPace:
         return f"{self.seconds_per_step:.3g} s per step, {formatting.format_duration(self.other_seconds)} beside them"
 
 
-def _measure_pace(record: StageRecord) -> _TrainingPace | None:
+def _measure_pace(stage_record: StageRecord) -> _TrainingPace | None:
     """Return the durations of the parts of an earlier training; None if it recorded no duration of a step."""
     step_times, validation_times = (
-        [float(line[name]) for line in record.metric_lines if isinstance(line.get(name), int | float)]
+        [float(line[name]) for line in stage_record.metric_lines if isinstance(line.get(name), int | float)]
         for name in ("time/step", "time/validate")
     )
     if not step_times:
         return None
     warm_step_times = step_times[1:] or step_times  # the first step includes compilation
     seconds_per_step = sum(warm_step_times) / len(warm_step_times)
-    other_seconds = max(0.0, (record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
-    other_seconds /= max(1, len(record.state.spans))
+    other_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
+    other_seconds /= max(1, len(stage_record.state.spans))
     num_validations, validation_seconds = len(validation_times), sum(validation_times) / max(1, len(validation_times))
     return _TrainingPace(len(step_times), seconds_per_step, num_validations, validation_seconds, other_seconds)
 
 
 def _has_used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
     gpu_names = [gpu_name.lower() for rank in record.ranks for gpu_name in rank.gpus]
-    # Whole words, because `NVIDIA H200` contains `h20`; a product name may have a space: `RTX 4090`.
-    pattern = re.compile(rf"\b{re.sub('(?<=[a-z])(?=[0-9])', '[ -]?', gpu_type)}\b")
-    return bool(gpu_names) and all(map(pattern.search, gpu_names))
+    # Match whole words, because `NVIDIA H200` contains `h20`, and an optional space, because of `RTX 4090`.
+    gpu_type_pattern = re.compile(rf"\b{re.sub('(?<=[a-z])(?=[0-9])', '[ -]?', gpu_type)}\b")
+    return bool(gpu_names) and all(map(gpu_type_pattern.search, gpu_names))
 
 
 def _estimate_from_flops(
     pipeline: Pipeline,
     stage: StageConfig,
     size_estimate: dict[str, Any] | None,
-    gpus: Mapping[str, int],
+    gpu_counts: Mapping[str, int],
     machine: MachineSpec | None,
 ) -> tuple[float | None, str]:
-    kind = pipeline.stage_kind(stage)
-    if not kind.in_worker:
+    stage_kind = pipeline.stage_kind(stage)
+    if not stage_kind.in_worker:
         return 0.0, ""
     if size_estimate is None or size_estimate["tokens"] is None or machine is None:
         return None, "never run"
     recipe = pipeline.recipes[stage.name]
-    num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # the setting is True, False or "selective"
-    flops_per_parameter = _FORWARD_FLOPS * num_forwards + _INPUT_FLOPS
-    flops_per_token = flops_per_parameter * size_estimate["parameters"] + _WEIGHT_FLOPS * size_estimate["trainable"]
-    num_engine_gpus = recipe.num_gpus(has_rollouts=kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
-    num_ranks = 1 if machine.is_device_shared else max(1, gpus.get(stage.name, 1) - num_engine_gpus)
-    exclusion_note = ", without generation" if kind.feed == "rollouts" else ""
+    num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # checkpointing repeats the forward pass
+    flops_per_weight = _FORWARD_FLOPS * num_forwards + _INPUT_GRAD_FLOPS
+    flops_per_token = flops_per_weight * size_estimate["parameters"] + _WEIGHT_GRAD_FLOPS * size_estimate["trainable"]
+    num_engine_gpus = recipe.num_gpus(has_rollouts=stage_kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
+    num_ranks = 1 if machine.is_device_shared else max(1, gpu_counts.get(stage.name, 1) - num_engine_gpus)
+    exclusion_note = ", without generation" if stage_kind.feed == "rollouts" else ""
     seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * _TERA * num_ranks)
     return seconds, f"never run; counted at {machine.compute_rate_text}{exclusion_note}"
 
 
-def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, mode: str) -> str:
+def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, rollout_mode: str) -> str:
     if size_estimate is None or machine is None or machine.memory_gib is None:
         return ""
     rollout_bytes = size_estimate["engine_weights"] + (size_estimate["kv_cache"] or 0)
-    has_own_gpus = mode == "disaggregated" and not machine.is_device_shared
+    has_own_gpus = rollout_mode == "disaggregated" and not machine.is_device_shared
     rollout_bytes += 0 if has_own_gpus else size_estimate["memory"]["weights"]
     peak_gib, limit_gib = max(size_estimate["peak"], rollout_bytes) / _GIB, machine.memory_gib
     if peak_gib > limit_gib:

@@ -34,11 +34,11 @@ class Diagnosis:
 
 def run_checks(output_dir: Path, client: Any) -> Iterator[Diagnosis]:
     """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
-    checks: dict[str, Callable[[Any], Iterator[Diagnosis]]] = {
+    server_checks: dict[str, Callable[[Any], Iterator[Diagnosis]]] = {
         "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
         "deployments": _check_deployment_folders,
     }  # fmt: skip
-    for name, check in checks.items():
+    for name, check in server_checks.items():
         try:
             yield from check(client)
         except Exception as error:  # noqa: BLE001 - an error of any type is a result of the check
@@ -53,14 +53,14 @@ def run_checks(output_dir: Path, client: Any) -> Iterator[Diagnosis]:
 def _check_server(client: Any) -> Iterator[Diagnosis]:
     from prefect import __version__
 
-    response = client.hello()
+    hello_response = client.hello()
     server_version = client.api_version()  # unlike `client.hello`, this request needs credentials
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Diagnosis("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
-    if "Date" in response.headers:
-        seconds = (datetime.now(UTC) - parsedate_to_datetime(response.headers["Date"])).total_seconds()
-        message = f"this machine is {seconds:+.0f} s from the server"
-        yield Diagnosis("clock", message, abs(seconds) <= _MAX_CLOCK_OFFSET_SECONDS)
+    if "Date" in hello_response.headers:
+        clock_offset = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
+        message = f"this machine is {clock_offset:+.0f} s from the server"
+        yield Diagnosis("clock", message, abs(clock_offset) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
     client.read_flow_runs(limit=1)
     read_seconds = time.monotonic() - start_time
@@ -89,17 +89,17 @@ def _check_workers(client: Any) -> Iterator[Diagnosis]:
     local_versions, pools_with_reports = worker_report.read_versions(), set[str]()
     for report, clock_offset in worker_report.read_recent_reports(client):
         pools_with_reports.add(report["pool"])
-        differences = [
+        problems = [
             f"{key} {report[key]} there, {version} here"
             for key, version in local_versions.items()
             if version and report[key] and report[key] != version
         ]
-        differences += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
-        differences += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
-        differences += ["its disk is full soon"] * (report["free_bytes"] < _MIN_DISK_BYTES)
+        problems += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
+        problems += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
+        problems += ["its disk is full soon"] * (report["free_bytes"] < _MIN_DISK_BYTES)
         free_space = f"{report['free_bytes'] / 2**30:.0f} GiB are free in {report['output_dir']}"
-        message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *differences])
-        yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not differences)
+        message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *problems])
+        yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not problems)
     for pool in client.read_work_pools():
         has_live_worker = any(map(is_worker_online, client.read_workers_for_work_pool(pool.name)))
         if has_live_worker and pool.type == "process" and pool.name not in pools_with_reports:
@@ -112,10 +112,10 @@ def _check_cancellation(client: Any) -> Iterator[Diagnosis]:
 
     cancelling_filter = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
     for flow_run in client.read_flow_runs(flow_run_filter=cancelling_filter, limit=200):
-        seconds = (datetime.now(UTC) - flow_run.state.timestamp).total_seconds()
-        if seconds > _MAX_CANCELLING_SECONDS:
+        cancelling_seconds = (datetime.now(UTC) - flow_run.state.timestamp).total_seconds()
+        if cancelling_seconds > _MAX_CANCELLING_SECONDS:
             reason = f"no worker of {flow_run.work_pool_name} looks; restart it"
-            message = f"{flow_run.name} has been Cancelling for {seconds:.0f} s: {reason}"
+            message = f"{flow_run.name} has been Cancelling for {cancelling_seconds:.0f} s: {reason}"
             yield Diagnosis("cancellation", message, is_healthy=False)
             return
     yield Diagnosis("cancellation", "no flow run waits for it")
@@ -124,7 +124,7 @@ def _check_cancellation(client: Any) -> Iterator[Diagnosis]:
 def _check_deployment_folders(client: Any) -> Iterator[Diagnosis]:
     work_pools_by_folder: dict[str, list[str]] = {}
     for deployment in client.read_deployments():
-        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # user flows run in folders of users
+        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # flows of users may run in any folder
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
@@ -136,19 +136,19 @@ def _check_deployment_folders(client: Any) -> Iterator[Diagnosis]:
 
 
 def _check_ray() -> Iterator[Diagnosis]:
-    address = os.environ.get("RAY_ADDRESS", "")
-    if ":" not in address or "://" in address:
+    ray_address = os.environ.get("RAY_ADDRESS", "")
+    if ":" not in ray_address or "://" in ray_address:
         return
-    host, _, port = address.rpartition(":")
+    host, _, port = ray_address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
-        yield Diagnosis("Ray", f"RAY_ADDRESS = {address!r} is not reached: {error}", is_healthy=False)
+        yield Diagnosis("Ray", f"RAY_ADDRESS = {ray_address!r} is not reached: {error}", is_healthy=False)
         return
-    token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(token)
+    ray_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(ray_token)
     security_warning = "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
-    yield Diagnosis("Ray", f"{address} is reached, {'with a token' if has_token else security_warning}", has_token)
+    yield Diagnosis("Ray", f"{ray_address} is reached, {'with a token' if has_token else security_warning}", has_token)
 
 
 def _check_reward_services() -> Iterator[Diagnosis]:

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.check import run_check
-from cosmos_core.run.hub import with_setting
+from cosmos_core.run.hub import replace_setting
 from cosmos_core.run.plan import StageDecision
 
 _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
@@ -40,8 +40,8 @@ def estimate_stages_in_worker(
             continue
         model = _find_start_model(pipeline, stage, decisions)
         if not model:
-            reason = "it starts from a model that another stage will make; once that is made, ask again"
-            yield stage.name, f"not estimated: {reason}"
+            missing_model_text = "it starts from a model that another stage will make; once that is made, ask again"
+            yield stage.name, f"not estimated: {missing_model_text}"
             continue
         prepared_path = _find_output_path(stage.data, "data", decisions)
         recipe = with_dp_shard_size(_use_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
@@ -50,26 +50,26 @@ def estimate_stages_in_worker(
 
 
 def render_estimate_table(
-    estimates: Sequence[tuple[str, StageEstimate]], gpus: Mapping[str, int], gpus_per_node: int
+    estimates: Sequence[tuple[str, StageEstimate]], gpu_counts: Mapping[str, int], gpus_per_node: int
 ) -> Table:
-    """Return the estimates as a table with notes about unknown values; `gpus` has the number of GPUs by stage name."""
+    """Return the estimates as a table with notes about unknown values; `gpu_counts` are numbers of GPUs by stage."""
     title = "per GPU in GiB, at the peak of a train step"
     table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
     memory_columns = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
     for column in (*memory_columns, "row length", "steps", "tokens", "GPUs", "nodes"):
         table.add_column(column, justify="right")
-    notes = [
+    caption_notes = [
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
         "engine and KV cache"
     ]
     for name, stage_estimate in estimates:
         if isinstance(stage_estimate, str):
-            cells, stage_notes = ["?"] * (len(table.columns) - 3), [stage_estimate]
+            cell_texts, stage_notes = ["?"] * (len(table.columns) - 3), [stage_estimate]
         else:
-            cells, stage_notes = _format_estimate_cells(stage_estimate), stage_estimate["notes"]
-        table.add_row(name, *cells, str(gpus[name]), str(-(-gpus[name] // gpus_per_node)))
-        notes += [f"{name}: {note}" for note in stage_notes]
-    table.caption = "\n".join(notes)
+            cell_texts, stage_notes = _format_estimate_cells(stage_estimate), stage_estimate["notes"]
+        table.add_row(name, *cell_texts, str(gpu_counts[name]), str(-(-gpu_counts[name] // gpus_per_node)))
+        caption_notes += [f"{name}: {note}" for note in stage_notes]
+    table.caption = "\n".join(caption_notes)
     return table
 
 
@@ -118,19 +118,19 @@ def _find_output_path(input_reference: str, output_key: str, decisions: Mapping[
     if (stage_name := referenced_stage(input_reference)) is None:
         return input_reference
     decision = decisions.get(stage_name)
-    output = decision.result["info"].get(output_key) if decision and decision.result else None
-    return str(decision.source / str(output)) if decision and decision.source and output else ""
+    output_name = decision.result["info"].get(output_key) if decision and decision.result else None
+    return str(decision.source / str(output_name)) if decision and decision.source and output_name else ""
 
 
 def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:
     """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
-    source = pipeline.recipes[prepare_stage.name]
-    dataset, datasets = source.train.train_policy.dataset, source.train.train_policy.datasets
+    prepare_recipe = pipeline.recipes[prepare_stage.name]
+    dataset, datasets = prepare_recipe.train.train_policy.dataset, prepare_recipe.train.train_policy.datasets
     if prepare_stage is not stage and prepare_stage.data:
-        folder = _find_output_path(prepare_stage.data, "data", decisions)
-        dataset, datasets = DatasetConfig(name=folder, test_size=dataset.test_size), ()
-    recipe = with_setting(recipe, "train.train_policy.dataset", dataset)
-    recipe = with_setting(recipe, "validation", source.validation)
-    return with_setting(recipe, "train.train_policy.datasets", datasets)
+        data_folder = _find_output_path(prepare_stage.data, "data", decisions)
+        dataset, datasets = DatasetConfig(name=data_folder, test_size=dataset.test_size), ()
+    recipe = replace_setting(recipe, "train.train_policy.dataset", dataset)
+    recipe = replace_setting(recipe, "validation", prepare_recipe.validation)
+    return replace_setting(recipe, "train.train_policy.datasets", datasets)

@@ -58,24 +58,24 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Scheduled
 
-    pool, has_warned, start_time = flow_run.work_pool_name, False, time.monotonic()
+    pool_name, has_warned, start_time = flow_run.work_pool_name, False, time.monotonic()
     run_label, latest_flow_run = f"run {flow_run.parameters['run_id']}", flow_run
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
-            yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool}"
+            yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool_name}"
             for latest_flow_run in _poll_until_ended(client, flow_run):
                 is_overdue = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
                 if latest_flow_run.state_type == "SCHEDULED" and is_overdue and not has_warned:
                     has_warned = True
-                    yield f"no worker of pool {pool} takes it: cosmos worker --pool {pool}"
+                    yield f"no worker of pool {pool_name} takes it: cosmos worker --pool {pool_name}"
     except httpx.HTTPError as error:
         raise CosmosError(f"{run_label}: the Prefect server does not respond: {error}") from error
     except ObjectNotFound as error:
         raise CosmosError(f"{run_label}: its flow run {flow_run.name} is gone from the server") from error
     if latest_flow_run.state is None or not latest_flow_run.state.is_completed():
-        message = latest_flow_run.state.message if latest_flow_run.state else ""
-        raise CosmosError(f"{run_label}: its flow run {flow_run.name} {latest_flow_run.state_name}: {message}")
+        state_message = latest_flow_run.state.message if latest_flow_run.state else ""
+        raise CosmosError(f"{run_label}: its flow run {flow_run.name} {latest_flow_run.state_name}: {state_message}")
 
 
 def _poll_until_ended(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:

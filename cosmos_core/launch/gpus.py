@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.worker import sleep_unless_stopping
-from cosmos_core.machine_properties import read_gpu_entries
+from cosmos_core.machine_properties import map_device_entries_to_uuids
 from cosmos_core.run.files import user_cache_folder
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.state import update_state
@@ -20,39 +20,39 @@ from cosmos_core.types import StageKind
 
 logger = logging.getLogger(__name__)
 
-_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
-def num_local_gpus(kind: StageKind, recipe: Recipe) -> int:
+def count_local_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
-    num_reserved = num_reserved_gpus(kind, recipe)
-    uses_ray = num_reserved > 1 or (kind.feed == "rollouts" and recipe.num_engines > 0)
+    num_reserved = count_reserved_gpus(stage_kind, recipe)
+    uses_ray = num_reserved > 1 or (stage_kind.feed == "rollouts" and recipe.num_engines > 0)
     return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else num_reserved
 
 
-def num_reserved_gpus(kind: StageKind, recipe: Recipe) -> int:
+def count_reserved_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
     stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
-    if kind.has_engine:  # a diffusion model has one sampling process, on one GPU
+    if stage_kind.has_engine:  # a diffusion model has one sampling process, on one GPU
         return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_text_engines else 1
-    if kind.reads_key("export.formats") and recipe.export.quantized_formats:
+    if stage_kind.reads_key("export.formats") and recipe.export.quantized_formats:
         return 1
-    return recipe.num_gpus(has_rollouts=kind.feed == "rollouts") if kind.has_mesh else 0
+    return recipe.num_gpus(has_rollouts=stage_kind.feed == "rollouts") if stage_kind.has_mesh else 0
 
 
 def hold_stage_gpus(
-    kind: StageKind, recipe: Recipe, path: Path
+    stage_kind: StageKind, recipe: Recipe, stage_path: Path
 ) -> AbstractContextManager[tuple[dict[str, str], Sequence[int]]]:
     """Return a context manager that holds the GPUs of a stage, as `hold_gpus` does; while it waits for GPUs, it writes
-    the reason to the state file of the stage in `path`. Raises `Preempted` if the run was stopped while waiting."""
+    the reason to the state file in `stage_path`. Raises `Preempted` if the run was stopped while waiting."""
 
-    def report_waiting(reason: str) -> None:
-        update_state(path, state="waiting", error=reason)
+    def report_waiting(waiting_reason: str) -> None:
+        update_state(stage_path, state="waiting", error=waiting_reason)
         sleep_unless_stopping(1)
 
     # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
-    holds_free_gpus = kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return hold_gpus(num_local_gpus(kind, recipe), report_waiting, should_hold_all_free=holds_free_gpus)
+    holds_free_gpus = stage_kind.feed == "rollouts" and recipe.mode == "disaggregated"
+    return hold_gpus(count_local_gpus(stage_kind, recipe), report_waiting, should_hold_all_free=holds_free_gpus)
 
 
 @contextmanager
@@ -64,9 +64,9 @@ def hold_gpus(
 
     With `should_hold_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
     called with the reason, repeatedly, and may raise to stop waiting."""
-    uuid_by_device = read_gpu_entries() if num_gpus else {}
-    if uuid_by_device and (reason := _find_lock_error()):
-        logger.warning("stages that run at once may take the same GPUs: %s", reason)
+    uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
+    if uuid_by_device and (lock_error := _find_lock_error()):
+        logger.warning("stages that run at once may take the same GPUs: %s", lock_error)
         uuid_by_device = {}
     if not uuid_by_device:
         yield {}, ()
@@ -79,7 +79,7 @@ def hold_gpus(
     with ExitStack() as exit_stack:
         for lock in locks.values():
             exit_stack.callback(lock.release)
-        yield {_VISIBLE_DEVICES: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
+        yield {_VISIBLE_DEVICES_VARIABLE: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
 
 
 def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:

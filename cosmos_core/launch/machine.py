@@ -41,7 +41,7 @@ class MachineSpec:
         return f"{self.tflops:.3g} TFLOP/s{unit_suffix}{f' on {self.name}' if self.name else ''}"
 
 
-def find_machine_spec(config: PipelineConfig, gpu_name: str, estimates: Iterable[Any]) -> MachineSpec | None:
+def find_machine_spec(config: PipelineConfig, gpu_name: str, stage_estimates: Iterable[Any]) -> MachineSpec | None:
     """Return the machine for which costs are estimated: the GPU type `gpu_name` or, if it is empty, the machine
     measured with the estimates. Settings of the pipeline take precedence. Return None if no rate is known. Raises
     `ConfigError` if `gpu_name` is not a known type of GPU."""
@@ -53,10 +53,10 @@ def find_machine_spec(config: PipelineConfig, gpu_name: str, estimates: Iterable
             raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_GPU_SPECS))}; {remedy}")
         peak_tflops, memory_gib = _GPU_SPECS[gpu_type]
         machine = MachineSpec(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, gpu_type=gpu_type)
-    elif device_info := next((estimate["machine"] for estimate in estimates if isinstance(estimate, dict)), None):
-        name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _GIB
+    elif device_info := next((estimate["machine"] for estimate in stage_estimates if isinstance(estimate, dict)), None):
+        machine_name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _GIB
         tflops = device_info["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
-        machine = MachineSpec(name, tflops, memory_gib, is_device_shared=device_info["is_cpu"])
+        machine = MachineSpec(machine_name, tflops, memory_gib, is_device_shared=device_info["is_cpu"])
     if config.gpu_tflops is not None:
         known_memory_gib, gpu_type = (machine.memory_gib, machine.gpu_type) if machine else (None, "")
         machine = MachineSpec("", config.gpu_tflops, known_memory_gib, gpu_type=gpu_type)

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from cosmos_core.launch.doctor import Diagnosis
 from cosmos_core.machine_properties import MachineProperties, measure_machine
-from cosmos_core.run.libraries import ENGINE_LIBRARIES
+from cosmos_core.run.libraries import INFERENCE_ENGINE_LIBRARIES
 
 _MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_OPEN_FILES = 2**30, 20 * 2**30, 1024
 _IMPORT_TIMEOUT_SECONDS = 120
@@ -29,7 +29,7 @@ _CUDA_SCRIPT = "import torch; print(torch.version.cuda or '', torch.cuda.is_avai
 
 def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
     """Run all checks of this machine and yield their results; runs are written below `output_dir`."""
-    machine = measure_machine(ENGINE_LIBRARIES)
+    machine = measure_machine(INFERENCE_ENGINE_LIBRARIES)
     yield Diagnosis("python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from check_packages(distribution("cosmos-posttrain").requires or ())
     yield from check_gpus(machine, _run_python_code(_CUDA_SCRIPT) if machine.gpus else "")
@@ -51,21 +51,22 @@ def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
 
 def check_packages(requirements: Iterable[str]) -> Iterator[Diagnosis]:
     """Compare installed packages with requirements (PEP 508); a missing package of an extra is no error."""
-    problems, count = [], 0
+    problems, num_fitting_packages = [], 0
     for requirement in map(Requirement, requirements):
-        is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        is_optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
         name, specifier = requirement.name, requirement.specifier
         remedy = f"pip install '{name}{specifier}'"
         try:
             installed_version = version(name)
         except PackageNotFoundError:
-            if not is_extra:
+            if not is_optional:
                 problems.append(f"{name} is missing: {remedy}")
             continue
-        count += 1
+        num_fitting_packages += 1
         if not specifier.contains(installed_version, prereleases=True):
             problems.append(f"{name} {installed_version} is outside of {specifier}: {remedy}")
-    yield Diagnosis("packages", "; ".join(dict.fromkeys(problems)) or f"{count} fit their requirements", not problems)
+    message = "; ".join(dict.fromkeys(problems)) or f"{num_fitting_packages} fit their requirements"
+    yield Diagnosis("packages", message, not problems)
 
 
 def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> Iterator[Diagnosis]:
@@ -74,8 +75,8 @@ def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> I
     if not machine_properties.gpus:
         yield Diagnosis("GPU", "no NVIDIA GPU is visible: stages run on the CPU")
         return
-    gpus = f"{len(machine_properties.gpus)} visible: {machine_properties.device}"
-    yield Diagnosis("GPU", f"{gpus}; driver {_driver_version()}")
+    gpu_text = f"{len(machine_properties.gpus)} visible: {machine_properties.device}"
+    yield Diagnosis("GPU", f"{gpu_text}; driver {_read_driver_version()}")
     if not torch_cuda_info:
         yield Diagnosis("torch", "it cannot be imported; install it again", is_healthy=False)
         return
@@ -84,9 +85,9 @@ def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> I
         yield Diagnosis("torch", f"{torch_version} for CUDA {cuda_versions[0]} sees the GPUs")
         return
     driver_problem = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for" if cuda_versions else ""
-    reason = driver_problem or "is a CPU build"
+    torch_problem = driver_problem or "is a CPU build"
     remedy = "update the driver, or install the build of torch for its CUDA version"
-    yield Diagnosis("torch", f"{torch_version} {reason}; {remedy}", is_healthy=False)
+    yield Diagnosis("torch", f"{torch_version} {torch_problem}; {remedy}", is_healthy=False)
 
 
 def check_vllm(machine_properties: MachineProperties) -> Diagnosis:
@@ -95,9 +96,9 @@ def check_vllm(machine_properties: MachineProperties) -> Diagnosis:
     if not installed_version:
         message = "not installed: completions come from transformers; pip install 'cosmos-posttrain[vllm]'"
         return Diagnosis("vLLM", message, not machine_properties.gpus)
-    error = _run_python_code("import vllm.engine.arg_utils", reads_stderr=True)
-    status = f"cannot be imported: {error}" if error else "is imported"
-    return Diagnosis("vLLM", f"{installed_version} {status}", not error)
+    import_error = _run_python_code("import vllm.engine.arg_utils", reads_stderr=True)
+    import_status = f"cannot be imported: {import_error}" if import_error else "is imported"
+    return Diagnosis("vLLM", f"{installed_version} {import_status}", not import_error)
 
 
 def check_shared_memory(free_bytes: int) -> Diagnosis:
@@ -136,7 +137,7 @@ def _check_loopback() -> Diagnosis:
         return Diagnosis("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_healthy=False)
 
 
-def _driver_version() -> str:
+def _read_driver_version() -> str:
     import pynvml
 
     pynvml.nvmlInit()
@@ -146,9 +147,9 @@ def _driver_version() -> str:
         pynvml.nvmlShutdown()
 
 
-def _run_python_code(code: str, *, reads_stderr: bool = False) -> str:
+def _run_python_code(python_code: str, *, reads_stderr: bool = False) -> str:
     """Run Python code; return its output or, with `reads_stderr`, the last line of its error (empty: no error)."""
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", python_code]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:

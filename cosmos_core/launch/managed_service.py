@@ -67,27 +67,27 @@ def managed_reward_service(
         service.stop()
 
 
-def load_named_service(config: str) -> dict[str, str]:
-    """Return the environment variables for clients of the reward service in the Prefect block `config`; empty if
-    `config` does not have the form `block:NAME`. Raises `ConfigError` if the block does not exist."""
-    if not config.startswith(BLOCK_PREFIX):
+def load_named_service(block_reference: str) -> dict[str, str]:
+    """Return the environment variables for clients of the reward service in a Prefect block; empty if `block_reference`
+    does not have the form `block:NAME`. Raises `ConfigError` if the block does not exist."""
+    if not block_reference.startswith(BLOCK_PREFIX):
         return {}
     from cosmos_core.launch.blocks import load_service_variables
 
-    return load_service_variables(config)
+    return load_service_variables(block_reference)
 
 
 class _ServiceProcess:
     """Reward service in a child process, with a thread that restarts the process when it ends."""
 
     def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
-        self._config_path, self._python, self._host = config, python, host
-        self._log, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
+        self._config_path, self._python_path, self._host = config, python, host
+        self._log_path, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
         self.token = secrets.token_hex(32)
         self._queue_id = uuid.uuid4().hex  # kept across restarts, so that no request is lost
         self.num_restarts = 0
         self._port = "0"
-        self._is_stopping = threading.Event()
+        self._stop_event = threading.Event()
         self._child: SupervisedProcess | None = None
         self._thread = threading.Thread(target=self._restart_ended_child, name="reward service", daemon=True)
 
@@ -104,7 +104,7 @@ class _ServiceProcess:
                 error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
                 raise error_class(f"the reward service of {self._config_path} ended: {self._read_last_log_line()}")
             if time.monotonic() > deadline:
-                problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log}"
+                problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
                 raise StageFailed(f"the reward service of {self._config_path} {problem}")
             time.sleep(_POLL_SECONDS)
         url = self._ready_path.read_text(encoding="utf-8")
@@ -114,22 +114,22 @@ class _ServiceProcess:
 
     def stop(self) -> None:
         """Stop the service; pending requests are dropped."""
-        self._is_stopping.set()
+        self._stop_event.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
         with contextlib.suppress(OSError):
-            mask_file(self._log)  # reward functions may have written secrets to the log
+            mask_file(self._log_path)  # reward functions may have written secrets to the log
         self._ready_path.unlink(missing_ok=True)
 
     def _restart_ended_child(self) -> None:
-        while not self._is_stopping.wait(_POLL_SECONDS):
+        while not self._stop_event.wait(_POLL_SECONDS):
             assert self._child is not None
             if self._child.poll() is None:
                 continue
             logger.warning("the reward service ended (%s); it is started again", self._read_last_log_line())
-            if self._is_stopping.wait(_RESTART_DELAY_SECONDS):
+            if self._stop_event.wait(_RESTART_DELAY_SECONDS):
                 return
             try:
                 self._child = self._start_child()
@@ -142,11 +142,11 @@ class _ServiceProcess:
         token_variable = TOKEN_VARIABLE
         with contextlib.suppress(ConfigError):  # the service itself reports an invalid configuration file
             token_variable = str(read_toml(self._config_path).get("token_env", TOKEN_VARIABLE))
-        command = [self._python, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
+        command = [self._python_path, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
         environment = {token_variable: self.token, _QUEUE_VARIABLE: self._queue_id}
-        return SupervisedProcess(command, log_path=self._log, grace_seconds=1.0, environment=environment)
+        return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=environment)
 
     def _read_last_log_line(self) -> str:
-        text = self._log.read_text(encoding="utf-8", errors="replace").strip() if self._log.is_file() else ""
-        return mask_text(text.splitlines()[-1]) if text else f"it said nothing; see {self._log}"
+        text = self._log_path.read_text(encoding="utf-8", errors="replace").strip() if self._log_path.is_file() else ""
+        return mask_text(text.splitlines()[-1]) if text else f"it said nothing; see {self._log_path}"

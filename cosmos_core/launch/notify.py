@@ -10,7 +10,7 @@ from typing import Any
 from cosmos_core.errors import ConfigError
 
 CHANNELS = ("slack", "email", "webhook")
-EVENTS_BY_SUBJECT = {
+EVENT_BY_SUBJECT = {
     "failed": "cosmos.stage.failed",
     "refused by a gate": "cosmos.gate.failed",
     "waiting for approval": "cosmos.run.waiting",
@@ -33,23 +33,23 @@ _MESSAGE_TEMPLATE = (
 """Jinja expression of the notification text, with the path of the report and the address of the run's card."""
 
 
-def parse_notification_channels(options: Sequence[str]) -> dict[str, str]:
+def parse_notification_channels(channel_options: Sequence[str]) -> dict[str, str]:
     """Return the address of each notification channel from command-line options `CHANNEL=ADDRESS`. Raises `ConfigError`
     if an option has another form, an address is no URL, or two options name one channel."""
-    addresses: dict[str, str] = {}
-    for option in options:
+    address_by_channel: dict[str, str] = {}
+    for option in channel_options:
         channel, _, address = option.partition("=")
-        scheme = "mailto" if channel == "email" else "http"
-        if channel not in CHANNELS or not address.startswith(scheme) or "://" not in address:
+        url_scheme = "mailto" if channel == "email" else "http"
+        if channel not in CHANNELS or not address.startswith(url_scheme) or "://" not in address:
             # The text may be an address with a secret, so it is not shown.
             raise ConfigError(
                 f"--notify {channel if channel in CHANNELS else 'CHANNEL=URL'}: write slack=https://hooks.slack.com/"
                 "..., webhook=http://HOST/PATH or email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"
             )
-        if channel in addresses:
+        if channel in address_by_channel:
             raise ConfigError(f"--notify {channel} is given twice; one address per channel")
-        addresses[channel] = address
-    return addresses
+        address_by_channel[channel] = address
+    return address_by_channel
 
 
 def make_notification_automations(channel: str, address: str) -> Iterator[Any]:
@@ -57,12 +57,12 @@ def make_notification_automations(channel: str, address: str) -> Iterator[Any]:
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
     block_id = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
-    for subject, event_name in EVENTS_BY_SUBJECT.items():
-        tags = _PIPELINE_TAGS if event_name.startswith("prefect.") else []
+    for subject, event_name in EVENT_BY_SUBJECT.items():
+        flow_tags = _PIPELINE_TAGS if event_name.startswith("prefect.") else []
         yield AutomationCore(
             name=f"cosmos: {channel} message when {subject}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
-            trigger=EventTrigger(expect={event_name}, match_related=tags, posture=Posture.Reactive, threshold=1),
+            trigger=EventTrigger(expect={event_name}, match_related=flow_tags, posture=Posture.Reactive, threshold=1),
             actions=[_create_action(channel, block_id, subject)],
         )
 
@@ -80,9 +80,9 @@ def _create_block(channel: str, address: str) -> Any:
 def _create_action(channel: str, block_id: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
-    template = _STATE_TEMPLATE if EVENTS_BY_SUBJECT[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
-    text = template.replace("{what}", subject)
+    text_template = _STATE_TEMPLATE if EVENT_BY_SUBJECT[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
+    text = text_template.replace("{what}", subject)
     if channel == "webhook":
-        content = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'
-        return CallWebhook(block_document_id=block_id, payload=f"{{{{ {content} | tojson }}}}")
+        payload = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'
+        return CallWebhook(block_document_id=block_id, payload=f"{{{{ {payload} | tojson }}}}")
     return SendNotification(block_document_id=block_id, subject=f"cosmos: {subject}", body=f"{{{{ {text} }}}}")

@@ -16,8 +16,8 @@ def keep_polling() -> None:
     """Let the polling loops of a worker continue after any number of failed requests to its server. Prefect ends the
     loop for cancelled flow runs after three failures in a row, and the other loops and the worker after twelve."""
     for name in _POLLING_LOOP_MODULES:
-        module = importlib.import_module(name)
-        module.critical_service_loop = partial(module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]
+        loop_module = importlib.import_module(name)
+        loop_module.critical_service_loop = partial(loop_module.critical_service_loop, backoff=sys.maxsize)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

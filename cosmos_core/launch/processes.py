@@ -17,25 +17,25 @@ from cosmos_core.run.process import is_running
 MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as running if its heartbeat is not older
 _KILL_TIMEOUT_SECONDS = 5.0
 ATTEMPT_VARIABLE = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
-PREVIEW_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
+CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
 _SCRATCH_PREFIX = "cosmos-"
 _SCRATCH_PATTERN = re.compile(rf"{_SCRATCH_PREFIX}[0-9a-f]{{12}}")
 
 
-def processes_of_attempt(attempt: str) -> list[psutil.Process]:
-    """Return the live processes, except this one, whose variable COSMOS_ATTEMPT begins with `attempt`."""
-    assert attempt, "any mark begins with nothing"
+def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
+    """Return the live processes, except this one, whose variable COSMOS_ATTEMPT begins with `attempt_id`."""
+    assert attempt_id, "any mark begins with nothing"
     processes = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # a process of another user, a zombie, or an ended process
-            if process.pid != os.getpid() and process.environ().get(ATTEMPT_VARIABLE, "").startswith(attempt):
+        with suppress(psutil.Error):  # skip processes of other users, zombies and ended processes
+            if process.pid != os.getpid() and process.environ().get(ATTEMPT_VARIABLE, "").startswith(attempt_id):
                 processes.append(process)
     return processes
 
 
-def kill_attempt(attempt: str) -> list[int]:
+def kill_attempt(attempt_id: str) -> list[int]:
     """Send SIGKILL to every process of an attempt until none is left; return the ids of the killed processes."""
-    return _kill_repeatedly(lambda: processes_of_attempt(attempt))
+    return _kill_repeatedly(lambda: find_attempt_processes(attempt_id))
 
 
 def kill_descendants() -> list[int]:
@@ -43,53 +43,53 @@ def kill_descendants() -> list[int]:
     return _kill_repeatedly(lambda: [each for each in psutil.Process().children(recursive=True) if is_running(each)])
 
 
-def create_scratch_folder(attempt: str) -> int:
+def create_scratch_folder(attempt_id: str) -> int:
     """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock.
     Launcher and supervisor keep it open: once both have ended, `remove_orphans` may remove the folder."""
-    folder = scratch_folder(attempt)
+    folder = scratch_folder(attempt_id)
     hidden_folder = folder.with_name(f".{folder.name}")  # `remove_orphans` ignores names that begin with a dot
     hidden_folder.mkdir(mode=0o700)
-    descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
     hidden_folder.rename(folder)
-    return descriptor
+    return lock_descriptor
 
 
 def remove_orphans() -> None:
     """Kill processes of attempts whose launcher and supervisor have ended, and remove files of ended processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
-        pid = folder.name.removeprefix(PREVIEW_FOLDER_PREFIX).partition("-")[0]
+        pid = folder.name.removeprefix(CHECK_FOLDER_PREFIX).partition("-")[0]
         if _SCRATCH_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
             kill_attempt(folder.name.removeprefix(_SCRATCH_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
-        elif folder.name.startswith(PREVIEW_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
+        elif folder.name.startswith(CHECK_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_locked(folder: Path) -> bool:
     """Return True if a process holds the lock of a folder, or if this user cannot read the folder."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(descriptor)
+        os.close(lock_descriptor)
     return False
 
 
-def scratch_folder(attempt: str) -> Path:
+def scratch_folder(attempt_id: str) -> Path:
     """Return the folder for the temporary files of an attempt; its name is short, as paths of sockets are limited."""
-    return Path(tempfile.gettempdir()) / f"{_SCRATCH_PREFIX}{attempt[:12]}"
+    return Path(tempfile.gettempdir()) / f"{_SCRATCH_PREFIX}{attempt_id[:12]}"
 
 
-def remove_scratch_folder(attempt: str) -> None:
+def remove_scratch_folder(attempt_id: str) -> None:
     """Remove the temporary files of an attempt that has ended."""
-    if attempt:
-        tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_folder(attempt)
+    if attempt_id:
+        tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_folder(attempt_id)
         shutil.rmtree(tmpdir if tmpdir.name == folder.name else folder, ignore_errors=True)
 
 

@@ -32,27 +32,27 @@ def reap(output_dir: Path) -> Iterator[str]:
     abandoned_runs = [
         file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE_FILE}")) if _has_lost_launcher(file.parent)
     ]
-    run_names = {run_path.name for run_path in abandoned_runs}
+    abandoned_run_ids = {run_path.name for run_path in abandoned_runs}
     for run_path in abandoned_runs:
-        holder = read_holder(run_path)
+        run_holder = read_holder(run_path)
         for stage_path in sorted((run_path / "stages").glob("*")):
             state = read_state(stage_path)
             if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
                 continue
-            is_recent = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
-            if is_recent and state.launcher_host and state.launcher_host != socket.gethostname():
+            is_heartbeat_recent = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
+            if is_heartbeat_recent and state.launcher_host and state.launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
-                if holder is not None and holder.launcher_host == state.launcher_host:
-                    # The flow may run on that machine: not every shared file system has locks across machines.
-                    run_names.discard(run_path.name)
+                if run_holder is not None and run_holder.launcher_host == state.launcher_host:
+                    # The flow may still run there, because not every shared file system has locks across machines.
+                    abandoned_run_ids.discard(run_path.name)
                 continue
             worker.reap_attempt(stage_path)
-            reason = "its flow is gone; resume the run"
-            update_state(stage_path, state="stopped", ended=time.time(), error_type="", error=reason)
-            command = f"cosmos resume {shlex.quote(str(run_path))}"
-            yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: {command}"
+            stop_reason = "its flow is gone; resume the run"
+            update_state(stage_path, state="stopped", ended=time.time(), error_type="", error=stop_reason)
+            resume_command = f"cosmos resume {shlex.quote(str(run_path))}"
+            yield f"{run_path.name}/{stage_path.name}: ended; it goes on with: {resume_command}"
     if os.environ.get("PREFECT_API_URL"):
-        yield from _correct_flow_run_states(output_dir, run_names)
+        yield from _correct_flow_run_states(output_dir, abandoned_run_ids)
 
 
 def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
@@ -75,41 +75,41 @@ def _has_lost_launcher(run_path: Path) -> bool:
         return lock.try_acquire() and not is_flow_running(run_path)
 
 
-def _correct_flow_run_states(output_dir: Path, abandoned_run_names: set[str]) -> Iterator[str]:
+def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> Iterator[str]:
     """Correct the state of flow runs whose process has ended, and stop the process of a cancelled flow run."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelled, Crashed
 
-    end_states: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
+    end_state_by_type: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
     with get_client(sync_client=True) as client:
-        for note_file in sorted(flow_runs_folder(output_dir).glob("*")):
+        for record_file in sorted(flow_runs_folder(output_dir).glob("*")):
             try:
-                run_id, flow_run = note_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(note_file.name))
+                run_id, flow_run = record_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(record_file.name))
             except (ObjectNotFound, ValueError):
                 continue
-            if run_id in abandoned_run_names:
-                if flow_run.state_type in end_states:
-                    state = end_states[flow_run.state_type](message="its process is gone; resume the run")
-                    client.set_flow_run_state(flow_run.id, state, force=True)
-                    yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {state.name}"
+            if run_id in abandoned_run_ids:
+                if flow_run.state_type in end_state_by_type:
+                    end_state = end_state_by_type[flow_run.state_type](message="its process is gone; resume the run")
+                    client.set_flow_run_state(flow_run.id, end_state, force=True)
+                    yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {end_state.name}"
             elif flow_run.state_type in _CANCELLED_STATES and flow_run.id == _find_newest_flow_run(output_dir, run_id):
                 yield from _stop_flow_process(output_dir / run_id, flow_run.name)
 
 
 def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
     """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
-    holder, message = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
-    if holder and not holder.is_local:
-        yield f"{message}, but its process on {holder.launcher_host} goes on: reap there"
-    elif holder and holder.launcher_pid and is_alive(holder.launcher_pid, holder.launcher_started):
-        os.kill(holder.launcher_pid, signal.SIGTERM)
-        yield f"{message}; its process {holder.launcher_pid} is asked to save and end"
+    run_holder, message = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
+    if run_holder and not run_holder.is_local:
+        yield f"{message}, but its process on {run_holder.launcher_host} goes on: reap there"
+    elif run_holder and run_holder.launcher_pid and is_alive(run_holder.launcher_pid, run_holder.launcher_started):
+        os.kill(run_holder.launcher_pid, signal.SIGTERM)
+        yield f"{message}; its process {run_holder.launcher_pid} is asked to save and end"
 
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
-    notes = [note for note in flow_runs_folder(output_dir).glob("*") if note.read_text(encoding="utf-8") == run_id]
-    newest_note_file = max(notes, key=lambda note: note.stat().st_mtime, default=None)
+    run_files = [file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id]
+    newest_file = max(run_files, key=lambda file: file.stat().st_mtime, default=None)
     with suppress(ValueError):
-        return UUID(newest_note_file.name) if newest_note_file else None
+        return UUID(newest_file.name) if newest_file else None
     return None

@@ -32,9 +32,8 @@ _MAX_SERVER_STARTS = 3  # maximum number of starts of a server that ends before 
 _RESPONSE_TIMEOUT_SECONDS = 10.0
 _BUSY_TIMEOUT_SECONDS = 60.0
 _CHECK_INTERVAL_SECONDS = 0.5
-_MAX_INTERVAL_SECONDS = 30.0
-# Services of Prefect that this server does not start. It has no schedules, and the run directory determines which runs
-# are late or lost. Only this run knows the server's password, so nobody reads its history of task runs and events.
+_MAX_RESTART_INTERVAL_SECONDS = 30.0
+# Services of Prefect that this server does not start: it has no schedules, and its history of events has no readers.
 _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
 
@@ -48,8 +47,8 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
         _wait_for_server(url)
         yield lambda: None
         return
-    home_dir, lock = _claim_prefect_home(folder)
-    server = _ServerProcess(home_dir)
+    prefect_home, lock = _claim_prefect_home(folder)
+    server = _ServerProcess(prefect_home)
     old_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
@@ -72,11 +71,11 @@ def _wait_for_server(url: str) -> None:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         except urllib.error.HTTPError:
-            return  # a server responds; Prefect itself reports an error of authentication
+            return  # the server responds with an error; Prefect reports wrong credentials later
         except (OSError, ValueError) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, ssl.SSLError):
-                return  # a server responds; Prefect verifies its certificate with settings of its own
+                return  # the server responds; Prefect verifies its certificate later, with other settings
             wait_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
             if time.monotonic() > start_time + wait_seconds or isinstance(error, ValueError):
                 raise ConfigError(
@@ -101,19 +100,19 @@ def _locate_empty_database() -> Path:
     return user_cache_folder() / f"prefect-{version('prefect')}.db"
 
 
-def _copy_database(source: Path, target: Path) -> bool:
+def _copy_database(source_path: Path, target_path: Path) -> bool:
     """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk full."""
-    temporary_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary_path = target_path.with_name(f".{target_path.name}.{os.getpid()}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target_path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as source_connection,
+            closing(sqlite3.connect(f"file:{source_path}?mode=ro", uri=True)) as source_connection,
             closing(sqlite3.connect(temporary_path)) as target_connection,
         ):
             source_connection.backup(target_connection)
         if not _is_database_intact(temporary_path):
             raise sqlite3.DatabaseError("the copy is damaged")
-        os.replace(temporary_path, target)
+        os.replace(temporary_path, target_path)
         return True
     except (OSError, sqlite3.Error):
         with suppress(OSError):
@@ -121,41 +120,40 @@ def _copy_database(source: Path, target: Path) -> bool:
         return False
 
 
-def _is_database_intact(database: Path) -> bool:
+def _is_database_intact(database_path: Path) -> bool:
     try:
-        with closing(sqlite3.connect(database)) as connection:
+        with closing(sqlite3.connect(database_path)) as connection:
             return bool(connection.execute("PRAGMA quick_check").fetchone() == ("ok",))
     except sqlite3.Error:
         return False
 
 
 class _ServerProcess:
-    def __init__(self, home_dir: Path) -> None:
-        if disk_error := find_disk_error(home_dir):
+    def __init__(self, prefect_home: Path) -> None:
+        if disk_error := find_disk_error(prefect_home):
             raise disk_error  # without disk space the server would not start, and its log would have no error
-        home_dir.chmod(0o700)  # the database holds parameters and states
-        self._log_path = home_dir / "server.log"
-        # Prefect uses a single connection if the URL contains `:memory:`. With several connections, the second of two
-        # writers blocks the interpreter, and with it the first writer, until SQLite times out after a minute.
-        self._database_path = home_dir.absolute() / ":memory:" / "prefect.db"
+        prefect_home.chmod(0o700)  # the folder is private, because its database holds the parameters of flows
+        self._log_path = prefect_home / "server.log"
+        # The folder name `:memory:` makes Prefect use one connection; two writers on two connections would deadlock.
+        self._database_path = prefect_home.absolute() / ":memory:" / "prefect.db"
         auth_string = f"cosmos:{secrets.token_urlsafe(24)}"
-        (home_dir / "auth").unlink(missing_ok=True)
-        descriptor = os.open(home_dir / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
+        (prefect_home / "auth").unlink(missing_ok=True)
+        auth_descriptor = os.open(prefect_home / "auth", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(auth_descriptor, "w", encoding="utf-8") as file:
             file.write(auth_string)
         with socket.create_server(("127.0.0.1", 0)) as probe_socket:
             self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
-        # The variable must not have an empty entry, which httpx would apply to all hosts.
+        # The list of hosts without a proxy must have no empty entry, which httpx would apply to all hosts.
         no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "localhost"
         no_proxy = no_proxy if no_proxy.strip() == "*" else f"{no_proxy},127.0.0.1"
         self.environment = {
-            "PREFECT_HOME": str(home_dir.absolute()),
+            "PREFECT_HOME": str(prefect_home.absolute()),
             **dict.fromkeys(("no_proxy", "NO_PROXY"), no_proxy),  # a proxy cannot reach the loopback address
             # Any user of this machine can reach the port, so requests need a password.
             "PREFECT_SERVER_API_AUTH_STRING": auth_string,
             "PREFECT_API_AUTH_STRING": auth_string,
-            "PREFECT_PROFILES_PATH": str(home_dir.absolute() / "profiles.toml"),
+            "PREFECT_PROFILES_PATH": str(prefect_home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             # Clients retry a response with one of these HTTP statuses; a server without disk space responds with 500.
@@ -200,7 +198,7 @@ class _ServerProcess:
         if self._watcher_thread.is_alive():
             self._watcher_thread.join()
         if self._child is not None:
-            self._child.kill()  # no graceful shutdown: the run directory has the same information
+            self._child.kill()  # not gracefully, because the run directory has the same information
 
     def _start_child(self) -> SupervisedProcess:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
@@ -221,7 +219,7 @@ class _ServerProcess:
             else:  # the server has ended: restart it, with exponential backoff
                 with suppress(OSError):  # a full disk or a process limit may be transient
                     self._start_child()
-                wait_seconds = min(2 * wait_seconds, _MAX_INTERVAL_SECONDS)
+                wait_seconds = min(2 * wait_seconds, _MAX_RESTART_INTERVAL_SECONDS)
 
     def _is_responding(self) -> bool:
         try:

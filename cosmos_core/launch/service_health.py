@@ -29,8 +29,8 @@ def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int
     """Write a file with the health of the reward services at the URLs in `environment`, and the number of restarts."""
     if services := fetch_service_health(environment.get(ENQUEUE_URL_VARIABLE, ""), environment.get(TOKEN_VARIABLE, "")):
         try:
-            text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)
-            write_text(folder / HEALTH_FILE, mask_text(text))
+            health_text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)
+            write_text(folder / HEALTH_FILE, mask_text(health_text))
         except OSError as error:
             logger.warning("how the reward service was cannot be noted: %s", error)
 
@@ -47,11 +47,11 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     report: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
-        verify = make_tls_verify()
-        health = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=verify)
-        state = health.json() if health.headers.get("Content-Type", "").startswith("application/json") else {}
-        report["status"] = str(state.get("status") or "tells nothing") if isinstance(state, dict) else "tells nothing"
-        metrics_response = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=verify)
+        tls_verify = make_tls_verify()
+        response = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=tls_verify)
+        body = response.json() if response.headers.get("Content-Type", "").startswith("application/json") else {}
+        report["status"] = str(body.get("status") or "tells nothing") if isinstance(body, dict) else "tells nothing"
+        metrics_response = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=tls_verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return report
     if metrics_response.status_code == 200:

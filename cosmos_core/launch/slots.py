@@ -12,20 +12,20 @@ _POLL_SECONDS = 0.2
 
 def make_branch_semaphores(pipeline: Pipeline) -> dict[str, threading.Semaphore]:
     """Return the semaphore that each stage in a branch of a sweep holds, by stage name, except for unlimited stages."""
-    semaphores: dict[str, threading.Semaphore] = {}
+    semaphore_by_stage: dict[str, threading.Semaphore] = {}
     for sweep_stage in pipeline.stages:
         if sweep_stage.sweep is None:
             continue
         stage_names = [name for sweep_branch in sweep_stage.sweep.branches for name in sweep_branch.stages]
         if sweep_stage.sweep.max_parallel is None:  # the stages of a work pool are limited by the pool itself
             stage_names = [name for name in stage_names if not pipeline.stage(name).work_pool]
-        semaphores |= dict.fromkeys(stage_names, threading.Semaphore(sweep_stage.sweep.max_parallel or 1))
-    return semaphores
+        semaphore_by_stage |= dict.fromkeys(stage_names, threading.Semaphore(sweep_stage.sweep.max_parallel or 1))
+    return semaphore_by_stage
 
 
 @contextmanager
 def hold_semaphore(semaphore: threading.Semaphore | None) -> Iterator[None]:
-    """Hold the semaphore `semaphore` during the block (None: no limit). Raises `Preempted` if the run was stopped."""
+    """Hold a semaphore during the block; None sets no limit. Raises `Preempted` if the run was stopped."""
     if semaphore is None:
         yield
         return

@@ -62,11 +62,11 @@ class Supervisor:
             self._reap_adopted_processes()
             if self.kill_time is not None and time.monotonic() > self.kill_time:
                 self.child.kill()
-        attempt, exit_code = os.environ.get(ATTEMPT_VARIABLE, ""), self.child.returncode
-        if attempt:
-            kill_attempt(attempt)
+        attempt_id, exit_code = os.environ.get(ATTEMPT_VARIABLE, ""), self.child.returncode
+        if attempt_id:
+            kill_attempt(attempt_id)
         kill_descendants()
-        remove_scratch_folder(attempt)
+        remove_scratch_folder(attempt_id)
         return exit_code if exit_code >= 0 else 128 - exit_code
 
     def stop(self) -> None:
@@ -79,8 +79,8 @@ class Supervisor:
     def _reap_adopted_processes(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
         assert self.child is not None
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while (exited_process := os.waitid(os.P_ALL, 0, options)) and exited_process.si_pid != self.child.pid:
+        wait_options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (exited_process := os.waitid(os.P_ALL, 0, wait_options)) and exited_process.si_pid != self.child.pid:
             os.waitpid(exited_process.si_pid, 0)
 
     def _watch_pipe(self) -> None:

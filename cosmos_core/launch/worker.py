@@ -43,7 +43,7 @@ class _ChildRegistry:
         self._lock = threading.Lock()
         self._children: dict[SupervisedProcess, Callable[[], float]] = {}
         self._num_active_runs = 0
-        self.stopping = threading.Event()
+        self.stop_event = threading.Event()
 
     @contextmanager
     def register_active_run(self) -> Iterator[None]:
@@ -51,7 +51,7 @@ class _ChildRegistry:
         with self._lock:
             # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
             if self._num_active_runs == 0:
-                self.stopping.clear()
+                self.stop_event.clear()
             self._num_active_runs += 1
         try:
             yield
@@ -64,7 +64,7 @@ class _ChildRegistry:
         """Register a child process for `stop_all`; `get_grace_seconds` returns the time from a stop to SIGKILL."""
         with self._lock:
             self._children[child] = get_grace_seconds
-            if self.stopping.is_set():
+            if self.stop_event.is_set():
                 child.stop(get_grace_seconds())
         try:
             yield
@@ -75,7 +75,7 @@ class _ChildRegistry:
     def stop_all(self) -> None:
         """Ask every worker of this process to save a checkpoint and end; the current run starts no new workers."""
         with self._lock:
-            self.stopping.set()
+            self.stop_event.set()
             for child, get_grace_seconds in self._children.items():
                 child.stop(get_grace_seconds())
 
@@ -87,12 +87,12 @@ class _ChildRegistry:
 
 _child_registry = _ChildRegistry()
 register_active_run, stop_all = _child_registry.register_active_run, _child_registry.stop_all
-longest_grace_seconds, is_stopping = _child_registry.longest_grace_seconds, _child_registry.stopping.is_set
+longest_grace_seconds, is_stopping = _child_registry.longest_grace_seconds, _child_registry.stop_event.is_set
 
 
 def sleep_unless_stopping(seconds: float) -> None:
     """Sleep for `seconds`; raise `Preempted` if a stop is requested before or during the sleep."""
-    if _child_registry.stopping.wait(seconds):
+    if _child_registry.stop_event.wait(seconds):
         raise Preempted("asked to stop")
 
 
@@ -134,8 +134,8 @@ def run_attempt(settings: AttemptSettings) -> Result:
     for stale_file in ("error.json", "progress.json"):
         (stage_path / stale_file).unlink(missing_ok=True)
     previous_state = read_state(stage_path)
-    attempt = previous_state.attempt + 1
-    log_path = stage_path / "logs" / f"attempt_{attempt}.log"
+    attempt_number = previous_state.attempt + 1
+    log_path = stage_path / "logs" / f"attempt_{attempt_number}.log"
     get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
     command = [settings.python_path or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
     child = SupervisedProcess(
@@ -146,20 +146,20 @@ def run_attempt(settings: AttemptSettings) -> Result:
     earlier_attempts = previous_state.list_attempt_times(start_time)
     try:
         update_state(
-            stage_path, state="running", attempt=attempt, pid=child.pid, pid_started=child.start_time,
-            mark=child.attempt, **identify_process(), spans=[*earlier_attempts, (start_time, None)],
+            stage_path, state="running", attempt=attempt_number, pid=child.pid, pid_started=child.start_time,
+            mark=child.attempt_id, **identify_process(), spans=[*earlier_attempts, (start_time, None)],
             renewed=start_time, ended=None, error="", error_type="",
         )  # fmt: skip
-        record_event(stage_path, "started", f"attempt {attempt}")
+        record_event(stage_path, "started", f"attempt {attempt_number}")
         with _child_registry.register_child(child, get_grace_seconds):
             exit_code, kill_reason, stop_error = _wait_for_worker(settings, child, log_path, get_grace_seconds)
     finally:
         child.kill()
         mask_file(log_path, settings.secrets)  # child processes of the worker may write secrets to the log
         end_time = time.time()
-        attempts, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_progress_fields(stage_path)
-        with warn_if_disk_full(f"the end of attempt {attempt} of {stage_path.name}"):
-            update_state(stage_path, spans=attempts, ended=end_time, **progress_fields)
+        attempt_times, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_progress_fields(stage_path)
+        with warn_if_disk_full(f"the end of attempt {attempt_number} of {stage_path.name}"):
+            update_state(stage_path, spans=attempt_times, ended=end_time, **progress_fields)
     if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
         raise stop_error
     return _read_attempt_result(stage_path, exit_code, kill_reason, log_path)
@@ -184,17 +184,17 @@ def reap_attempt(stage_path: Path) -> bool:
 
 
 def _build_environment(settings: AttemptSettings) -> dict[str, str]:
-    compile_cache = settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
+    compile_cache_folder = settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
     return {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
-        # Compiled kernels are cached for other attempts and runs, unlike files in TMPDIR.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compile_cache)),
+        # Compiled kernels are cached outside of TMPDIR, so that other attempts and runs can use them.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compile_cache_folder)),
         # Passwords of the Prefect server are set to an empty value, so that user code cannot read them.
         **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
-        # CUDA then numbers GPUs as NVML does, from which the program selects them; its default is by speed.
+        # Make CUDA number the GPUs like NVML, by which GPUs are selected; by default CUDA numbers them by speed.
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -246,60 +246,60 @@ class WorkerError(JsonDocument):
 
 
 class _HangDetector:
-    """Time since the last progress of a worker by the clock of this process; clocks of other machines may jump."""
+    """Detector of a worker without progress. It uses the clock of this process, as other clocks may differ or jump."""
 
     def __init__(self) -> None:
-        self._last_position, self._last_change_time = ProgressRecord(), time.monotonic()
+        self._last_progress, self._last_change_time = ProgressRecord(), time.monotonic()
 
     def update(self, progress: ProgressRecord) -> None:
         """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
-        if progress != self._last_position:
-            self._last_position, self._last_change_time = progress, time.monotonic()
+        if progress != self._last_progress:
+            self._last_progress, self._last_change_time = progress, time.monotonic()
 
     def find_hang(self) -> str:
         """Return a message if the progress has not changed within the deadline of its phase; otherwise empty."""
         silent_seconds = time.monotonic() - self._last_change_time
-        if silent_seconds <= self._last_position.deadline_seconds:
+        if silent_seconds <= self._last_progress.deadline_seconds:
             return ""
-        return f"no sign of life for {silent_seconds:.0f} s in phase {self._last_position.phase!r}: it hangs"
+        return f"no sign of life for {silent_seconds:.0f} s in phase {self._last_progress.phase!r}: it hangs"
 
 
-def _invoke_callback(callback: Callable[[Any], object], value: Any) -> None:
+def _invoke_callback(callback: Callable[[Any], object], argument: Any) -> None:
     """Pass a value to a callback; log an error of the callback, which must not fail the training."""
     with log_errors(partial(logger.warning, "progress could not be shown: %s")):
-        callback(value)
+        callback(argument)
 
 
-def _read_progress_fields(path: Path) -> dict[str, Any]:
+def _read_progress_fields(stage_path: Path) -> dict[str, Any]:
     """Return the fields of `state.json` that tell how far a stage is, such as `step`, from its worker's last report."""
-    progress = read_progress(path)
+    progress = read_progress(stage_path)
     if progress is None:
         return {"renewed": time.time()}
-    fields = progress.model_dump(include={"heartbeat", "phase", "step", "total"})
+    progress_fields = progress.model_dump(include={"heartbeat", "phase", "step", "total"})
     if progress.checkpoint_step is not None:
-        fields["checkpoint_step"] = progress.checkpoint_step
-    if progress.longest_step_seconds > read_state(path).longest_step_seconds:
-        fields["longest_step_seconds"] = progress.longest_step_seconds
-    return {"renewed": time.time(), **fields}
+        progress_fields["checkpoint_step"] = progress.checkpoint_step
+    if progress.longest_step_seconds > read_state(stage_path).longest_step_seconds:
+        progress_fields["longest_step_seconds"] = progress.longest_step_seconds
+    return {"renewed": time.time(), **progress_fields}
 
 
 def _read_attempt_result(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
-    error = read_document(stage_path / "error.json", WorkerError) or WorkerError(type="", message="")
-    stage, message = f"stage {stage_path.name!r}", error.message
+    worker_error = read_document(stage_path / "error.json", WorkerError) or WorkerError(type="", message="")
+    stage_label, error_message = f"stage {stage_path.name!r}", worker_error.message
     if kill_reason:
-        raise StageFailed(f"{stage} was ended: {kill_reason}; log: {log_path}")
+        raise StageFailed(f"{stage_label} was ended: {kill_reason}; log: {log_path}")
     if exit_code == EXIT_OK:
         if (result := read_result(stage_path)) is None:
-            raise StageFailed(f"{stage} exited with 0 but wrote no result.json; log: {log_path}")
+            raise StageFailed(f"{stage_label} exited with 0 but wrote no result.json; log: {log_path}")
         return result
     if exit_code == EXIT_PREEMPTED or is_stopping():
-        raise Preempted(message or f"{stage} was stopped (exit {exit_code})")
-    if error.type in ERRORS_BY_NAME:
-        raise ERRORS_BY_NAME[error.type](message)
+        raise Preempted(error_message or f"{stage_label} was stopped (exit {exit_code})")
+    if worker_error.type in ERRORS_BY_NAME:
+        raise ERRORS_BY_NAME[worker_error.type](error_message)
     if exit_code == EXIT_USAGE:
-        raise ConfigError(message or f"{stage} refused its configuration; log: {log_path}")
+        raise ConfigError(error_message or f"{stage_label} refused its configuration; log: {log_path}")
     exit_description = f"signal {exit_code - 128}" if exit_code > 128 else f"exit code {exit_code}"
-    raise StageFailed(message or f"{stage} crashed ({exit_description}); log: {log_path}")
+    raise StageFailed(error_message or f"{stage_label} crashed ({exit_description}); log: {log_path}")
 
 
 class _LogForwarder:

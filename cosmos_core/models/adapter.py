@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
 
-_PATH_KEY = "policy.lora.lora_path"
-TENSOR_PREFIX = "base_model.model."
+_LORA_PATH_KEY = "policy.lora.lora_path"
+PEFT_PREFIX = "base_model.model."
 """Prefix of the name of each tensor in the file of a saved adapter."""
 _PEFT_SETTING_NAMES = {
     "r": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "use_rslora": "use_rslora",
@@ -29,21 +29,21 @@ _UNCHECKED_LORA_SETTINGS = {
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")
+_INITS_CHANGING_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> peft.LoraConfig:
-    """Return the settings of the adapter in `lora_path`. A recipe may change only the dropout of a saved adapter.
-    `tied_names` are the modules of the model that share one weight.
+    """Return the settings of the saved adapter in the folder `lora_path`. A recipe may change only its dropout.
+    `tied_names` are the names of the modules of the model that share one weight.
 
     Raises:
         ModelError: the adapter is missing, of an unsupported kind, or separates modules that share one weight.
         ConfigError: a setting of the recipe differs from that of the saved adapter.
     """
-    folder = _resolve_adapter_folder(lora)
-    error_prefix = f"{_PATH_KEY} = '{folder}'"
+    adapter_folder = _resolve_adapter_folder(lora)
+    error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:
-        saved_config: Any = peft.PeftConfig.from_pretrained(str(folder))
+        saved_config: Any = peft.PeftConfig.from_pretrained(str(adapter_folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{error_prefix}: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(saved_config, peft.LoraConfig):
@@ -52,7 +52,7 @@ def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
     for name, value in saved_config.to_dict().items():
         if name not in _UNCHECKED_LORA_SETTINGS and value != default_settings.get(name):
             raise ModelError(f"{error_prefix}: its {name} = {value} is not trained here; merge it into the model")
-    if str(saved_config.init_lora_weights).startswith(_BASE_CHANGING_INITS):
+    if str(saved_config.init_lora_weights).startswith(_INITS_CHANGING_BASE):
         raise ModelError(
             f"{error_prefix}: it began with a part of the base weights ({saved_config.init_lora_weights}) and "
             f"fits no untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
@@ -63,10 +63,10 @@ def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
             f"{error_prefix}: its modules_to_save trains {untied_names[0]!r} separately, whose weight is "
             f"{' and '.join(tied_names)} in one; give a base model with tie_word_embeddings = false"
         )
-    default_lora = LoraConfig()
+    default_lora_config = LoraConfig()
     for key, name in _PEFT_SETTING_NAMES.items():
         recipe_value, saved_value = map(_normalise_setting, (getattr(lora, key), getattr(saved_config, name)))
-        if getattr(lora, key) not in (getattr(default_lora, key), "all-linear") and recipe_value != saved_value:
+        if getattr(lora, key) not in (getattr(default_lora_config, key), "all-linear") and recipe_value != saved_value:
             raise ConfigError(
                 f"policy.lora.{key} = {recipe_value}, but the adapter in lora_path has {saved_value}; leave it out"
             )
@@ -80,18 +80,18 @@ def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
     belong to another model or adapter."""
     file = _resolve_adapter_folder(lora) / "adapter_model.safetensors"
     try:
-        saved_state = {name.removeprefix(TENSOR_PREFIX): tensor for name, tensor in load_file(file).items()}
+        saved_state = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{_PATH_KEY}: {file} cannot be read: {error}; copy it again") from error
+        raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; copy it again") from error
     model_state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     problems = {"no": model_state.keys() - saved_state.keys(), "the unknown": saved_state.keys() - model_state.keys()}
     for problem, names in problems.items():
         if names:
-            raise ModelError(f"{_PATH_KEY}: {file} has {problem} {min(names)}; it is of another model or adapter")
+            raise ModelError(f"{_LORA_PATH_KEY}: {file} has {problem} {min(names)}; it is of another model or adapter")
     for name, tensor in saved_state.items():
         if tensor.shape != model_state[name].shape:
             raise ModelError(
-                f"{_PATH_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
+                f"{_LORA_PATH_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
                 f"{tuple(model_state[name].shape)}; it is of another model"
             )
     peft.set_peft_model_state_dict(model, saved_state)
@@ -99,9 +99,9 @@ def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 def _resolve_adapter_folder(lora: LoraConfig) -> Path:
     assert lora.lora_path is not None
-    return Path(os.path.expanduser(lora.lora_path))  # Path.expanduser would raise an error for an unknown user
+    return Path(os.path.expanduser(lora.lora_path))  # os.path, because Path.expanduser fails for an unknown user
 
 
-def _normalise_setting(value: Any) -> Any:
+def _normalise_setting(setting_value: Any) -> Any:
     """Return a setting in a form for comparison and messages: collections are sorted, an empty value becomes None."""
-    return sorted(value) if isinstance(value, (tuple, list, set)) else value or None
+    return sorted(setting_value) if isinstance(setting_value, (tuple, list, set)) else setting_value or None

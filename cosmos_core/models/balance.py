@@ -26,7 +26,7 @@ SEQUENCE_INDEX_KEY = "sequence_of_token"
 NUM_SEQUENCES_KEY = "num_sequences"
 """Name of the input of `LogprobScorer` with the number of sequences R."""
 LOAD_BALANCING_OUTPUT = "balance"
-"""Name of the output of `LogprobScorer` with the load-balancing loss: a sum over sequences weighted by their tokens."""
+"""Name of the output of `LogprobScorer` with the load-balancing loss, summed over the sequences of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,17 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
     return LoadBalancingSettings(coefficient, int(num_experts), int(experts_per_token))
 
 
-def sequence_index_inputs(inputs: dict[str, Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `LogprobScorer` with the sequence index of each token. `inputs` are the model inputs of
-    padded or packed rows, and `lengths` are the numbers of tokens of the sequences."""
-    sequence_indices = torch.arange(len(lengths))
+def sequence_index_inputs(inputs: dict[str, Any], sequence_lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the additional inputs of `LogprobScorer` with the sequence index of each token. `inputs` are the model
+    inputs of padded or packed rows, and `sequence_lengths` are the numbers of tokens of the sequences."""
+    sequence_indices = torch.arange(len(sequence_lengths))
     if "attention_mask" in inputs:
         mask_BT = inputs["attention_mask"].bool()
-        sequence_index_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(lengths)).flatten()
+        sequence_index_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(sequence_lengths)).flatten()
     else:
-        sequence_index_M = torch.full((inputs["input_ids"].numel(),), len(lengths))
-        sequence_index_M[: sum(lengths)] = sequence_indices.repeat_interleave(torch.tensor(lengths))
-    return {SEQUENCE_INDEX_KEY: sequence_index_M, NUM_SEQUENCES_KEY: len(lengths)}
+        sequence_index_M = torch.full((inputs["input_ids"].numel(),), len(sequence_lengths))
+        sequence_index_M[: sum(sequence_lengths)] = sequence_indices.repeat_interleave(torch.tensor(sequence_lengths))
+    return {SEQUENCE_INDEX_KEY: sequence_index_M, NUM_SEQUENCES_KEY: len(sequence_lengths)}
 
 
 def load_balancing_loss(
@@ -75,10 +75,10 @@ def load_balancing_loss(
     """Return the load-balancing loss of a micro-batch from the router logits ME of each layer: the sum of the losses of
     its sequences, each times its number of tokens and the coefficient. Padding has the sequence index `num_sequences`.
     """
-    shape = (num_sequences + 1, settings.num_experts)
+    counts_shape = (num_sequences + 1, settings.num_experts)
     router_logits = [logits_ME.flatten(0, -2) for logits_ME in router_logits]
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
-    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(shape, dtype=dtype) for _ in range(2))
+    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(counts_shape, dtype=dtype) for _ in range(2))
     for logits_ME in router_logits:
         probabilities_ME = logits_ME.softmax(-1, dtype=routed_counts_RE.dtype)
         expert_ids_MK = probabilities_ME.detach().topk(settings.experts_per_token, dim=-1).indices

@@ -1,4 +1,4 @@
-"""Interface between the trainer and a model; only its implementations distinguish text from images.
+"""Interface between the trainer and a model. The trainer does not know whether a model processes text or images.
 
 The trainer forms micro-batches, runs them and steps the optimizer. A model adapter converts samples to model inputs.
 Algorithms receive the model outputs that they request as `MicroBatch` objects.
@@ -21,7 +21,7 @@ from cosmos_core.parallel.mesh import Mesh
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a model in training mode randomly zeroes activations or attention weights, or its routers choose
     experts at random."""
-    # Some model families have no `nn.Dropout`, but an attribute with the rate for `nn.functional.dropout`.
+    # Attributes are read, because some model families use `nn.functional.dropout` without an `nn.Dropout` module.
     return any(
         isinstance(value, float)
         and value > 0
@@ -57,7 +57,7 @@ class MicroBatch:
 
     @property
     def logprobs_BS(self) -> Tensor:
-        """Return the log-probability of each token after the first of its row, of a token model."""
+        """Return the log-probabilities of a token model, one for each token after the first of its row."""
         return self.outputs["logprobs"]
 
 
@@ -86,7 +86,7 @@ class MicroBatchRunner(Protocol):
     """Modules to which FSDP was applied, and which are called instead of the model."""
 
     def rows_per_micro_batch(self, max_rows: int) -> int:
-        """Return the number of rows of a micro-batch if at most `max_rows` rows may be in the model at once."""
+        """Return the number of rows of each micro-batch if at most `max_rows` rows may be in the model at once."""
         return max_rows
 
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
@@ -117,9 +117,9 @@ class MicroBatchRunner(Protocol):
 class ExportResult:
     """Result of writing a model to a folder."""
 
-    checks: tuple[str, ...]
+    passed_checks: tuple[str, ...]
     """Names of the checks that the written model passed."""
-    adapter: str = ""
+    adapter_folder_name: str = ""
     """Name of the subfolder with the LoRA adapter of the written model; empty if the model has no adapter."""
 
 
@@ -145,10 +145,10 @@ class ModelAdapter(Protocol):
     """Converter of the images of samples to model inputs; None: samples have no images."""
 
     def whole_model(self) -> Any:
-        """Return the model with all weights; with a mesh, a copy on the CPU of the first rank, else None."""
+        """Return the model with all weights. With a mesh, the first rank returns a copy on the CPU, others None."""
         return self.model if self.meta_copy is None else gather_full_model(self.meta_copy, self.model)
 
-    def export(self, target: Path) -> ExportResult | None:
+    def export(self, export_folder: Path) -> ExportResult | None:
         """Write the model to a folder in its training dtype, and verify that the written model has the same outputs;
         raise StageFailed if the disk is full, or if the outputs differ. All ranks must call this method. The first rank
         writes and returns the result; other ranks return None."""
@@ -169,20 +169,20 @@ class ModelAdapter(Protocol):
     def arrange_micro_batches(
         self, samples: Sequence[Any], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
-        """Return micro-batches, as indices of samples, that need less computation than batches of `max_rows` samples of
-        similar cost; None if there are none.
+        """Return an arrangement of samples in micro-batches, as lists of indices of samples, that needs less
+        computation than batches of `max_rows` samples of similar cost; None: use such batches instead.
 
         Args:
             samples: All samples of the update.
-            sorted_indices: Indices of the samples to arrange, all of one group, by descending cost.
+            sorted_indices: Indices of the samples to arrange, which have equal batching keys, by descending cost.
             max_rows: Number of samples of a default micro-batch.
             num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
         """
         return None
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:
-        """Collate samples to a `Batch`; `indices` are their indices among the samples of the update. Without samples,
-        collate the sample `padding_sample` with an empty loss mask."""
+        """Collate samples to a `Batch`; `indices` are their indices among the samples of the update. If `samples` is
+        empty, collate `padding_sample` for its shapes only: its outputs are ignored."""
 
     def gather_outputs(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather outputs from all ranks that process the same samples, and return the full outputs."""
@@ -195,8 +195,8 @@ class ModelAdapter(Protocol):
         """Return the outputs of each sample of a micro-batch, without padding."""
 
     def attach_loss_derivative(self, batch: Any, loss: Callable[[MicroBatch], Tensor]) -> Any:
-        """Return the batch with the derivative of `loss`, so that the forward pass can already compute gradients. The
-        derivative of `loss` must not depend on the outputs of the model."""
+        """Return the batch with the derivative of `loss` with respect to the outputs of the model, so that the forward
+        pass can already compute gradients. The derivative must not depend on the values of the outputs."""
         return batch
 
     def check_parallel_plan(self) -> None:

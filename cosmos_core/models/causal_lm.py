@@ -29,7 +29,7 @@ from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.micro_batches import (
     group_by_prompt,
     merge_prompts,
-    num_shared_tokens,
+    num_merged_tokens,
     prompt_length,
     saves_enough_tokens,
     split_by_length,
@@ -75,8 +75,8 @@ class InputProcessing(NamedTuple):
     image_reader: ImageReader | None = None
     """Converter of the images of samples to model inputs; None: samples have no images."""
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Tokenizer for rollout engines and exports; None: the model serves neither."""
-    files: Mapping[str, bytes] = {}
+    """Tokenizer for rollout engines and exports; None: the model is used for neither."""
+    processor_files: Mapping[str, bytes] = {}
     """Content of the processor files that exports include, by path in the model's folder."""
     num_token_ids: int | None = None
     """Number of token ids of the tokenizer, which may be fewer than the rows of the output head; None: all rows."""
@@ -86,13 +86,13 @@ def make_input_processing(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     image_reader: ImageReader | None = None,
-    files: Mapping[str, bytes] = {},
+    processor_files: Mapping[str, bytes] = {},
 ) -> InputProcessing:
-    """Return the input processing of a model with a tokenizer that has a pad token; id 0 pads if the model has no
-    embedding for this token."""
+    """Return the `InputProcessing` of a model. The tokenizer must have a pad token; if the model has no embedding for
+    it, the token with id 0 is used for padding."""
     pad_id, num_token_ids = int(tokenizer.pad_token_id), int(max(tokenizer.get_vocab().values())) + 1
     pad_id = pad_id if pad_id < model.config.get_text_config().vocab_size else 0
-    return InputProcessing(pad_id, image_reader, tokenizer, files, num_token_ids)
+    return InputProcessing(pad_id, image_reader, tokenizer, processor_files, num_token_ids)
 
 
 class CausalLM(ModelAdapter):
@@ -114,8 +114,8 @@ class CausalLM(ModelAdapter):
         self.device = torch.device(mesh.dp.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
         self.tokenizer, self.image_reader = input_processing.tokenizer, input_processing.image_reader
-        self._train, self._pad_id, self._files = train, input_processing.pad_id, input_processing.files
-        self._dtype = getattr(torch, train.logprob_dtype)
+        self._train, self._pad_id, self._dtype = train, input_processing.pad_id, getattr(torch, train.logprob_dtype)
+        self._processor_files = input_processing.processor_files
         is_packing_enabled = train.sequence_packing
         if is_packing_enabled is None:
             is_packing_enabled = self.device.type == "cuda" or not train.compile
@@ -128,15 +128,15 @@ class CausalLM(ModelAdapter):
             if isinstance(scorer, LogprobScorer):
                 scorer.num_token_ids, scorer.load_balancing = input_processing.num_token_ids, load_balancing
 
-    def export(self, target: Path) -> ExportResult | None:
+    def export(self, export_folder: Path) -> ExportResult | None:
         model = self.whole_model()
         if model is None:
             return None
-        # The verification needs a merged and a float32 copy, for which a GPU may have too little memory.
+        # The CPU is used, because the verification needs a merged and a float32 copy, which may not fit on a GPU.
         nn.Module.to(unpatch_liger(remove_fp8(model)), "cpu")
-        export_model(model, self.tokenizer, target, dtype=None, extra_files=self._files)
-        checks = verify_export(model, target, dtype=None, tokenizer=self.tokenizer)
-        return ExportResult(tuple(checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
+        export_model(model, self.tokenizer, export_folder, dtype=None, extra_files=self._processor_files)
+        passed_checks = verify_export(model, export_folder, dtype=None, tokenizer=self.tokenizer)
+        return ExportResult(tuple(passed_checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
     def prestart_verification(self) -> None:
         prestart_interpreter(verify_export.__module__)
@@ -146,7 +146,7 @@ class CausalLM(ModelAdapter):
         return len(sample.input_ids)
 
     def batching_key(self, sample: Sample) -> int:
-        """Return the group of a sample: rows with images and rows without images are in separate micro-batches."""
+        """Return a key that separates samples with images from samples without images."""
         return self.image_reader.batching_key(sample) if self.image_reader else 0
 
     def assigned_batch_id(self, sample: Sample) -> Hashable | None:
@@ -158,8 +158,8 @@ class CausalLM(ModelAdapter):
         """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
         rows by length.
 
-        Rows without rollout log-probabilities (SFT) stay in micro-batches of equal size, so that the rounding of
-        results does not change.
+        Samples without rollout log-probabilities (SFT) are not rearranged, because another order of summation would
+        round gradients differently.
         """
         if any(samples[i].rollout_logprobs is None for i in sorted_indices):
             return None
@@ -170,29 +170,30 @@ class CausalLM(ModelAdapter):
         return split_by_length(samples, sorted_indices, max_rows, num_ranks, self._padded_row_length)
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
-        collated, device, pad_id = samples or [_mask_all_tokens(padding_sample)], self.device, self._pad_id
-        token_ids = [sample.input_ids for sample in collated]
+        collated_samples, device, pad_id = samples or [_mask_all_tokens(padding_sample)], self.device, self._pad_id
+        token_ids = [sample.input_ids for sample in collated_samples]
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
-        prompt_groups = group_by_prompt(collated) if self._merges_prompts and has_rollout_logprobs else []
-        total_shared_tokens = sum(num_shared_tokens([collated[i] for i in group]) for group in prompt_groups)
-        if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), total_shared_tokens):
-            groups = [(group, prompt_length(collated[group[0]]) * (len(group) > 1)) for group in prompt_groups]
-            rows = collate_shared_prompts(token_ids, groups, pad_id, self._padded_row_length)
+        prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
+        total_merged_tokens = sum(num_merged_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
+        if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), total_merged_tokens):
+            prompt_lengths = [prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups]
+            row_groups = list(zip(prompt_groups, prompt_lengths, strict=True))
+            rows = collate_shared_prompts(token_ids, row_groups, pad_id, self._padded_row_length)
         else:
             rows = collate_rows(token_ids, pad_id, packed=self._is_packed, padded_length_fn=self._padded_row_length)
-        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated]
+        trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
         indices_by_row = [np.add(*pair) for pair in zip(rows.target_starts, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
         if not (self._is_packed or (self.mesh and self.mesh.pp)):
-            del inputs["position_ids"]  # the model computes positions itself, which may be 2-D or not begin at 0
-        if collated[0].images:
-            for name, tensor in self.image_reader.inputs(collated, rows.inputs["input_ids"]).items():
+            del inputs["position_ids"]  # the model computes its own positions, which may be 2-D or not begin at 0
+        if collated_samples[0].images:
+            for name, tensor in self.image_reader.make_image_inputs(collated_samples, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
             inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
         scored_N = torch.from_numpy(np.concatenate(indices_by_row)).to(device)
         is_local_N: Tensor | None = None
-        top_ids_NK = _concatenate_top_ids(collated, device)
+        top_ids_NK = _concatenate_top_ids(collated_samples, device)
         if self.mesh and self.mesh.cp:
             inputs, scored_N, is_local_N = shard_rows(inputs, scored_N, self.mesh.cp)
             top_ids_NK = None if top_ids_NK is None else top_ids_NK[is_local_N]
@@ -211,11 +212,11 @@ class CausalLM(ModelAdapter):
         load_balancing_loss = outputs.pop(LOAD_BALANCING_OUTPUT, None)
         row_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
         trained_indices = (row_indices_N, np.concatenate(batch.trained_positions))
-        index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in trained_indices)
-        shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
+        trained_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in trained_indices)
+        padded_shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
-            return values_N.new_zeros((*shape, *values_N.shape[1:])).index_put(index_tensors, values_N)
+            return values_N.new_zeros((*padded_shape, *values_N.shape[1:])).index_put(trained_index_tensors, values_N)
 
         mask_BS = scatter_to_rows(torch.ones_like(outputs["logprobs"], requires_grad=False)).bool()
         padded_outputs = {name: scatter_to_rows(values) for name, values in outputs.items()}
@@ -260,7 +261,7 @@ class CausalLM(ModelAdapter):
                 apply_fsdp(root, module.model, mesh, self._train)
             load_shards(model)
             for parameter in model.parameters() if mesh.fsdp is None else ():
-                if parameter.device.type != self.device.type:  # `init_on_meta` has loaded the whole model on the CPU
+                if parameter.device.type != self.device.type:  # `init_on_meta` loaded the model on the CPU: move it
                     parameter.data = parameter.data.to(self.device)
         if self._is_packed:
             self._enable_packed_rows(runner)
@@ -296,7 +297,7 @@ class CausalLM(ModelAdapter):
 
     @property
     def _should_autocast_blocks(self) -> bool:
-        """Return True if FSDP gathers weights in `param_dtype`, so that blocks must run under autocast to it."""
+        """Return True if FSDP gathers weights in `param_dtype`, so that blocks need autocast to this dtype."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train)
 
     def _padded_row_length(self, length: int) -> int:
@@ -306,8 +307,8 @@ class CausalLM(ModelAdapter):
 
 
 def _mask_all_tokens(sample: Sample) -> Sample:
-    top_ids = None if sample.top_ids is None else sample.top_ids[:0]
-    return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None, top_ids=top_ids)
+    empty_top_ids = None if sample.top_ids is None else sample.top_ids[:0]
+    return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None, top_ids=empty_top_ids)
 
 
 def _concatenate_top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:

@@ -29,7 +29,7 @@ _VELOCITY_TOLERANCE = 1e-4
 """Maximum difference between the velocity that this package computes and that of the pipeline's call, as a fraction of
 the largest velocity."""
 _FAILURE = "does not do what it should: "
-"""Prefix of the message of a failed check."""
+"""Text with which the message of a failed check begins."""
 
 
 class CheckResult(NamedTuple):
@@ -51,7 +51,7 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
         yield CheckResult("family", False, str(error))
         return
     yield CheckResult("family", True, f"{family.folder.class_name} is {type(family).__name__}")
-    checks: dict[str, Callable[[DiffusionModel], str]] = {
+    check_functions: dict[str, Callable[[DiffusionModel], str]] = {
         "noise levels": _check_noise_levels,
         "text": _check_text_embedding,
         "media": _check_media,
@@ -59,7 +59,7 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
         "gradient": _check_gradient,
         "adapter": _check_adapter,
     }
-    for name, run_check in checks.items():
+    for name, run_check in check_functions.items():
         try:
             message = run_check(family)
         except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
@@ -73,10 +73,10 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     sigmas_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
-    difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
-    description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
-    mismatch = f"{_FAILURE}{description} is {difference:.2g} from {type(scheduler).__name__}"
-    return description if difference < 1e-3 else mismatch
+    max_difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
+    schedule_description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
+    mismatch = f"{_FAILURE}{schedule_description} is {max_difference:.2g} from {type(scheduler).__name__}"
+    return schedule_description if max_difference < 1e-3 else mismatch
 
 
 def _check_text_embedding(family: DiffusionModel) -> str:
@@ -101,39 +101,39 @@ def _check_media(family: DiffusionModel) -> str:
     decoded_pixels = family.decode(mean)
     if decoded_pixels.shape != pixels.shape:
         return f"{_FAILURE}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
-    vae_kind = "posterior" if logvar is not None else "deterministic"
-    return f"{tuple(pixels.shape[1:])} to {shape}, {vae_kind}, standard deviation {mean.std().item():.2f}"
+    vae_description = "posterior" if logvar is not None else "deterministic"
+    return f"{tuple(pixels.shape[1:])} to {shape}, {vae_description}, standard deviation {mean.std().item():.2f}"
 
 
 def _check_prediction(family: DiffusionModel) -> str:
     """Check that this package's call of the denoiser predicts the same velocity as the pipeline's call."""
     network = family.load_denoiser(torch.float32)
     recorded_calls: list[tuple[dict[str, Any], Tensor]] = []
-    forward = network.forward
-    argument_names = list(inspect.signature(forward).parameters)
+    original_forward = network.forward
+    argument_names = list(inspect.signature(original_forward).parameters)
 
-    def recorded_forward(*args: Tensor, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+    def record_call(*args: Tensor, **kwargs: Any) -> Any:
+        output = original_forward(*args, **kwargs)
         recorded_calls.append((dict(zip(argument_names, args, strict=False)) | kwargs, output[0]))
         return output
 
-    network.forward = recorded_forward
-    settings, generator, max_difference = family.probe_settings(), torch.Generator().manual_seed(0), 0.0
+    network.forward = record_call
+    probe_settings, generator, max_difference = family.probe_settings(), torch.Generator().manual_seed(0), 0.0
     with torch.no_grad():
         family.pipeline.register_modules(**{family.denoiser_name: network})
-        family.pipeline(prompt=_PROBE_PROMPTS[:1], **settings, generator=generator, output_type="pt")
-        network.forward = forward
+        family.pipeline(prompt=_PROBE_PROMPTS[:1], **probe_settings, generator=generator, output_type="pt")
+        network.forward = original_forward
         text_inputs = family.text_embedding(_PROBE_PROMPTS[:1])
-        num_frames = settings.get("frames", settings.get("num_frames", 1))
-        shape = family.latent_shape(settings["height"], settings["width"], num_frames)
+        num_frames = probe_settings.get("frames", probe_settings.get("num_frames", 1))
+        shape = family.latent_shape(probe_settings["height"], probe_settings["width"], num_frames)
         for arguments, expected_output in recorded_calls:
             latents = family.latents_in(arguments[argument_names[0]], shape)
             pure_noise_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
             timestep_scale = pure_noise_arguments["timestep"].flatten()[0]
             sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale).expand(len(latents))
             velocity = family.predict(network, latents, sigma_B, text_inputs)
-            difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
-            max_difference = max(max_difference, float(difference / expected_output.abs().max()))
+            velocity_difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
+            max_difference = max(max_difference, float(velocity_difference / expected_output.abs().max()))
     summary = f"{len(recorded_calls)} calls, largest difference {max_difference:.1g}"
     is_within_tolerance = bool(recorded_calls) and max_difference <= _VELOCITY_TOLERANCE
     return summary if is_within_tolerance else f"{_FAILURE}{summary}, more than {_VELOCITY_TOLERANCE:g}"
@@ -176,13 +176,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--class", dest="model_class")
-    options = parser.parse_args()
-    table = Table("check", "", "found", title=options.model)
+    parsed_arguments = parser.parse_args()
+    result_table = Table("check", "", "found", title=parsed_arguments.model)
     is_passed = True
-    for check in check_model(options.model, options.model_class):
-        table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.message)
+    for check in check_model(parsed_arguments.model, parsed_arguments.model_class):
+        result_table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.message)
         is_passed &= check.is_passed
-    make_console().print(table)
+    make_console().print(result_table)
     return EXIT_OK if is_passed else EXIT_REFUSED
 
 

@@ -1,4 +1,4 @@
-"""torch.compile for each block of a model. Blocks of a class share a graph, and a graph break affects one block."""
+"""Compilation of each block of a model with torch.compile. Blocks of the same class share one compiled graph."""
 
 import logging
 
@@ -26,13 +26,13 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def report_compilations(progress: ProgressWriter) -> None:
-    """Report the start and end of each torch compilation in this process to `progress`, instead of that of an earlier
-    call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
-    handler = torch._dynamo.callback.callback_handler
-    if not _compile_progress:
-        handler.register_start_callback(lambda _: _compile_progress[-1].begin_compiling())
-        handler.register_end_callback(lambda _: _compile_progress[-1].end_compiling())
-    _compile_progress[:] = [progress]
+    """Report the start and end of each torch compilation in this process to `progress`, which replaces the `progress`
+    of an earlier call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
+    callback_handler = torch._dynamo.callback.callback_handler
+    if not _progress_writers:
+        callback_handler.register_start_callback(lambda _: _progress_writers[-1].begin_compiling())
+        callback_handler.register_end_callback(lambda _: _progress_writers[-1].end_compiling())
+    _progress_writers[:] = [progress]
 
 
-_compile_progress: list[ProgressWriter] = []
+_progress_writers: list[ProgressWriter] = []

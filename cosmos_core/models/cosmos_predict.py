@@ -1,7 +1,7 @@
 """Cosmos-Predict2.5: video clips from text, an image or a clip. The text inputs are the hidden states of all layers of
 a language model.
 
-Training does not run the guardrail of the pipeline, which the model's licence requires when people use the model.
+Training does not run the pipeline's guardrail. The model's licence requires the guardrail when people use the model.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CosmosPredict(SanaVideo):
             block.attn1.set_processor(UlyssesAttention(clip_sharding))
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Return the velocity with classifier-free guidance by the pipeline's formula, in which scale 0 disables it."""
+        """Return the velocity with classifier-free guidance by the pipeline's formula; scale 0 disables guidance."""
         return conditional + scale * (conditional - unconditional)
 
     @property

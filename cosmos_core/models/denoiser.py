@@ -37,13 +37,13 @@ class RequestedOutputs:
 class FlowBatch(Batch):
     samples: Sequence[FlowSample]
     sigma_B: Tensor
-    text: TextInputs
-    negative_text: TextInputs | None
+    text_inputs: TextInputs
+    negative_text_inputs: TextInputs | None
     num_conditioning_B: Tensor | None
 
 
 class Denoiser(ModelAdapter):
-    """Denoiser of a diffusion pipeline, replicated or sharded over the mesh; its family encodes text and media."""
+    """Denoiser of a diffusion pipeline, replicated or sharded over the mesh. `DiffusionModel` encodes its inputs."""
 
     model_class: str | None = None
     """Import path of a user-defined model family that the recipe names; None: a built-in family."""
@@ -91,13 +91,13 @@ class Denoiser(ModelAdapter):
             return predict_with_text(text)
         return self.family.apply_guidance(predict_with_text(text), predict_with_text(negative_text), guidance)
 
-    def export(self, target: Path) -> ExportResult | None:
+    def export(self, export_folder: Path) -> ExportResult | None:
         model = self.whole_model()
         if model is None:
             return None
-        export_pipeline(self.family, model, target)
-        checks = verify_pipeline(self.family, model, target, model_class=self.model_class)
-        return ExportResult(tuple(checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
+        export_pipeline(self.family, model, export_folder)
+        passed_checks = verify_pipeline(self.family, model, export_folder, model_class=self.model_class)
+        return ExportResult(tuple(passed_checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
     def prestart_verification(self) -> None:
         prestart_interpreter(verify_pipeline.__module__)
@@ -107,52 +107,53 @@ class Denoiser(ModelAdapter):
         return sample.latents[0].numel()
 
     def batching_key(self, sample: FlowSample) -> Any:
-        """Return the group of a sample: samples of a group have equal shapes of latents and text, and all or none of
-        them have guidance, so that they can be stacked."""
+        """Return a key that is equal for samples that can be stacked: their latents and text inputs have equal shapes,
+        and either all or none of them have a negative prompt."""
         text_shapes = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
         return tuple(sample.latents.shape), text_shapes, sample.negative_text is None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
-        """Collate samples to model inputs and add noise to latents; without samples, collate the sample
-        `padding_sample`. All or none of the samples of an update have noise; `sample.noise` may create it."""
-        collated = samples or [padding_sample]
-        latents = self._stack_latents([sample.latents for sample in collated])
-        sigma_B = torch.tensor([sample.sigma for sample in collated], dtype=torch.float64, device=self.device)
-        conditioning_counts = [sample.num_conditioning_frames for sample in collated]
+        """Stack samples to a batch of model inputs, and add the noise of the samples to their latents. Either all
+        samples have noise, or none has: their latents are noisy already. If `samples` is empty, `padding_sample` is
+        collated."""
+        collated_samples = samples or [padding_sample]
+        latents = self._stack_latents([sample.latents for sample in collated_samples])
+        sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
+        conditioning_counts = [sample.num_conditioning_frames for sample in collated_samples]
         num_conditioning_B = torch.tensor(conditioning_counts, device=self.device) if any(conditioning_counts) else None
         inputs = {"noisy": latents}
-        noise_tensors = [noise for sample in collated if (noise := sample.noise) is not None]
+        noise_tensors = [noise for sample in collated_samples if (noise := sample.noise) is not None]
         if noise_tensors:
             noise = self._stack_latents(noise_tensors)
             noisy_latents = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy_latents, "latents": latents, "noise": noise}
-        negative_texts = [sample.negative_text for sample in collated if sample.negative_text is not None]
+        negative_texts = [sample.negative_text for sample in collated_samples if sample.negative_text is not None]
         negative_text = self._stack_text_inputs(negative_texts) if negative_texts else None
-        text_inputs = self._stack_text_inputs([sample.text for sample in collated])
+        text_inputs = self._stack_text_inputs([sample.text for sample in collated_samples])
         return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
 
     def make_micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
-        mask = self.family.trained_frames_mask(batch.inputs["noisy"], batch.num_conditioning_B)
-        if mask is None:
-            mask = batch.inputs["noisy"].new_ones(())
-        return MicroBatch(batch.samples, batch.indices, outputs | batch.inputs, mask)
+        trained_frames_mask = self.family.trained_frames_mask(batch.inputs["noisy"], batch.num_conditioning_B)
+        if trained_frames_mask is None:
+            trained_frames_mask = batch.inputs["noisy"].new_ones(())
+        return MicroBatch(batch.samples, batch.indices, outputs | batch.inputs, trained_frames_mask)
 
     def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         return [{"velocity": velocity} for velocity in micro_batch.outputs["velocity"]]
 
     def _compute_outputs(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
         velocity = self.predict(
-            batch.inputs["noisy"], batch.sigma_B, batch.text, batch.num_conditioning_B,
-            negative_text=batch.negative_text if request.guidance != 1.0 else None, guidance=request.guidance
+            batch.inputs["noisy"], batch.sigma_B, batch.text_inputs, batch.num_conditioning_B,
+            negative_text=batch.negative_text_inputs if request.guidance != 1.0 else None, guidance=request.guidance
         )  # fmt: skip
         return {"velocity": velocity}
 
-    def _stack_latents(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _stack_latents(self, latents_by_sample: Sequence[Tensor]) -> Tensor:
         """Stack latents in float32, or in float64 if the weights of the network are float64."""
-        return torch.stack(list(tensors)).to(self.device, torch.promote_types(self.dtype, torch.float32))
+        return torch.stack(list(latents_by_sample)).to(self.device, torch.promote_types(self.dtype, torch.float32))
 
-    def _stack_text_inputs(self, texts: Sequence[Mapping[str, Tensor]]) -> TextInputs:
-        return {name: torch.stack([text[name] for text in texts]).to(self.device) for name in texts[0]}
+    def _stack_text_inputs(self, text_inputs: Sequence[Mapping[str, Tensor]]) -> TextInputs:
+        return {name: torch.stack([text[name] for text in text_inputs]).to(self.device) for name in text_inputs[0]}
 
 
 class FsdpRoot(nn.Module):

@@ -87,8 +87,8 @@ class DiffusionModel:
             return vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
 
     def dropped_text(self, empty_text: Mapping[str, Tensor]) -> TextInputs:
-        """Return the text inputs for a prompt that prompt dropout removed; by default `empty_text`, those of the empty
-        prompt."""
+        """Return the text inputs for a prompt that prompt dropout removed; by default `empty_text`, the text
+        inputs of the empty prompt."""
         return dict(empty_text)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
@@ -99,7 +99,7 @@ class DiffusionModel:
         float32 table, that table is returned.
         """
         if self.schedule == "karras":
-            # A missing setting becomes 1, which makes levels that differ from the scheduler's table.
+            # A missing setting becomes 1: the levels then differ from the scheduler's table, which is used instead.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
             exact_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
         else:
@@ -167,7 +167,8 @@ class DiffusionModel:
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Convert the network's input `hidden_states`, whose layout depends on the family, to latents of a shape."""
+        """Convert an input or output `hidden_states` of the denoiser, whose layout may be specific to the family, to
+        latents of shape `shape` per sample."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -183,7 +184,7 @@ class DiffusionModel:
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         """Divide the tokens of each clip among the ranks of a mesh inside the denoiser. Every rank calls the denoiser
-        with whole clips and gets whole velocities."""
+        with whole clips, and gets the velocities of whole clips."""
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
@@ -199,16 +200,16 @@ class DiffusionModel:
     def schedule(self) -> str:
         """Return the name of the scheduler's formula for noise levels, a key of `flow.SCHEDULES`; raise ConfigError if
         the scheduler is not that of a rectified flow."""
-        name, settings = str(self.scheduler.get("_class_name", "")), self.scheduler
-        if name.startswith("FlowMatch"):
+        scheduler_class_name, settings = str(self.scheduler.get("_class_name", "")), self.scheduler
+        if scheduler_class_name.startswith("FlowMatch"):
             return "euler"
         if settings.get("use_flow_sigmas") and settings.get("prediction_type") == "flow_prediction":
             if settings.get("use_karras_sigmas"):
                 return "karras"
-            return "unipc" if name.startswith("UniPC") else "dpm"
+            return "unipc" if scheduler_class_name.startswith("UniPC") else "dpm"
         raise self._config_error(
-            f"its scheduler {name or 'of no name'} is not that of a rectified flow, the only kind that is trained "
-            f"here; give a pipeline that is one"
+            f"its scheduler {scheduler_class_name or 'of no name'} is not that of a rectified flow, the only kind that "
+            f"is trained here; give a pipeline that is one"
         )
 
     @property
@@ -286,8 +287,8 @@ class DiffusionModel:
     def make_pipeline(self, components: Mapping[str, Any]) -> Any:
         """Build the pipeline from `components`, by name; required components that are missing are set to None."""
         pipeline_class = self.folder.pipeline_class
-        parameters = inspect.signature(pipeline_class).parameters.values()
-        unset_components = {p.name: None for p in parameters if p.default is inspect.Parameter.empty}
+        constructor_parameters = inspect.signature(pipeline_class).parameters.values()
+        unset_components = {p.name: None for p in constructor_parameters if p.default is inspect.Parameter.empty}
         pipeline = pipeline_class(**unset_components | self.component_placeholders() | dict(components))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -306,7 +307,7 @@ class DiffusionModel:
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
         """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
-        entries = folder.index.items()
+        entries = folder.model_index.items()
         disabled_components = {name: None for name, entry in entries if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
             str(folder.path), dtype=dtype, local_files_only=True, **disabled_components | cls.component_placeholders()

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.files import replace_folder
 
-# ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Freeing space helps.
+# ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Free space helps.
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -26,10 +26,10 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
     except (OSError, SafetensorError) as error:
         if (error_number := _find_errno(error)) is None:
             raise
-        reason, remedy = os.strerror(error_number), "mend that"
+        cause, remedy = os.strerror(error_number), "mend that"
         if error_number in _DISK_FULL_ERRORS:
-            reason, remedy = "disk full", "free space"
-        raise StageFailed(f"{reason} while saving {name}; {describe_intact_files()}; {remedy} and run again") from error
+            cause, remedy = "disk full", "free space"
+        raise StageFailed(f"{cause} while saving {name}; {describe_intact_files()}; {remedy} and run again") from error
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Pat
 
 @contextmanager
 def unwrap_checkpoint_errors() -> Iterator[None]:
-    """Replace a `CheckpointException` that the block raises by its cause, because that class is no `Exception`."""
+    """Replace a `CheckpointException` of the block by its cause, because `except Exception` does not catch it."""
     try:
         yield
     except CheckpointException as error:
@@ -56,5 +56,5 @@ def _find_errno(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     # `SafetensorError`, which is raised by Rust code, and `shutil.Error` have the error number only in their texts.
-    error_match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
-    return int(error_match[1]) if error_match else None
+    errno_match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
+    return int(errno_match[1]) if errno_match else None

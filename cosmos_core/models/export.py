@@ -21,19 +21,19 @@ from cosmos_core.models.quantized_base import disable_requantization
 def export_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    target: Path,
+    export_folder: Path,
     *,
     dtype: torch.dtype | None,
     max_shard_size: str = "4GB",
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write weights, config, generation config and tokenizer of a model to the folder `target`, atomically.
+    """Write weights, config, generation config and tokenizer of a model to the folder `export_folder`, atomically.
 
     Floating-point weights are cast to `dtype` (None: unchanged) without changing the model itself. As in transformers,
     tied weights are written once, and several weight files get an index. `extra_files` has the contents of further
     files by path in the folder. Raise StageFailed if the disk is full or broken.
     """
-    with write_export(target, extra_files) as staging_folder:
+    with write_export(export_folder, extra_files) as staging_folder:
         with merge_adapter(model), default_generation_config(model), disable_requantization(model):
             model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _export_config(model, dtype).save_pretrained(staging_folder)
@@ -51,14 +51,14 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
         return weights
     cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in weights.values():
-        if (key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
-            cast_tensors[key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+        if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
+            cast_tensors[storage_key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
     return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
 
 
 def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
-    vars(config).pop("auto_map", None)  # the weights are those of a class of transformers, not of the model's own code
+    vars(config).pop("auto_map", None)  # auto_map names the model's own code, which the export does not need
     for model_config in filter(None, [config, *(getattr(config, name) for name in config.sub_configs)]):
         if dtype is not None:
             model_config.dtype = dtype

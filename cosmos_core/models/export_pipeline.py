@@ -30,18 +30,18 @@ _ADAPTER_NAME = "default"
 def export_pipeline(
     family: DiffusionModel,
     model: Any,
-    target: Path,
+    export_folder: Path,
     *,
     dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] = {},
 ) -> None:
-    """Write the pipeline with `model` as its denoiser to the folder `target`, atomically; raise StageFailed if the disk
-    is full or broken.
+    """Write the pipeline with `model` as its denoiser to the folder `export_folder`, atomically; raise StageFailed if
+    the disk is full or broken.
 
     The denoiser's weights are cast to `dtype` (None: unchanged) without changing the model itself. `extra_files` has
     the contents of further files by path in the folder.
     """
-    with write_export(target, extra_files) as staging_folder:
+    with write_export(export_folder, extra_files) as staging_folder:
         for file in untrained_files(family.folder, family.denoiser_name):
             (staging_folder / file).parent.mkdir(parents=True, exist_ok=True)
             copy_file(family.folder.path / file, staging_folder / file)
@@ -66,11 +66,11 @@ def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path
 
 
 def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
-    """Write the LoRA adapter of `model` to `folder` with `save_lora_weights` of the pipeline, and its settings as JSON
-    values, in the same order in every process.
+    """Write the LoRA adapter of `model` to `folder` with `save_lora_weights` of the pipeline, and the settings of the
+    adapter as JSON values, in the same order in every process.
 
-    Without the settings, diffusers uses the rank as alpha on loading, which changes the scale of the adapter. It would
-    keep dropout enabled, and a pipeline would return another image in each call, so dropout is set to 0.
+    Without the settings, diffusers would use the rank as alpha on loading, and so change the scale of the adapter. The
+    dropout is written as 0, because diffusers would apply it, and each call of the pipeline would return another image.
     """
     adapter_state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"

@@ -13,7 +13,7 @@ import torch
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.diffusion import DiffusionModel
-from cosmos_core.models.model_files import MODEL_KEY
+from cosmos_core.models.model_files import MODEL_RECIPE_KEY
 from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.registry import import_user_code, suggest_names
 
@@ -31,25 +31,25 @@ def find_family_class(folder: PipelineFolder, model_class: str | None = None) ->
     if model_class is not None:
         cls = import_user_code(model_class)
         if not (isinstance(cls, type) and issubclass(cls, DiffusionModel)):
-            base = f"{DiffusionModel.__module__}.{DiffusionModel.__name__}"
-            raise ConfigError(f"policy.model_class = {model_class!r} must be a subclass of {base}")
+            base_class_name = f"{DiffusionModel.__module__}.{DiffusionModel.__name__}"
+            raise ConfigError(f"policy.model_class = {model_class!r} must be a subclass of {base_class_name}")
         return cls
-    modules = pipeline_modules()
-    if folder.class_name not in modules:
-        similar_names = suggest_names(folder.class_name, list(modules))
+    module_names = pipeline_modules()
+    if folder.class_name not in module_names:
+        similar_names = suggest_names(folder.class_name, list(module_names))
         raise ModelError(
-            f"{MODEL_KEY} = {folder.model!r}: {folder.class_name} is of no family here{similar_names}; write one of "
-            f"your own and name it in policy.model_class"
+            f"{MODEL_RECIPE_KEY} = {folder.model!r}: {folder.class_name} is of no family here{similar_names}; write "
+            f"one of your own and name it in policy.model_class"
         )
-    return importlib.import_module(f"cosmos_core.models.{modules[folder.class_name]}").FAMILY
+    return importlib.import_module(f"cosmos_core.models.{module_names[folder.class_name]}").FAMILY
 
 
 @cache
 def pipeline_modules() -> dict[str, str]:
-    """Return for each supported pipeline class, by name, the name of the module in this folder that has its family."""
-    modules: dict[str, str] = {}
+    """Return a mapping from each supported pipeline class to the module in this folder with its family, by name."""
+    module_names: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PIPELINES":
-                modules |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
-    return modules
+                module_names |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
+    return module_names

@@ -15,7 +15,7 @@ _FLOAT32_BYTES = 4
 
 
 class FirstLayers(NamedTuple):
-    """Number of first layers that `keep_first_layers` keeps, and where they are in the model."""
+    """Number of first layers of a model that `keep_first_layers` keeps, and path of the layers in the model."""
 
     layers_path: str
     """Name of the module list that has the layers of the model."""
@@ -24,9 +24,9 @@ class FirstLayers(NamedTuple):
 
 
 def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory_bytes: int) -> FirstLayers | None:
-    """Return the largest number of first layers, at least one, that fit into `memory_bytes` bytes as a float32 copy in
-    another process; None if all layers fit. If `dtype`, the dtype of the export (None: that of the weights), is not
-    float32, this process needs a second copy."""
+    """Return the largest number of first layers, at least one, whose float32 copies fit into `memory_bytes` bytes; None
+    if all layers fit. Another process needs one copy. If the exported weights are not all float32, this process needs
+    a copy too; `dtype` is the dtype of the export, None if the export has the dtypes of the model."""
     path = find_layers_path(model)
     if path is None:
         return None
@@ -56,7 +56,7 @@ def keep_first_layers(model: PreTrainedModel, first_layers: FirstLayers | None) 
 
 
 def truncate_config(config: PretrainedConfig, first_layers: FirstLayers | None) -> PretrainedConfig:
-    """Change a model config to that of the first layers, and return the config; `first_layers` None: change nothing."""
+    """Reduce the number of layers in a model config to `first_layers` (None: all layers), and return the config."""
     if first_layers is not None:
         text_config = config.get_text_config()
         text_config.num_hidden_layers = first_layers.num_first_layers

@@ -34,8 +34,8 @@ class TrainFlops:
         for parameter in model.parameters():
             if parameter.ndim < 2 or parameter is lookup_weight:
                 continue
-            fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
-            self.flops_per_token += fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+            active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
+            self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
         num_heads = getattr(text_config, "num_attention_heads", 0)
         hidden_size = getattr(text_config, "hidden_size", 0)
         head_size = getattr(text_config, "head_dim", None) or hidden_size // max(1, num_heads)
@@ -51,9 +51,9 @@ def _find_lookup_weight(model: nn.Module) -> nn.Parameter | None:
     language_model: Any = model
     if not hasattr(model, "get_input_embeddings"):
         return None
-    weight: nn.Parameter | None = getattr(language_model.get_input_embeddings(), "weight", None)
+    embedding: nn.Parameter | None = getattr(language_model.get_input_embeddings(), "weight", None)
     output_head = language_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return None if output_head is not None and getattr(output_head, "weight", None) is weight else weight
+    return None if output_head is not None and getattr(output_head, "weight", None) is embedding else embedding
 
 
 @torch.no_grad()

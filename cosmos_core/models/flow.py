@@ -56,13 +56,13 @@ def trained_frames_mask(latents: Tensor, num_conditioning_B: Tensor) -> Tensor:
     return is_trained_BF[:, None, :, None, None]
 
 
-def mean_per_sample(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean of `values` of each sample over the elements with mask 1; conditioning frames have mask 0. If the
-    mask is None or a scalar, the mean is over all elements of the sample."""
+def mean_per_sample(latent_values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the mean of `latent_values` of each sample over the elements with mask 1; conditioning frames have mask 0.
+    If the mask is None or a scalar, the mean is over all elements of the sample."""
     if mask is None or not mask.ndim:
-        return values.flatten(1).mean(1)
-    mask_weights = mask.to(values).expand_as(values).flatten(1)
-    return (values.flatten(1) * mask_weights).sum(1) / mask_weights.sum(1)
+        return latent_values.flatten(1).mean(1)
+    mask_weights = mask.to(latent_values).expand_as(latent_values).flatten(1)
+    return (latent_values.flatten(1) * mask_weights).sum(1) / mask_weights.sum(1)
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
@@ -105,7 +105,7 @@ def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
     The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other
     schemes, which weight noise levels by the density from which `sample_noise_levels` samples.
     """
-    if scheme == "sigma_sqrt":  # diffusers has no levels below 1 / 1000, whose weights would be unbounded
+    if scheme == "sigma_sqrt":  # clamped, because the weight is unbounded at 0 (diffusers has no levels below 1 / 1000)
         return sigma_B.clamp(min=1 / _NUM_TRAIN_NOISE_LEVELS) ** -2
     if scheme == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma_B + 2 * sigma_B**2))
@@ -131,21 +131,21 @@ def dpm_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
 
 
 def unipc_schedule(num_steps: int, shift: float = 1.0) -> Tensor:
-    """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 down to above 0.001, shifted,
+    """Return the noise levels of diffusers' UniPCMultistepScheduler for flows: from 1 to slightly above 0.001, shifted,
     followed by 0. The scheduler itself starts at 1 - 1e-6, because its steps take a logarithm."""
     min_sigma = 1 / _NUM_TRAIN_NOISE_LEVELS
     return _append_zero(shift_sigmas(torch.linspace(1, min_sigma, num_steps + 1, dtype=torch.float64)[:-1], shift))
 
 
 def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 200.0, min_sigma: float = 0.01) -> Tensor:
-    """Return the noise levels of diffusers' UniPCMultistepScheduler with Karras' levels.
+    """Return the noise levels of diffusers' UniPCMultistepScheduler with the setting `use_karras_sigmas`.
 
     The EDM noise levels s from `max_sigma` to `min_sigma` by the rule of Karras et al. (arXiv 2206.00364, rho = 7) are
     converted to noise levels s / (1 + s) of a flow; `shift` is ignored. The default range is that of Cosmos-Predict2.5.
     """
     rho = 7.0
-    fraction_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-    edm_sigma_N = (max_sigma ** (1 / rho) + fraction_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
+    step_fraction_N = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+    edm_sigma_N = (max_sigma ** (1 / rho) + step_fraction_N * (min_sigma ** (1 / rho) - max_sigma ** (1 / rho))) ** rho
     return _append_zero(edm_sigma_N / (1 + edm_sigma_N))
 
 

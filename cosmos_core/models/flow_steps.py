@@ -22,7 +22,7 @@ from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents
 _PURE_NOISE_SIGMA = 0.999
 """Noise level above which latents count as pure noise."""
 _MIN_LIMITED_SIGMA = 0.99
-"""Noise level above which the noise of a long first step is limited; the reference code does not limit it."""
+"""Noise level above which the noise of a long first step is limited; the code of FlowGRPO does not limit it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +49,43 @@ class StepDistribution(NamedTuple):
 
 
 StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], StepDistribution]
-"""Function from latents, velocity, noise levels and noise strength eta to the distribution after a step."""
+"""Function from latents, velocity, noise levels and noise strength to the distribution after a step."""
 
 
-def flow_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
-    """Return the stochastic step of FlowGRPO (arXiv 2505.05470), with the noise rate eta sqrt(sigma / (1 - sigma)).
+def flow_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+    """Return the stochastic step of FlowGRPO (arXiv 2505.05470).
 
-    The drift preserves the distribution of latents at each noise level. The noise rate is unbounded as sigma approaches
-    1, so the second noise level replaces sigma in 1 - sigma for sigma above 0.999, and in a first step from a sigma
-    above 0.99 that is longer than 1 - sigma, because its noise would be larger than the latents.
+    The noise rate is noise_strength sqrt(sigma / (1 - sigma)), and the drift preserves the distribution of latents at
+    each noise level. The second noise level replaces sigma in 1 - sigma in two cases: sigma is above 0.999, where the
+    noise rate is unbounded; or sigma is above 0.99 and the first step is longer than 1 - sigma, so that its noise would
+    be larger than the latents.
     """
     sigma, sigma_change = sigmas.sigma, sigmas.next_sigma - sigmas.sigma
     is_first_step = (sigma > sigmas.second_schedule_sigma) & (sigma > _MIN_LIMITED_SIGMA)
     is_sigma_replaced = (sigma > _PURE_NOISE_SIGMA) | (is_first_step & (1 - sigma < -sigma_change))
-    noise_rate = eta * torch.sqrt(sigma / (1 - torch.where(is_sigma_replaced, sigmas.second_schedule_sigma, sigma)))
+    bounded_sigma = torch.where(is_sigma_replaced, sigmas.second_schedule_sigma, sigma)
+    noise_rate = noise_strength * torch.sqrt(sigma / (1 - bounded_sigma))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
     mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(velocity_factor, x)
     return StepDistribution(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
-def dance_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
-    """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate eta, drift by the score."""
+def dance_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+    """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate, drift along the score."""
     sigma, sigma_change = sigmas.sigma, sigmas.next_sigma - sigmas.sigma
     clean_latents = estimate_clean_latents(x, v, sigma)
     score = (broadcast_per_sample(1 - sigma, x) * clean_latents - x) / broadcast_per_sample(sigma**2, x)
-    mean = x + v * broadcast_per_sample(sigma_change, x) - score * broadcast_per_sample(0.5 * eta**2 * sigma_change, x)
-    noise_rate = torch.full_like(sigma, eta)
+    score_factor = broadcast_per_sample(0.5 * noise_strength**2 * sigma_change, x)
+    mean = x + v * broadcast_per_sample(sigma_change, x) - score * score_factor
+    noise_rate = torch.full_like(sigma, noise_strength)
     return StepDistribution(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
-def flow_cps_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
-    """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(eta pi / 2) of the noise is
-    new. The total noise after the step is exactly that of the next noise level."""
-    new_noise_std = sigmas.next_sigma * math.sin(eta * math.pi / 2)
+def flow_cps_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+    """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(noise_strength pi / 2)
+    of the noise is new. The total noise after the step is exactly that of the next noise level."""
+    new_noise_std = sigmas.next_sigma * math.sin(noise_strength * math.pi / 2)
     kept_noise_std = torch.sqrt((sigmas.next_sigma**2 - new_noise_std**2).clamp(min=0))
     clean_latents, noise = estimate_clean_latents(x, v, sigmas.sigma), estimate_noise(x, v, sigmas.sigma)
     clean_scale = broadcast_per_sample(1 - sigmas.next_sigma, x)
@@ -90,13 +93,13 @@ def flow_cps_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> Step
     return StepDistribution(mean, new_noise_std, new_noise_std, has_log_density=False)
 
 
-def ddim_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
-    """Return the step of DDIM (arXiv 2010.02502) for a flow: eta = 0 is the Euler step, eta = 1 the posterior of the
-    forward process."""
+def ddim_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+    """Return the step of DDIM (arXiv 2010.02502) for a flow. Noise strength 0 is the Euler step, and noise strength 1
+    the posterior of the forward process."""
     sigma, next_sigma = sigmas.sigma, sigmas.next_sigma
     clean_ratio = (1 - sigma) / (1 - next_sigma)
     variance = (sigma**2 - (clean_ratio * next_sigma) ** 2).clamp(min=0)
-    std = torch.minimum(eta * next_sigma / sigma * torch.sqrt(variance), next_sigma)
+    std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(variance), next_sigma)
     kept_noise_std = torch.sqrt(next_sigma**2 - std**2)
     clean_latents, noise = estimate_clean_latents(x, v, sigma), estimate_noise(x, v, sigma)
     mean = broadcast_per_sample(1 - next_sigma, x) * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
@@ -109,11 +112,13 @@ STOCHASTIC_STEPS: dict[str, StochasticStep] = {
 """Functions for stochastic steps, by the name in `policy.diffusers.sample.solver`."""
 
 
-def compute_step_distribution(name: str, x: Tensor, v: Tensor, sigmas: NoiseLevels, eta: float) -> StepDistribution:
+def compute_step_distribution(
+    name: str, x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float
+) -> StepDistribution:
     """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
-    `v`; `name` is a key of `STOCHASTIC_STEPS`, `eta` the strength of the noise."""
+    `v`; `name` is a key of `STOCHASTIC_STEPS`, `noise_strength` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return STOCHASTIC_STEPS[name](x.to(dtype), v.to(dtype), sigmas, eta)
+    return STOCHASTIC_STEPS[name](x.to(dtype), v.to(dtype), sigmas, noise_strength)
 
 
 def log_prob(distribution: StepDistribution, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -129,8 +134,8 @@ def log_prob(distribution: StepDistribution, next_latents: Tensor, mask: Tensor 
 
 
 def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tensor:
-    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`. DDIM with eta = 0 and
-    DPM-Solver++ of order 1 are the same step."""
+    """Return the latents after an Euler step from noise level `sigma` to `next_sigma`. DDIM with noise
+    strength 0 and DPM-Solver++ of order 1 are the same step."""
     return x + v * broadcast_per_sample(next_sigma - sigma, x)
 
 
@@ -143,13 +148,13 @@ class DpmSolver2M:
 
     def __init__(self, sigmas_N: Tensor) -> None:
         self._sigmas_N = sigmas_N
-        self._previous_latents: Tensor | None = None
+        self._previous_clean_latents: Tensor | None = None
 
     def step(self, x: Tensor, v: Tensor, step_index: int) -> Tensor:
         """Return the latents after step `step_index` of the schedule. Call this method for the steps in order."""
         sigma, next_sigma = self._sigmas_N[step_index], self._sigmas_N[step_index + 1]
-        clean_latents, previous_clean_latents = estimate_clean_latents(x, v, sigma), self._previous_latents
-        self._previous_latents = clean_latents
+        clean_latents, previous_clean_latents = estimate_clean_latents(x, v, sigma), self._previous_clean_latents
+        self._previous_clean_latents = clean_latents
         if previous_clean_latents is None or next_sigma == 0 or self._sigmas_N[step_index - 1] >= 1:
             return euler_step(x, v, sigma, next_sigma)
         log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[step_index - 1], sigma, next_sigma)]
@@ -160,4 +165,4 @@ class DpmSolver2M:
 
     def reset(self) -> None:
         """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""
-        self._previous_latents = None
+        self._previous_clean_latents = None

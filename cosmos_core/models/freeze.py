@@ -35,8 +35,8 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
         )
     if not keys and policy.lora is None:
         return
-    # For recomputation, transformers makes the output of the embeddings require a gradient. Non-reentrant checkpoints
-    # do not need such a gradient. Without it, the backward pass ends at the first trained layer.
+    # Undo a setting of gradient checkpointing, so that the backward pass ends at the first trained layer.
+    # Non-reentrant checkpoints do not need embeddings whose output requires a gradient.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
@@ -58,10 +58,10 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
 
 
 def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, regex: str, is_trained: bool) -> None:
-    named_weights = dict(model.named_parameters(remove_duplicate=False))  # includes all names of a tied weight
-    parameters = [parameter for name, parameter in named_weights.items() if re.search(regex, name)]
+    weights = dict(model.named_parameters(remove_duplicate=False))  # includes all names of a tied weight
+    parameters = [parameter for name, parameter in weights.items() if re.search(regex, name)]
     if not parameters:
-        prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in named_weights})  # cut before the layer number
+        prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in weights})  # cut names before the layer number
         raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggest_names(name_or_pattern, prefixes)}")
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
@@ -87,8 +87,8 @@ def _replace_meta_parameters(model: nn.Module) -> Iterator[None]:
         _swap_parameters(model, {placeholder: parameter for parameter, placeholder in placeholders.items()})
 
 
-def _swap_parameters(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+def _swap_parameters(model: nn.Module, replacement_parameters: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = replacements.get(parameter, parameter)
+                module._parameters[name] = replacement_parameters.get(parameter, parameter)

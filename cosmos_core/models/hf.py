@@ -1,4 +1,4 @@
-"""Loading of language models in Hugging Face format, with checks of all loaded tensors, and of the rows for them.
+"""Loading of language models in Hugging Face format, with checks of all loaded tensors and of prepared rows.
 
 This is the only module that selects model classes of transformers. Adapters, meshes, log-probabilities and diffusion
 models are in other modules.
@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
-from cosmos_core.data.prepared import check_token_ids, longest_row_length
+from cosmos_core.data.prepared import check_token_ids, find_longest_row_length
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.generation_config import load_generation_config
@@ -81,14 +81,14 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
             config_files = [
                 file for depth in (1, 2, 3) for file in sorted(model_source.glob("*/" * depth + "config.json"))
             ]
-            if config_files:  # the parent of checkpoints, or the cache of the Hub
+            if config_files:  # such as a folder of checkpoints or a cache of the Hub
                 remedy += f", such as {' or '.join(str(file.parent) for file in config_files[:3])}"
             if has_adapter:
                 remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
             elif (model_source / "model_index.json").is_file():
                 remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
             raise model_error(model, f"the folder has no config.json; {remedy}")
-        if has_adapter:  # `from_pretrained` would load the adapter too, and `load_shards` would not
+        if has_adapter:  # refused, because `from_pretrained` would load the adapter, but `load_shards` would ignore it
             problem = "the folder has a model and an adapter (adapter_config.json)"
             raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
     for name in ("config.json", "generation_config.json"):
@@ -115,7 +115,7 @@ def load_model(
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
-        _build_empty_model(config, model, dtype)  # reports a wrong config.json with the same error as `init_on_meta`
+        _build_empty_model(config, model, dtype)  # so that a wrong config.json raises the error of `init_on_meta`
     cls = find_model_class(config)
     if generation_config := load_generation_config(model, revision):
         load_options["generation_config"] = generation_config
@@ -126,12 +126,12 @@ def load_model(
             **load_options, **_select_attention_implementation(cls, config),
         )  # fmt: skip
     if dequantization and dequantization["quantization_config"].quant_method == MXFP4:
-        loaded_model.__dict__.pop("_weight_conversions")  # with these, transformers saves no experts
+        loaded_model.__dict__.pop("_weight_conversions")  # with these conversions, transformers would save no experts
     check_loaded_tensors(loaded_model, loading_info, model)
     for name, tensor in loaded_model.state_dict().items():
         if problem := describe_nonfinite_values(name, tensor):
             raise model_error(model, problem)
-    # Rollout engines load the revision that the config records, but transformers does not always record it.
+    # The revision is stored for rollout engines, because transformers does not always store it in the config.
     loaded_model.config._commit_hash = getattr(loaded_model.config, "_commit_hash", None) or revision
     nn.Module.to(loaded_model, device)
     recompute_activations(loaded_model, gradient_checkpointing)
@@ -150,8 +150,8 @@ def model_without_weights(
 
 
 def check_row_length(config: PretrainedConfig, max_length: int) -> None:
-    """Raise ModelError if `max_length` exceeds the number of tokens from which transformers changes the rotary
-    embedding of a whole batch (`longrope`, `dynamic`), so that results would depend on its longest row."""
+    """Raise ModelError if `max_length` exceeds the number of tokens above which transformers changes the rotary
+    embedding of a whole batch (`longrope`, `dynamic`). Results would then depend on the longest row of a batch."""
     text_config = config.get_text_config()
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
     for rope_config in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
@@ -177,10 +177,11 @@ def check_rows(config: PretrainedConfig, folder: Path, build_model: Callable[[],
     text_config = config.get_text_config()
     try:
         check_token_ids(folder, getattr(text_config, "vocab_size", 0))
-    except DataError:  # the embeddings of some models have more rows than `vocab_size`
+    except DataError:  # some models have more embeddings than `vocab_size`, so count them
         embedding: Any = build_model().get_input_embeddings()
         check_token_ids(folder, embedding.weight.shape[0])
-    max_positions, max_row_tokens = getattr(text_config, "max_position_embeddings", None), longest_row_length(folder)
+    max_row_tokens = find_longest_row_length(folder)
+    max_positions = getattr(text_config, "max_position_embeddings", None)
     if not max_positions or max_row_tokens <= max_positions:
         return ""
     problem = f"rows of up to {max_row_tokens:,} tokens are longer than the {max_positions:,} positions of the model"
@@ -192,7 +193,7 @@ def check_rows(config: PretrainedConfig, folder: Path, build_model: Callable[[],
     return f"{problem} (max_position_embeddings), so it learns positions that it never saw; {remedy}"
 
 
-def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def iter_checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the name in a checkpoint and the tensor of every weight; tied weights appear under each of their names.
     Tensors are not copied, except for weights that an adapter changes, which are merged."""
     with merge_adapter(model):
@@ -235,24 +236,24 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         ):
             problem = f"tokens of {cls.__name__} attend to the tokens after them, which they would learn to copy"
             raise model_error(model, f"{problem}; give a causal language model")
-        is_registered = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # has a name of its own
-        if config_class and not (is_registered or any(isinstance(c, config_class) for c in (config, text_config))):
+        is_vision_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # registered for it
+        if config_class and not (is_vision_class or any(isinstance(c, config_class) for c in (config, text_config))):
             raise model_error(model, f"{setting} and model_type = {config.model_type!r}, which do not belong together")
     for key, default_value in (("output_attentions", False), ("return_dict", True)):
         if (value := getattr(config, key, default_value)) != default_value:
             problem = f"config.json has {key} = {value}, which changes what a forward pass returns"
             raise model_error(model, f"{problem}; leave it out there")
-    # The quantizer raises RuntimeError on a machine without GPU, although a machine with GPU may load the weights.
-    note = (
+    # RuntimeError is ignored: the quantizer raises it without a GPU, but a machine with a GPU may load the weights.
+    remedy_note = (
         "" if quantization_method(config) in DEQUANTIZED_FORMATS else " (to train, take the model without quantization)"
     )
-    with translate_load_errors(f"quantized weights{note}", model), suppress(RuntimeError):
+    with translate_load_errors(f"quantized weights{remedy_note}", model), suppress(RuntimeError):
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
 def find_model_class(config: PretrainedConfig) -> Any:
-    """Return the model class that config.json names or, as a fallback, the class registered for the type of the config;
-    None: neither exists. The named class supports most multimodal models; the fallback supports outdated names."""
+    """Return the model class that config.json names or, if it does not exist, the class that transformers has for the
+    type of the config; None: neither exists. If config.json names no class, return AutoModelForCausalLM."""
     architectures = config.architectures
     if not architectures:
         return AutoModelForCausalLM
@@ -269,23 +270,23 @@ def _select_attention_implementation(cls: Any, config: PretrainedConfig) -> dict
 
 def check_loaded_tensors(loaded_model: PreTrainedModel, loading_info: dict[str, Any], model: str) -> None:
     """Raise ModelError if tensors are missing, unexpected, of another shape, or not tied although config.json ties
-    them; transformers only logs a warning in this case."""
+    them. In these cases, transformers only logs a warning."""
     mismatched_names = {entry[0] for entry in loading_info["mismatched_keys"]}
     tied_names = loaded_model.get_expanded_tied_weights_keys(all_submodels=True).keys()
-    problems = {
+    names_by_problem = {
         "missing from the files": set(loading_info["missing_keys"]) - mismatched_names,
         f"in the files but not in {type(loaded_model).__name__}": set(loading_info["unexpected_keys"]),
         "of another shape than config.json says": mismatched_names,
         "that config.json ties to others, but the files do not": tied_names - loaded_model.all_tied_weights_keys.keys(),
     }
-    messages = [
+    problem_texts = [
         f"{len(names)} tensors {problem}: {', '.join(sorted(names)[:3])}{', ...' * (len(names) > 3)}"
-        for problem, names in problems.items() if names
+        for problem, names in names_by_problem.items() if names
     ]  # fmt: skip
     if loading_info.get("error_msgs"):
-        messages.append("; ".join(loading_info["error_msgs"]))
-    if messages:
-        raise model_error(model, f"{'; '.join(messages)}; the weights do not belong to this config.json")
+        problem_texts.append("; ".join(loading_info["error_msgs"]))
+    if problem_texts:
+        raise model_error(model, f"{'; '.join(problem_texts)}; the weights do not belong to this config.json")
 
 
 def describe_nonfinite_values(name: str, tensor: Tensor) -> str:

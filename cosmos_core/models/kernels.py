@@ -29,7 +29,7 @@ _FP8_SIZE_MULTIPLE = 16
 """Number by which the input and output features of a linear layer must be divisible for fp8 products."""
 
 _unpatched_namespaces: dict[str, dict[str, Any]] = {}
-"""Content of the modules of transformers in which Liger has replaced functions, by name of the module."""
+"""Original content of the modules of transformers in which Liger has replaced functions, by name of the module."""
 
 
 def patch_with_liger(model: PreTrainedModel) -> None:
@@ -45,7 +45,7 @@ def patch_with_liger(model: PreTrainedModel) -> None:
 
 
 def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `patch_with_liger`, because Liger's kernels need a GPU, and return the model; other models do not change."""
+    """Undo `patch_with_liger`, because Liger's kernels need a GPU, and return the model; without a patch, no change."""
     vars(sys.modules[type(model).__module__]).update(_unpatched_namespaces.pop(type(model).__module__, {}))
     for module in model.modules():
         for name, method in list(vars(module).items()):
@@ -56,14 +56,14 @@ def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
 
 def enable_fp8_if_supported(model: PreTrainedModel, fp8: FP8Config) -> None:
     """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if capability >= _MIN_FP8_CAPABILITY:
+    gpu_capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if gpu_capability >= _MIN_FP8_CAPABILITY:
         convert_to_fp8(model, fp8)
         return
     logger.warning(
         "train.fp8.enable_fp8 = true: products in fp8 need an NVIDIA GPU of capability 8.9 or newer, and this machine "
         "has %s; they are computed in train.param_dtype",
-        f"one of {capability[0]}.{capability[1]}" if any(capability) else "none",
+        f"one of {gpu_capability[0]}.{gpu_capability[1]}" if any(gpu_capability) else "none",
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
 
     def should_convert(module: nn.Module, name: str) -> bool:
         return (
-            type(module) is nn.Linear  # a subclass of nn.Linear may be a router of experts
+            type(module) is nn.Linear  # a subclass of nn.Linear may be a router, which must not be converted
             and any(name.startswith(f"{block}.") for block in block_names)
             and not module.in_features % _FP8_SIZE_MULTIPLE
             and not module.out_features % _FP8_SIZE_MULTIPLE
@@ -114,7 +114,7 @@ def enable_flash_attention_3() -> bool:
 
 def autocast_experts(experts: Any, hidden_states: Tensor, *routing_arguments: Tensor) -> Tensor:
     """Return the output of experts, computed by the grouped matrix product of transformers. On a GPU, the weights are
-    cast to the dtype of autocast, which does not cover this product, because it is fast only in half precision."""
+    cast to the dtype of autocast first: autocast does not cover this product, which is fast only in half precision."""
     device_type = hidden_states.device.type
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.adapter import TENSOR_PREFIX, load_adapter_config, load_adapter_weights
+from cosmos_core.models.adapter import PEFT_PREFIX, load_adapter_config, load_adapter_weights
 from cosmos_core.models.lora_targets import (
     ExactTargetLora,
     adapted_layers,
@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 ADAPTER_FOLDER = "lora"
 """Name of the subfolder with the adapter in an export, next to the merged weights."""
 _ADAPTER_NAME = "default"
-_BASE_CHANGING_INITS = ("pissa", "olora")
+_INITS_CHANGING_BASE = ("pissa", "olora")
 """Prefixes of the names of LoRA initialisations that move a part of the base weights into the adapter."""
 
 
 def needs_base_weights(lora: LoraConfig | None) -> bool:
     """Return True if the initialisation of a LoRA adapter with these settings needs the values of the base weights."""
-    return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(_BASE_CHANGING_INITS)
+    return lora is not None and lora.lora_path is None and str(lora.init_lora_weights).startswith(_INITS_CHANGING_BASE)
 
 
 def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> None:
@@ -80,14 +80,14 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
     try:
-        with warnings.catch_warnings(action="ignore"):  # PEFT only warns of problems that this function checks itself
+        with warnings.catch_warnings(action="ignore"):  # PEFT warns of problems that this function checks itself
             ExactTargetLora(model, config, _ADAPTER_NAME)
     except (ValueError, TypeError, re.error) as error:
         if lora.target_modules is None:
             problem = f"policy.lora.target_modules is left out, and PEFT has none for {type(model).__name__}"
             raise ConfigError(f"{problem}; give 'all-linear' or a list") from error
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"policy.lora: PEFT refuses {type(model).__name__}: {reason}") from error
+        error_text = " ".join(str(error).split())
+        raise ConfigError(f"policy.lora: PEFT refuses {type(model).__name__}: {error_text}") from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
     if tied_targets := [name for name in tied_names if name in layers_by_name]:
         setting = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
@@ -102,7 +102,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
         _check_targets(key, patterns or {}, layers_by_pattern_name(model), r"(.*\.)?({})", True)
     write_pattern_per_layer(model, config)
-    # The output head runs again in the backward pass, with another dropout mask.
+    # Dropout on the output head is refused: the head runs again in the backward pass, with another dropout mask.
     if lora.lora_dropout and isinstance(_embedding_and_head(model)[1], LoraLayer):
         raise ConfigError(
             f"policy.lora.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
@@ -132,7 +132,7 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
     """Merge the adapter of a model, or of one layer, into the base weights during the block; without an adapter, do
     nothing.
 
-    The base weights are then restored from a copy, because subtracting the adapter would leave rounding errors.
+    After the block, the base weights are restored from a copy: subtracting the adapter would leave rounding errors.
     """
     layers = adapted_layers(model).values()
     base_weights = {parameter: parameter.data for layer in layers for parameter in layer.get_base_layer().parameters()}
@@ -154,8 +154,8 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with an adapter, under the key names of the model without the adapter. Call this
     function inside `merge_adapter`, so that the weights include the adapter."""
-    names = keys_without_adapter(model)
-    return {names[key]: tensor for key, tensor in model.state_dict().items() if names[key]}
+    key_without_adapter = keys_without_adapter(model)
+    return {key_without_adapter[key]: tensor for key, tensor in model.state_dict().items() if key_without_adapter[key]}
 
 
 def keys_without_adapter(model: nn.Module) -> dict[str, str]:
@@ -170,15 +170,15 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
     if not has_lora_adapter(model) or has_changed_base(model):
         return False
     config: Any = model.peft_config[_ADAPTER_NAME]  # type: ignore[union-attr,index]
-    other_changes = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
-    return not any(other_changes) and all(
+    settings_training_other_weights = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
+    return not any(settings_training_other_weights) and all(
         isinstance(layer.get_base_layer(), nn.Linear) and layer not in _embedding_and_head(model)
         for layer in adapted_layers(model).values()
     )
 
 
 def add_adapter_like(model: Any, adapted_model: Any) -> None:
-    """Add an adapter with the settings of that of `adapted_model` to `model`. The caller must load the weights."""
+    """Add an adapter to `model` with the settings of the adapter of `adapted_model`; the caller loads the weights."""
     with torch.random.fork_rng():
         ExactTargetLora(model, copy.deepcopy(adapted_model.peft_config[_ADAPTER_NAME]), _ADAPTER_NAME)
 
@@ -199,16 +199,16 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     the adapter onto the original base model."""
     config = make_portable_config(model.peft_config[_ADAPTER_NAME], model)
     config.inference_mode = True
-    # PEFT stores sets, whose order differs between processes.
+    # Sets of names are sorted before they are saved, because the order of a set differs between processes.
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         if isinstance(module_names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(module_names))
-    state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
+    lora_state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     if has_changed_base(model):
-        state = _rebase_adapter_on_original(model, state, config)
+        lora_state = _rebase_adapter_on_original(model, lora_state, config)
     folder.mkdir(parents=True)
     # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
-    tensors = {TENSOR_PREFIX + name: t.detach().to("cpu", copy=True).contiguous() for name, t in state.items()}
+    tensors = {PEFT_PREFIX + name: t.detach().to("cpu", copy=True).contiguous() for name, t in lora_state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
@@ -222,7 +222,7 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         )
     rank_pattern, alpha_pattern = dict(lora.r_pattern or {}), dict(lora.alpha_pattern or {})
     double_rank_names = targets.double_rank_names
-    if rank_pattern or alpha_pattern:  # each layer may have its own rank or alpha
+    if rank_pattern or alpha_pattern:  # list each layer, which may have its own rank or alpha
         double_rank_names = [name for name in possible_target_names(model) if name.endswith(tuple(double_rank_names))]
     # Two stacked projections need twice the rank, at an unchanged scale: alpha / r, or alpha / sqrt(r).
     alpha_factor = math.sqrt(2) if lora.use_rslora else 2
@@ -231,7 +231,7 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora.r)
         alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora.lora_alpha)
         rank_overrides[f".*{re.escape(name)}"], alpha_overrides[f".*{re.escape(name)}"] = 2 * rank, alpha_factor * alpha
-    config_class: Any = peft.LoraConfig  # the type annotations of this class are narrower than what it accepts
+    config_class: Any = peft.LoraConfig  # Any, because PEFT's type annotations are too narrow
     return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora.r,
@@ -245,7 +245,7 @@ def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> 
         ensure_weight_tying=should_keep_ties,
         alpha_pattern=alpha_overrides | alpha_pattern,
         rank_pattern=rank_overrides | rank_pattern,
-        # On the meta device, the default initialisation: PiSSA would need the values of weights.
+        # True is the default initialisation. The meta device needs it, because PiSSA reads the values of weights.
         init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,
     )
 
@@ -279,28 +279,28 @@ def _find_tied_modules(model: nn.Module) -> list[str]:
 
 def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
     """Return a state dict key without the name components of PEFT's `wrapper_names`; empty for an adapter's tensor."""
-    components, kept_components, index = key.split("."), [], 0
-    while index < len(components):
-        if ".".join(components[:index]) not in wrapper_names:
-            kept_components.append(components[index])
-        elif components[index : index + 2] == ["modules_to_save", _ADAPTER_NAME]:
-            index += 1
-        elif components[index] != "base_layer":
+    key_components, kept_components, component_index = key.split("."), [], 0
+    while component_index < len(key_components):
+        if ".".join(key_components[:component_index]) not in wrapper_names:
+            kept_components.append(key_components[component_index])
+        elif key_components[component_index : component_index + 2] == ["modules_to_save", _ADAPTER_NAME]:
+            component_index += 1
+        elif key_components[component_index] != "base_layer":
             return ""
-        index += 1
+        component_index += 1
     return ".".join(kept_components)
 
 
-def _rebase_adapter_on_original(model: nn.Module, state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _rebase_adapter_on_original(model: nn.Module, lora_state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
     weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
     buffers = dict(model.named_buffers())
     rebased_state = {}
-    for name, tensor in state.items():
-        layer_name, factor = split_factor_key(name)
-        initial_factor = buffers.get(f"{layer_name}.initial_{factor}")
-        if initial_factor is not None:  # otherwise the tensor is no LoRA factor but a weight in `modules_to_save`
-            is_factor_a = factor == "A"
+    for name, tensor in lora_state.items():
+        layer_name, factor_name = split_factor_key(name)
+        initial_factor = buffers.get(f"{layer_name}.initial_{factor_name}")
+        if initial_factor is not None:  # None for a weight in `modules_to_save`, which is not a LoRA factor
+            is_factor_a = factor_name == "A"
             tensor = torch.cat([tensor, initial_factor if is_factor_a else -initial_factor], 0 if is_factor_a else 1)
         rebased_state[name] = tensor
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.

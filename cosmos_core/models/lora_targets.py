@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.models.adapter import TENSOR_PREFIX
+from cosmos_core.models.adapter import PEFT_PREFIX
 
 ALL_LINEAR = "all-linear"
 _EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
@@ -51,7 +51,7 @@ class ExactTargetLora(peft.LoraModel):
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact_targets = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # PEFT would translate their names
+        config.target_modules, config.target_parameters = [], None  # emptied, because PEFT would translate these names
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -64,25 +64,25 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
     only one of two projections that experts store in one matrix."""
     if target_modules is None:
         return AdapterTargets(None, [], [], [])
-    stacked_names = _find_stacked_parameters(model)
+    stacked_parameters = _find_stacked_parameters(model)
     if isinstance(target_modules, str):
         linear_modules = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         excluded = {*_find_bypassed_layers(model), *find_inseparable_layers(model)}
         excluded_modules = [name for name, layer in linear_modules if name in excluded or not is_plain_linear(layer)]
-        parameter_names = sorted(set(map(name_within_layer, stacked_names)))
-        double_rank = [name for name in parameter_names if name.endswith("gate_up_proj")]
-        return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank)
+        parameter_names = sorted(set(map(name_within_layer, stacked_parameters)))
+        double_rank_parameters = [name for name in parameter_names if name.endswith("gate_up_proj")]
+        return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank_parameters)
 
-    def matching_targets(*names: str) -> list[str]:
+    def find_matching_targets(*names: str) -> list[str]:
         return [target for target in target_modules for name in names if _has_name_suffix(name, target)]
 
     target_parameters: set[str] = set()
     double_rank_names: set[str] = set()
     matched_targets: set[str] = set()
-    for name in stacked_names:
+    for name in stacked_parameters:
         parent_name, _, child_name = name.rpartition(".")
         for projections in ((child_name,), *_EXPERT_PROJECTIONS.get(child_name, ())):
-            matching_names = matching_targets(*(f"{parent_name}.{projection}" for projection in projections))
+            matching_names = find_matching_targets(*(f"{parent_name}.{projection}" for projection in projections))
             if matching_names and len(matching_names) < len(projections):
                 raise ConfigError(
                     f"policy.lora.target_modules names {matching_names[0]!r} alone, but the experts of "
@@ -97,7 +97,7 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
     for name, module in model.named_modules():
         if not _can_adapt_only_weight(module):
             module_names.append(name)
-        elif matching_names := matching_targets(name):
+        elif matching_names := find_matching_targets(name):
             target_parameters.add(f"{_shorten_parameter_name(name, matching_names)}.weight")
             matched_targets |= set(matching_names)
     remaining_targets = [
@@ -107,11 +107,12 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
 
 
 def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
-    """Return the reason for each linear layer, by name, whose adapter could not be exported: a merged weight that other
-    layers share would contain all their adapters, and PEFT finds no tensors whose names it changes on loading."""
+    """Return the linear layers whose adapter could not be exported, by name, each with a text of the reason: layers
+    share the weight, into which all their adapters would be merged, or PEFT would not find the adapter on loading,
+    because it changes the names of the tensors."""
     linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
-    keys = {name: f"{TENSOR_PREFIX}{name}.lora_A.weight" for name in linear_layers}
+    keys = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
     empty_state = {key: torch.empty(0) for key in keys.values()}
     loaded_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), empty_state)
     reasons = {name: "whose adapter PEFT does not find again" for name, key in keys.items() if key not in loaded_state}
@@ -122,7 +123,7 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
 
 
 def possible_target_names(model: nn.Module) -> list[str]:
-    """Return all names that `target_modules` may contain: modules, stacked parameters, and the projections in these."""
+    """Return all names that `target_modules` may contain: modules, stacked parameters, and their projections."""
     names = [name for name, _ in model.named_modules() if name]
     for name in _find_stacked_parameters(model):
         parent_name, _, child_name = name.rpartition(".")
@@ -145,20 +146,20 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
     if not rewritten_targets:
         return config
     config.target_modules = set(config.target_modules) - rewritten_targets
-    parameters, layers = set(config.target_parameters or ()), adapted_layers(model)
+    parameter_names, layers = set(config.target_parameters or ()), adapted_layers(model)
     module_names = [name for name, _ in model.named_modules() if ".base_layer" not in name]
-    num_modules = Counter(map(name_within_layer, module_names))
-    num_adapted = Counter(map(name_within_layer, layers))
+    num_modules_by_name = Counter(map(name_within_layer, module_names))
+    num_adapted_by_name = Counter(map(name_within_layer, layers))
     for name, layer in layers.items():
         if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in rewritten_targets):
             short_name = name_within_layer(name)
-            are_all_adapted = num_modules[short_name] == num_adapted[short_name]
-            parameters.add(f"{short_name if are_all_adapted else name}.weight")
+            are_all_adapted = num_modules_by_name[short_name] == num_adapted_by_name[short_name]
+            parameter_names.add(f"{short_name if are_all_adapted else name}.weight")
             (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
             if (rank, alpha) != (config.r, config.lora_alpha):
                 pattern = f"{re.escape(name)}(\\.weight)?"
                 config.rank_pattern[pattern], config.alpha_pattern[pattern] = rank, alpha
-    config.target_parameters, config.lora_dropout = parameters, 0.0  # PEFT refuses dropout for adapted parameters
+    config.target_parameters, config.lora_dropout = parameter_names, 0.0  # PEFT refuses dropout for adapted parameters
     return config
 
 
@@ -185,7 +186,7 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def layers_by_pattern_name(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the adapted layers by the names that PEFT compares with patterns: of a linear layer or a parameter."""
+    """Return the adapted layers by the name that PEFT matches with patterns, of a stacked parameter or else a layer."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
         for name, layer in adapted_layers(model).items()
@@ -202,24 +203,24 @@ def write_pattern_per_layer(model: Any, config: Any) -> None:
 
 
 def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> str:
-    """Return a text about the adapter of a model: the number of adapted layers by kind. For the setting `all-linear`,
+    """Return a text about the adapter of a model: the number of adapted layers by name. For the setting `all-linear`,
     the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
-    num_adapted_by_kind = Counter(map(_describe_layer, layers.values(), layers))
-    text = "LoRA on " + ", ".join(f"{count} {kind}" for kind, count in num_adapted_by_kind.items())
+    num_adapted_by_type = Counter(map(_describe_layer, layers.values(), layers))
+    description = "LoRA on " + ", ".join(f"{count} {layer_type}" for layer_type, count in num_adapted_by_type.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
-        return text
+        return description
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    num_unadapted_by_kind: Counter[str] = Counter()
+    num_unadapted_by_type: Counter[str] = Counter()
     for name, module in model.named_modules():
         is_adapter_module = any(component in name for component in _ADAPTER_COMPONENTS)
         if is_adapter_module or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
-            layer_kind = "the head" if module is head else type(module).__name__
-            num_unadapted_by_kind[f"{name_within_layer(name)} ({layer_kind})"] += 1
-    unadapted_text = ", ".join(f"{count} {kind}" for kind, count in num_unadapted_by_kind.items())
-    return text + f"; not on {unadapted_text}" * bool(num_unadapted_by_kind)
+            module_type = "the head" if module is head else type(module).__name__
+            num_unadapted_by_type[f"{name_within_layer(name)} ({module_type})"] += 1
+    unadapted_description = ", ".join(f"{count} {layer_type}" for layer_type, count in num_unadapted_by_type.items())
+    return description + f"; not on {unadapted_description}" * bool(num_unadapted_by_type)
 
 
 def name_within_layer(name: str) -> str:
@@ -281,13 +282,13 @@ def _find_stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
-    """Return the name of a parameter without the layer number, or with it if one of `targets` contains it."""
+    """Return the part of a parameter name after the layer number, or the whole name if a target is longer than it."""
     unnumbered_name = name_within_layer(name)
     return unnumbered_name if all(len(target) <= len(unnumbered_name) for target in targets) else name
 
 
 def _can_adapt_only_weight(module: nn.Module) -> bool:
-    """Return True if PEFT can adapt only the weight of a module and not the module itself, for example of a router."""
+    """Return True if PEFT can adapt only the weight of a module and not the module itself, for example a router."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     is_adaptable_module = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
     return weight is not None and weight.ndim in {2, 3} and not is_adaptable_module

@@ -37,32 +37,32 @@ def split_by_length(
         num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
         padded_length_fn: function from the length of the longest row of a micro-batch to the padded length.
     """
-    # The ranks run rows of similar length in parallel, so the longest of `num_ranks` rows determines the cost.
+    # The ranks run rows of similar length in parallel, so only the longest of each `num_ranks` rows counts.
     lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
-    equal_size_cost = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
-    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * equal_size_cost:
+    default_num_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
+    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * default_num_tokens:
         return None
     overhead_tokens = min(_MAX_OVERHEAD_TOKENS, sum(lengths) // _TOKENS_PER_OVERHEAD_TOKEN)
-    costs, batch_starts = [0], [0]
+    min_costs, batch_starts = [0], [0]
     for end in range(1, len(lengths) + 1):
         candidate_starts = range(max(0, end - max_rows), end)
-        cost, start = min((costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in candidate_starts)
-        costs.append(cost)
+        min_cost, start = min((min_costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in candidate_starts)
+        min_costs.append(min_cost)
         batch_starts.append(start)
-    boundaries = [len(lengths)]
-    while boundaries[-1]:
-        boundaries.append(batch_starts[boundaries[-1]])
-    slices = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(boundaries))]
-    batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in slices for k in range(num_ranks)]
+    batch_boundaries = [len(lengths)]
+    while batch_boundaries[-1]:
+        batch_boundaries.append(batch_starts[batch_boundaries[-1]])
+    ranges = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(batch_boundaries))]
+    batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in ranges for k in range(num_ranks)]
     return [batch for batch in batches if batch]
 
 
 def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
     """Return the indices of samples in one list per prompt."""
-    groups: dict[bytes, list[int]] = {}
+    indices_by_prompt: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
-        groups.setdefault(sample.input_ids[: prompt_length(sample)].tobytes(), []).append(i)
-    return list(groups.values())
+        indices_by_prompt.setdefault(sample.input_ids[: prompt_length(sample)].tobytes(), []).append(i)
+    return list(indices_by_prompt.values())
 
 
 def prompt_length(sample: Sample) -> int:
@@ -72,33 +72,34 @@ def prompt_length(sample: Sample) -> int:
     return length if length >= _MIN_PROMPT_TOKENS else 0
 
 
-def saves_enough_tokens(num_tokens: float, num_merged_tokens: float) -> bool:
-    """Return True if sharing prompts, which reduces `num_tokens` tokens to `num_merged_tokens`, saves enough tokens."""
-    return num_merged_tokens <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
+def saves_enough_tokens(num_tokens: float, total_merged_tokens: float) -> bool:
+    """Return True if it is worth while to share prompts, which reduces `num_tokens` tokens to `total_merged_tokens`."""
+    return total_merged_tokens <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
 
 
-def num_shared_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of tokens of samples with the same prompt, counting the prompt once."""
+def num_merged_tokens(samples: Sequence[Sample]) -> int:
+    """Return the number of tokens of samples with the same prompt if they share one copy of the prompt."""
     return sum(len(sample.input_ids) for sample in samples) - (len(samples) - 1) * prompt_length(samples[0])
 
 
 def merge_prompts(
     samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
 ) -> list[list[int]] | None:
-    """Return micro-batches in which completions of a prompt share one copy of the prompt; None if the prompts are too
-    short, or too few for the number of ranks.
+    """Return micro-batches, as lists of indices of samples, in which the completions of a prompt share one copy of the
+    prompt; None if this would save too few tokens per rank.
 
-    A micro-batch has at most as many tokens as `max_rows` of the longest samples without sharing. The arguments are
-    those of `split_by_length`.
+    A micro-batch has at most as many tokens as `max_rows` samples of the largest length. For the arguments, see
+    `split_by_length`.
     """
-    groups = [[sorted_indices[k] for k in group] for group in group_by_prompt([samples[i] for i in sorted_indices])]
-    tokens_by_group = [num_shared_tokens([samples[i] for i in group]) for group in groups]
+    sorted_samples = [samples[i] for i in sorted_indices]
+    prompt_groups = [[sorted_indices[k] for k in group] for group in group_by_prompt(sorted_samples)]
+    tokens_by_group = [num_merged_tokens([samples[i] for i in group]) for group in prompt_groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
     max_unmerged_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
     max_tokens = min(max_unmerged_tokens, max(max(tokens_by_group), -(-sum(tokens_by_group) // num_ranks)))
     batches: list[list[int]] = []
     tokens_by_batch: list[int] = []
-    for group_tokens, group in sorted(zip(tokens_by_group, groups, strict=True), key=lambda pair: -pair[0]):
+    for group_tokens, group in sorted(zip(tokens_by_group, prompt_groups, strict=True), key=lambda pair: -pair[0]):
         num_prompt_tokens = prompt_length(samples[group[0]])
         if not batches or tokens_by_batch[-1] + group_tokens > max_tokens:
             batches.append([])

@@ -16,18 +16,19 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from cosmos_core.config.load import escape_controls
+from cosmos_core.config.load import make_printable
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ModelError
 from cosmos_core.run.content import is_outside_folder
 from cosmos_core.transient import is_machine_error, is_network_error
 
-MODEL_KEY = "policy.model_name_or_path"
+MODEL_RECIPE_KEY = "policy.model_name_or_path"
+"""Key of a recipe that names the model, for error messages."""
 
 
 def model_error(model: str, problem: str) -> ModelError:
     """Return an error about the model that `policy.model_name_or_path` names."""
-    return ModelError(f"{MODEL_KEY} = {model!r}: {problem}")
+    return ModelError(f"{MODEL_RECIPE_KEY} = {model!r}: {problem}")
 
 
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
@@ -43,8 +44,8 @@ def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str
 
 
 def translate_load_errors(component: str, model: str) -> AbstractContextManager[None]:
-    """Convert errors of libraries in the block, which reads `component` of `model`, to a `ModelError` of one line.
-    Errors of memory, disk and network, and errors of the class `CosmosError`, are raised unchanged."""
+    """Return a context manager for a block that reads `component` of `model`. It converts errors of libraries to a
+    `ModelError` of one line; errors of memory, disk and network, and each `CosmosError`, are raised unchanged."""
 
     def convert_error(error: Exception) -> Exception:
         is_transient = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
@@ -56,28 +57,28 @@ def translate_load_errors(component: str, model: str) -> AbstractContextManager[
 def read_json(file: Path, model: str) -> dict[str, Any]:
     """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing. Raise
     ModelError if it is damaged or has no object: later errors of libraries would name neither file nor cause."""
-    if not os.path.isfile(file):  # Path.is_file raises an error for a name that is too long
+    if not os.path.isfile(file):  # os.path, because Path.is_file raises an error for long names
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        json_value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise model_error(model, f"{file} is not valid JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
+    if not isinstance(json_value, dict):
         raise model_error(model, f"{file} is not a JSON object; copy it again")
-    return value
+    return json_value
 
 
 def check_weights(model: str) -> None:
     """Check every weight file of a local folder without reading tensors; do nothing for a Hub id. Raise ModelError if
-    there is no weight file, the index does not match, or a file is damaged or contains no tensors."""
+    there is no weight file, the index names a missing file, or a file is damaged or contains no tensors."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return
     for file in _find_local_files(folder, model):
         if not file.is_file():
             raise model_error(model, f"{file} is no file, or a link to none; copy it again")
-        check = _check_safetensors if file.suffix == ".safetensors" else _check_pickled_weights
-        check(file, model)
+        check_file = _check_safetensors if file.suffix == ".safetensors" else _check_pickled_weights
+        check_file(file, model)
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
@@ -99,7 +100,7 @@ def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
 def _find_local_files(folder: Path, model: str) -> list[Path]:
     """Return the weight files in a model's folder that transformers would read."""
     for single_file, index_file in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if os.path.lexists(folder / single_file):  # a broken link must be reported, not skipped
+        if os.path.lexists(folder / single_file):  # lexists is true for a broken link, which must be reported
             return [folder / single_file]
         if os.path.lexists(folder / index_file):
             return _weight_files_in_index(folder / index_file, model)
@@ -108,11 +109,11 @@ def _find_local_files(folder: Path, model: str) -> list[Path]:
 
 
 def _weight_files_in_index(file: Path, model: str) -> list[Path]:
-    index = read_json(file, model)
-    names = index.get("weight_map")
+    weights_index = read_json(file, model)
+    names = weights_index.get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise model_error(model, f"{file} has no weight_map from tensors to files; copy it again")
-    if not isinstance(index.get("metadata"), dict):  # transformers fails on an index without metadata
+    if not isinstance(weights_index.get("metadata"), dict):  # transformers fails on an index without metadata
         raise model_error(model, f"{file} has no metadata; copy it again")
     for name in sorted(set(names.values())):
         if is_outside_folder(name):
@@ -132,7 +133,7 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 def _check_pickled_weights(file: Path, model: str) -> None:
     try:
-        state_dict = load_state_dict(file)  # maps the file into memory without reading tensors
+        state_dict = load_state_dict(file)  # load_state_dict maps the file into memory without reading tensors
     except Exception as error:
         if is_machine_error(error):
             raise
@@ -156,8 +157,8 @@ def _describe_load_error(component: str, model: str, error: Exception) -> ModelE
         remedy = "give a local folder or download the model first"
         return model_error(model, f"no such folder, {problem}; {remedy}")
     error_text = repr(error) if isinstance(error, KeyError) else str(error)  # str() of a KeyError contains only the key
-    reason = escape_controls(error_text)[:300] or type(error).__name__
-    return model_error(model, f"cannot load the {component}: {reason}")
+    shortened_error_text = make_printable(error_text)[:300] or type(error).__name__
+    return model_error(model, f"cannot load the {component}: {shortened_error_text}")
 
 
 def unmergeable_tensors_error(model: str) -> ModelError:

@@ -27,15 +27,16 @@ _prestarted_pools: list[ProcessPool] = []
 
 
 def prestart_interpreter(module_name: str) -> None:
-    """Start the interpreter of the next `open_interpreter_pool` and import a module in it, unless it was started."""
+    """Start the interpreter that `open_interpreter_pool` returns next, and import a module in it; do nothing if it is
+    already started."""
     if not _prestarted_pools:
         _prestarted_pools.append(_make_pool())
         _prestarted_pools[0].schedule(_import_module, (module_name,))
 
 
 def open_interpreter_pool() -> ProcessPool:
-    """Return a pool with one new Python interpreter, which shares no state with this process. It is the interpreter of
-    `prestart_interpreter`, or starts with the first task."""
+    """Return a pool with one new Python interpreter, which shares no state with this process. The interpreter
+    was started by `prestart_interpreter`, or starts with the first task of the pool."""
     return _prestarted_pools.pop() if _prestarted_pools else _make_pool()
 
 
@@ -63,8 +64,8 @@ def call_in_interpreter(
     except TimeoutError:
         raise StageFailed(f"{failure_prefix}: not loaded after {timeout_seconds:g} s") from None
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise StageFailed(f"{failure_prefix}: a fresh interpreter cannot load it: {reason[-300:]}") from error
+        error_text = " ".join(str(error).split()) or type(error).__name__
+        raise StageFailed(f"{failure_prefix}: a fresh interpreter cannot load it: {error_text[-300:]}") from error
 
 
 def _make_pool() -> ProcessPool:

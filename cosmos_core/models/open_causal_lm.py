@@ -74,7 +74,7 @@ def open_model(stage: Stage) -> CausalLM:
 
 def open_image_reader(stage: Stage) -> ImageReader | None:
     """Return the reader of the images in a stage's prepared rows; None: the rows have no images. Raise ConfigError if
-    the recipe has a parallelism or load balancing that does not support images, and ModelError without a processor."""
+    the recipe has a parallelism or load balancing without support of images, ModelError if there is no processor."""
     if stage.data is None or not has_images(stage.data):
         return None
     if unsupported_setting := stage.recipe.explain_missing_image_support(stage.kind):

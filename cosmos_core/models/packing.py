@@ -56,9 +56,9 @@ def enable_packing(
     *,
     gathers_in_compute_dtype: bool = False,
 ) -> str:
-    """Enable packed rows for `model`, which have the inputs of `data.batch.packed_attention_kwargs`, and `position_ids`
-    that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows and
-    stays unchanged. If it is sharded, all ranks must call this function.
+    """Enable packed rows for `model`, with the inputs of `data.batch.make_packed_attention_kwargs` and `position_ids`
+    that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows; it
+    is then unchanged. If the model is sharded, all ranks must call this function.
 
     Args:
         model: model whose attention is replaced.
@@ -82,8 +82,9 @@ def enable_packing(
         dtypes[compute_dtype] = None
     for dtype in dtypes:
         _set_attention_function(model, attention_name)
-        is_inexact = not _is_packing_exact(model, root_modules, attention_name, dtype)
-        if all_reduce_any(is_inexact) if root_modules else is_inexact:  # each pipeline rank has tested its own layers
+        is_packing_inexact = not _is_packing_exact(model, root_modules, attention_name, dtype)
+        # All ranks must take the same decision, although each pipeline rank has tested only its own layers.
+        if all_reduce_any(is_packing_inexact) if root_modules else is_packing_inexact:
             _set_attention_function(model, attention_name)
             return "packed sequences have other logits than separate ones"
     return ""
@@ -91,11 +92,11 @@ def enable_packing(
 
 @torch.no_grad()
 def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Return True if a packed row, which must be enabled already, may contain a prompt once for several sequences.
+    """Return True if several sequences of a packed row may share one copy of their prompt. Call `enable_packing` first.
 
     Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout, which would be the same
-    for all sequences. A probe compares outputs in `dtype`. `root_modules` are the modules to call instead of a sharded
-    model, on all ranks.
+    for all sequences. A probe compares the outputs in `dtype` with those of separate prompts. `root_modules` are the
+    modules to call instead of a sharded model; all ranks must call this function.
     """
     config = model.config.get_text_config()
     has_window_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
@@ -117,8 +118,9 @@ def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of packed rows or, without `sequence_bounds` in `kwargs`, the attention `sdpa` of
-    transformers. Inputs are (batch, heads, positions, head size), outputs (batch, positions, heads, head size)."""
+    """Compute the attention of packed rows; without `sequence_bounds` in `kwargs`, each row is one sequence.
+
+    Inputs have the shape (batch, heads, positions, head size), outputs (batch, positions, heads, head size)."""
     sequence_bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if sequence_bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -163,8 +165,8 @@ def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout
 
 
 @cache
-def _log_fallback_once(reason: str) -> None:
-    logger.info("packed attention runs over groups of sequences, because %s", reason)
+def _log_fallback_once(fallback_reason: str) -> None:
+    logger.info("packed attention runs over groups of sequences, because %s", fallback_reason)
 
 
 def _cast_to_autocast(state: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def _varlen_attention(qkv_states: Sequence[Tensor], kwargs: dict[str, Any]) -> T
     query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in qkv_states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=kwargs.get("scaling"),
-        window_size=(window_size - 1 if window_size else -1, 0),  # visible keys before and after a query; -1: all
+        window_size=(window_size - 1 if window_size else -1, 0),  # visible keys before and after each query; -1: all
         **(_GQA_OPTIONS if query_PKD.shape[1] != key_PKD.shape[1] else {})
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -223,7 +225,7 @@ def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callabl
     if bounds is None:
         return attention_fn(*qkv)
     lengths, prompt_indices = np.diff(bounds.boundaries).tolist(), bounds.prompt_indices
-    split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # shapes (K, sequence length, D)
+    split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # tensors of shape (K, sequence length, D)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         length, prompt_index = lengths[index], prompt_indices[index]
@@ -297,7 +299,7 @@ def _random_rows(model: PreTrainedModel, lengths: Sequence[int]) -> list[np.ndar
 
 
 def _compute_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which the model computes: that of the mesh if its shards are offloaded to the CPU."""
+    """Return the device on which the model computes. Shards may be on the CPU, so it is the device of their mesh."""
     sharded_parameter = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     return model.device if sharded_parameter is None else torch.device(sharded_parameter.device_mesh.device_type)
 
@@ -315,7 +317,7 @@ def _is_packing_exact(
 
     def compute_outputs(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
         inputs = collate_rows(token_rows, 0, packed=packed).inputs
-        if not packed:  # positions of some models do not begin at 0
+        if not packed:  # the model computes its own positions, which may not begin at 0
             del inputs["position_ids"]
         return _compute_probe_outputs(model, root_modules, inputs)
 
@@ -324,13 +326,13 @@ def _is_packing_exact(
         _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
             packed_outputs = compute_outputs(token_rows, packed=True)
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # this model family refuses packed inputs
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # a model family may refuse packed inputs
             return False
     return is_close(packed_outputs, separate_outputs, dtype)
 
 
 def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
-    """Return the logits of the first row or, with `root_modules`, its last hidden states from each of these modules."""
+    """Return the logits of the first row or, if there are `root_modules`, its hidden states from each of them."""
     inputs = to_device(inputs, _compute_device(model))
     if root_modules:
         return torch.cat([root.probe_hidden_states(inputs)[0] for root in root_modules], dim=-1)
@@ -339,7 +341,7 @@ def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], 
 
 def is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> bool:
     """Return True if two computations of the same outputs in `dtype` differ only by rounding."""
-    # In half precision, the kernels of packed and separate rows round sums differently.
+    # Half precision needs a larger tolerance, because the kernels of packed and separate rows round differently.
     tolerance = max(_PROBE_TOLERANCE, 8 * torch.finfo(dtype).eps)
     return bool((outputs - expected_outputs).abs().max() <= tolerance * max(1.0, expected_outputs.abs().max().item()))
 

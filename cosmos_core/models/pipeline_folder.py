@@ -21,7 +21,7 @@ class PipelineFolder:
 
     def __init__(self, model: str, revision: str | None = None) -> None:
         """Locate the folder of `model`, a path or Hub id, and read its `model_index.json`; raise ModelError if the
-        folder does not exist, is not a pipeline, or has weights of a variant alone."""
+        folder does not exist, is not a pipeline, or has only weights of a variant (fp16)."""
         self.model = model
         model_source, load_options = locate_model(model, revision)
         if isinstance(model_source, Path):
@@ -30,8 +30,8 @@ class PipelineFolder:
             pipeline_class: Any = importlib.import_module("diffusers").DiffusionPipeline
             with translate_load_errors("pipeline", model):
                 self.path = Path(pipeline_class.download(model_source, **load_options))
-        self.index = read_json(self.path / MODEL_INDEX, model)
-        if not isinstance(self.index.get("_class_name"), str):
+        self.model_index = read_json(self.path / MODEL_INDEX, model)
+        if not isinstance(self.model_index.get("_class_name"), str):
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
             raise model_error(model, f"the folder has no {MODEL_INDEX} that names a pipeline; {remedy}")
         for name in self.components:
@@ -45,7 +45,7 @@ class PipelineFolder:
     @property
     def class_name(self) -> str:
         """Name of the pipeline's class in diffusers."""
-        return str(self.index["_class_name"])
+        return str(self.model_index["_class_name"])
 
     @property
     def pipeline_class(self) -> Any:
@@ -58,8 +58,8 @@ class PipelineFolder:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of the components that the folder contains."""
-        entries = [(name, entry) for name, entry in self.index.items() if not name.startswith("_")]
-        return tuple(name for name, entry in entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
+        index_entries = [(name, entry) for name, entry in self.model_index.items() if not name.startswith("_")]
+        return tuple(name for name, entry in index_entries if isinstance(entry, list) and len(entry) == 2 and entry[1])
 
     def component_class(self, name: str) -> Any:
         """Return the class of the component `name`; raise ModelError if the pipeline has no such component, or if its
@@ -67,7 +67,7 @@ class PipelineFolder:
         if name not in self.components:
             component_names = ", ".join(self.components) or "nothing"
             raise model_error(self.model, f"{MODEL_INDEX} names no {name!r}; it has {component_names}")
-        library, class_name = self.index[name]
+        library, class_name = self.model_index[name]
         cls = getattr(importlib.import_module(library), class_name, None) if library in _COMPONENT_LIBRARIES else None
         if not isinstance(cls, type):
             problem = f"{MODEL_INDEX} wants {library}.{class_name} for {name!r}, which is not installed"
@@ -75,17 +75,17 @@ class PipelineFolder:
         return cls
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
-        """Return the component `name` in evaluation mode, with its weights on the CPU in `dtype`, which components
-        without weights, such as a scheduler, do not need. Raise ModelError if files are missing or damaged, or lack
+        """Return the component `name` in evaluation mode, with its weights on the CPU in `dtype`. Components without
+        weights, such as a scheduler, ignore `dtype`. Raise ModelError if files are missing or damaged, or lack
         tensors of the class."""
         cls = self.component_class(name)
         is_module = issubclass(cls, torch.nn.Module)
         load_options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if is_module else {}
         with translate_load_errors(name, self.model):
-            loaded = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **load_options)
+            component = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **load_options)
         if not is_module:
-            return loaded
-        module, loading_info = loaded
+            return component
+        module, loading_info = component
         if missing_keys := sorted(map(str, loading_info["missing_keys"])):
             problem = f"{len(missing_keys)} tensors of {name!r} are missing from the files, first {missing_keys[0]!r}"
             raise model_error(self.model, f"{problem}; copy it again")

@@ -30,11 +30,11 @@ _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"
 
 def processor_files(model: str, revision: str | None = None, chat_template: str | None = None) -> dict[str, bytes]:
     """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
-    With a `chat_template` that replaces the model's, the file with the template of the model is left out."""
+    If `chat_template` replaces the template of the model, the file with the model's template is left out."""
     model_source, load_options = locate_model(model, revision)
     load_options |= {
         "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,  # offline, a file that is not in the cache counts as missing
+        "_raise_exceptions_for_connection_errors": False,  # offline, a file outside the cache counts as missing
     }
     # An export writes its chat template to `chat_template.jinja`, but transformers prefers this file if both exist.
     names = [name for name in PROCESSOR_FILES if chat_template is None or name != "chat_template.json"]
@@ -64,10 +64,10 @@ def load_processor(
             processor = AutoProcessor.from_pretrained(str(model_source), **load_options)
     if getattr(processor, "image_processor", None) is None:
         return None
-    if processor.chat_template is None:  # older checkpoints store the template only in tokenizer_config.json
+    if processor.chat_template is None:  # older checkpoints have a template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
     for key, num_pixels in pixel_limits:
-        # With `merge_size`, the limits in `num_pixels` are numbers of pixels; in other processors, lengths of edges.
+        # Only processors with `merge_size` interpret pixel limits as numbers of pixels; others as lengths of edges.
         if not hasattr(processor.image_processor, "merge_size"):
             name = type(processor).__name__
             raise ConfigError(f"custom.vision.{key} = {num_pixels}: {name} has no such setting; leave it out")
@@ -83,19 +83,19 @@ def image_token_text(processor: ProcessorMixin) -> str:
 def _load_processor_without_video(cls: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
     """Load a processor for images and videos without its video processor, which would require torchvision."""
 
-    def check_component(self: Any, name: str, argument: Any) -> Any:
+    def check_component(self: Any, name: str, component: Any) -> Any:
         is_video = name == "video_processor"
-        return None if is_video else cls.check_argument_for_proper_class(self, name, argument)
+        return None if is_video else cls.check_argument_for_proper_class(self, name, component)
 
-    methods = {"check_argument_for_proper_class": check_component}
-    subclass: Any = type(cls.__name__, (cls,), methods)
+    overridden_methods = {"check_argument_for_proper_class": check_component}
+    subclass: Any = type(cls.__name__, (cls,), overridden_methods)
     settings, _ = cls.get_processor_dict(model_source, **load_options)
-    components = {
+    components_by_name = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return subclass.from_args_and_dict([components[name] for name in cls.get_attributes()], settings)
+    return subclass.from_args_and_dict([components_by_name[name] for name in cls.get_attributes()], settings)
 
 
 class ImageReader:
@@ -107,9 +107,9 @@ class ImageReader:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
     def batching_key(self, row: Sample) -> int:
-        """Return the group of a row. Rows with images are separate from rows without images, because all ranks must
-        enter the vision tower together. In a model with cross-attention to images, tokens before the first image attend
-        to all images of the batch, so all rows of a group have the same number of images."""
+        """Return the key of a row; only rows with equal keys form a micro-batch. Rows with and without images are
+        separate, because all ranks must enter the vision tower together. In a model with cross-attention to images,
+        tokens before the first image attend to all images of the batch, so the key is the number of images."""
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
         return len(row.images) if is_cross_attending else min(len(row.images), 1)
 
@@ -121,8 +121,8 @@ class ImageReader:
         [is_image_token] = self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist()
         return is_image_token.index(True) if True in is_image_token else len(is_image_token)
 
-    def inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model inputs, by name, for the images of rows of one group with the padded token ids
+    def make_image_inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
+        """Return the model inputs, by name, for the images of rows with equal batching keys and the padded token ids
         `input_ids_BT`; raise DataError if an image or the processor has changed since the rows were prepared."""
         images = [[open_image(image_reference) for image_reference in row.images] for row in rows]
         # The texts consist only of image tokens, because the processor needs no other text here.

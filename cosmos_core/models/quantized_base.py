@@ -29,7 +29,7 @@ def make_dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
 @contextmanager
 def disable_requantization(model: PreTrainedModel) -> Iterator[None]:
     """Disable the conversion that would quantize the weights of a model again when they are saved, if the model was
-    dequantized from FP8. Engines need the conversion, because they compute in the format of the base model."""
+    dequantized from FP8. Rollout engines need the conversion, because they compute in the format of the base model."""
     conversions = getattr(model, "_weight_conversions", None) or []
     operations = [operation for conversion in conversions for operation in getattr(conversion, "operations", ())]
     if any(isinstance(operation, Fp8Dequantize) for operation in operations):

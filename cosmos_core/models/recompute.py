@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 RecomputeMode = bool | Literal["selective"]
-"""Type of a setting of recomputation. False keeps all activations, True keeps only the inputs of blocks, and
+"""Type of a recomputation setting. False keeps all activations, True keeps only the inputs of blocks, and
 `selective` also keeps small activations that are expensive to compute."""
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ class SanaVideo(Sana):
     is_video = True
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return as mean the mode of the VAE's posterior, normalised by channel, and None as log-variance."""
+        """Return the mode of the VAE's posterior, normalised per channel, as the mean, and None as log-variance."""
         with self._working("vae") as vae:
             encoding = vae.encode(pixels.to(self.device, torch.float32))
             latents = encoding.latent_dist.mode() if hasattr(encoding, "latent_dist") else encoding.latent

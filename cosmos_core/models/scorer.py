@@ -40,7 +40,7 @@ class RequestedOutputs:
     temperature: float = 1.0
     """Temperature by which logits are divided before all outputs are computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Whether to return the entropy of each token's distribution in nats, with `gradient` or as `value`; empty: off."""
+    """Whether to return the entropy of each token's distribution in nats: `gradient`, differentiable; `value`, not."""
     top_k: int = 0
     """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
     is_argmax: bool = False
@@ -106,11 +106,11 @@ class LogprobScorer(nn.Module):
             top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `request.top_k`, such as the
                 most likely ids of a teacher.
         """
-        has_labels = "shift_labels" in inputs
-        labels_BS = inputs["shift_labels"] if has_labels else inputs["input_ids"][:, 1:]
+        has_shifted_labels = "shift_labels" in inputs
+        labels_BS = inputs["shift_labels"] if has_shifted_labels else inputs["input_ids"][:, 1:]
         labels_N = labels_BS.reshape(-1)[scored_N]
         hidden_BTH, head, auxiliary_loss = self._run_without_head(inputs)
-        hidden_BSH = hidden_BTH if has_labels else hidden_BTH[:, :-1]
+        hidden_BSH = hidden_BTH if has_shifted_labels else hidden_BTH[:, :-1]
         hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
         max_chunk_bytes = self._chunk_bytes or default_chunk_bytes(hidden_NH.device)
         num_token_ids = min(self.num_token_ids or self.vocab_size, self.vocab_size)
@@ -118,7 +118,7 @@ class LogprobScorer(nn.Module):
         chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
         chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_token_ids, dtype, chunk_size)
         if loss_gradient_N is not None:
-            loss_gradient_N = loss_gradient_N.to(dtype)  # so that `_ChunkedScoring.backward` can compare it exactly
+            loss_gradient_N = loss_gradient_N.to(dtype)  # `_ChunkedScoring.backward` compares gradients exactly
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScoring.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, loss_gradient_N, *head_weights)
         return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
@@ -185,7 +185,7 @@ class LogprobScorer(nn.Module):
         if is_without_weight_data(self.model):
             return True
         was_training = self.model.training
-        self.model.eval()  # dropout would change the logits
+        self.model.eval()  # disables dropout, which would change the logits
         token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
         # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
         with _open_autocast(device, _autocast_dtype(device)):
@@ -237,7 +237,7 @@ class _OutputHead:
         }
 
     def differentiated_tensors(self, cast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to differentiate: the cast of each trained weight or, without a cast, the weight."""
+        """Return the tensors to differentiate: each trained weight, or its entry in `cast_weights` if it has one."""
         weight_names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
         return [cast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
 
@@ -285,7 +285,7 @@ class _ChunkScorer:
         return logits_MV if len(logits_MV) == len(hidden_MH) else logits_MV[: len(hidden_MH)]
 
     def scale_logits(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a chunk's logits divided by the temperature MV, and their logsumexp M1."""
+        """Return the logits MV of a chunk, divided by the temperature, and their logsumexp M1."""
         logits_MV = logits_MV.detach().to(self.dtype)
         if self.request.temperature != 1.0:
             logits_MV = logits_MV / self.request.temperature
@@ -308,12 +308,12 @@ class _ChunkScorer:
             outputs["is_argmax"] = (label_logits_M1.squeeze(-1) == logits_MV.amax(-1)).to(self.dtype)
         return outputs
 
-    def logit_gradient(
+    def compute_logit_gradient(
         self,
         logits_MV: Tensor,
         logsumexp_M1: Tensor,
         labels_M: Tensor,
-        gradients: dict[str, Tensor],
+        output_gradients: dict[str, Tensor],
         top_ids_MK: Tensor | None,
     ) -> Tensor:
         """Return the gradient of the loss with respect to the logits of a chunk, MV, from the gradients of the outputs.
@@ -321,21 +321,21 @@ class _ChunkScorer:
         With p the softmax and g the gradient of an output, the gradient is g (1[v = t] - p_v) for the
         log-probability of token t, and -g p_v (log p_v + E) for the entropy E.
         """
-        gradients = {name: gradient.to(self.dtype) for name, gradient in gradients.items()}
-        gradient_M1 = total_gradient_M1 = gradients["logprobs"].unsqueeze(-1)
-        if "top_logprobs" in gradients:
-            total_gradient_M1 = gradient_M1 + gradients["top_logprobs"].sum(-1, keepdim=True)
+        output_gradients = {name: gradient.to(self.dtype) for name, gradient in output_gradients.items()}
+        logprob_gradient_M1 = total_gradient_M1 = output_gradients["logprobs"].unsqueeze(-1)
+        if "top_logprobs" in output_gradients:
+            total_gradient_M1 = logprob_gradient_M1 + output_gradients["top_logprobs"].sum(-1, keepdim=True)
         gradient_MV = logits_MV - logsumexp_M1
-        if "entropy" in gradients:
+        if "entropy" in output_gradients:
             probabilities_MV = gradient_MV.exp()
             entropy_M1 = -(probabilities_MV * gradient_MV).sum(-1, keepdim=True)
-            gradient_MV.add_(entropy_M1).mul_(gradients["entropy"].unsqueeze(-1))
+            gradient_MV.add_(entropy_M1).mul_(output_gradients["entropy"].unsqueeze(-1))
             gradient_MV.add_(total_gradient_M1).neg_().mul_(probabilities_MV)
         else:
             gradient_MV.exp_().mul_(-total_gradient_M1)
-        gradient_MV.scatter_add_(-1, labels_M.unsqueeze(-1), gradient_M1)
-        if "top_logprobs" in gradients and top_ids_MK is not None:
-            gradient_MV.scatter_add_(-1, top_ids_MK, gradients["top_logprobs"])
+        gradient_MV.scatter_add_(-1, labels_M.unsqueeze(-1), logprob_gradient_M1)
+        if "top_logprobs" in output_gradients and top_ids_MK is not None:
+            gradient_MV.scatter_add_(-1, top_ids_MK, output_gradients["top_logprobs"])
         return gradient_MV if self.request.temperature == 1.0 else gradient_MV.div_(self.request.temperature)
 
 
@@ -350,14 +350,14 @@ class _ChunkedScoring(torch.autograd.Function):
         labels_N: Tensor,
         top_ids_NK: Tensor | None,
         loss_gradient_N: Tensor | None,
-        *weights: Tensor,
+        *head_weights: Tensor,
     ) -> Any:
-        ctx.chunk_scorer, ctx.weights = chunk_scorer, weights
+        ctx.chunk_scorer, ctx.head_weights = chunk_scorer, head_weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        accumulator, names = None, chunk_scorer.output_names
+        accumulator, output_names = None, chunk_scorer.output_names
         is_derivative_known = loss_gradient_N is not None and chunk_scorer.differentiable_outputs == {"logprobs"}
         if is_derivative_known and any(ctx.needs_input_grad):
-            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, weights, ctx.compute_dtype)
+            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, head_weights, ctx.compute_dtype)
         chunk_outputs: list[dict[str, Tensor]] = []
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
             cast_weights = {} if accumulator else chunk_scorer.head.cast_weights(ctx.compute_dtype)
@@ -371,16 +371,18 @@ class _ChunkedScoring(torch.autograd.Function):
                 del logits_MV
                 chunk_outputs.append(chunk_scorer.compute_outputs(scaled_MV, logsumexp_M1, labels_M, top_ids_MK))
                 if accumulator and loss_gradient_N is not None:
-                    gradients = {"logprobs": loss_gradient_N[chunk]}
-                    accumulator.add(chunk_scorer.logit_gradient(scaled_MV, logsumexp_M1, labels_M, gradients, None))
+                    chunk_gradients = {"logprobs": loss_gradient_N[chunk]}
+                    accumulator.add_chunk(
+                        chunk_scorer.compute_logit_gradient(scaled_MV, logsumexp_M1, labels_M, chunk_gradients, None)
+                    )
                 del scaled_MV, logsumexp_M1
-        ctx.precomputed = accumulator.total_gradients() if accumulator else None
+        ctx.precomputed_gradients = accumulator.total_gradients() if accumulator else None
         outputs = {
             name: _concatenate_chunks([outputs_M[name] for outputs_M in chunk_outputs], name, chunk_scorer, hidden_NH)
-            for name in names
+            for name in output_names
         }
         ctx.save_for_backward(hidden_NH, labels_N, outputs.get("top_ids"), loss_gradient_N)
-        ctx.mark_non_differentiable(*(outputs[name] for name in {*names} - chunk_scorer.differentiable_outputs))
+        ctx.mark_non_differentiable(*(outputs[name] for name in {*output_names} - chunk_scorer.differentiable_outputs))
         return tuple(outputs.values())
 
     @staticmethod
@@ -388,18 +390,20 @@ class _ChunkedScoring(torch.autograd.Function):
         chunk_scorer: _ChunkScorer = ctx.chunk_scorer
         hidden_NH, labels_N, top_ids_NK, loss_gradient_N = ctx.saved_tensors
         gradients_by_name = dict(zip(chunk_scorer.output_names, output_gradients, strict=True))
-        precomputed_gradients, ctx.precomputed = ctx.precomputed, None
-        # The comparison is exact, because an approximately equal derivative would change the gradient.
+        precomputed_gradients, ctx.precomputed_gradients = ctx.precomputed_gradients, None
+        # The precomputed gradients are valid only if autograd passes exactly the derivative they were computed with.
         if precomputed_gradients is not None and bool((gradients_by_name["logprobs"] == loss_gradient_N).all()):
             return None, precomputed_gradients[0], None, None, None, *precomputed_gradients[1:]
         del precomputed_gradients
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
-            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, ctx.weights, ctx.compute_dtype)
+            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, ctx.head_weights, ctx.compute_dtype)
             for chunk in chunk_scorer.chunk_slices(len(labels_N)):
                 labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
                 scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(accumulator.compute_logits(chunk))
-                gradients = {name: gradients_by_name[name][chunk] for name in chunk_scorer.differentiable_outputs}
-                accumulator.add(chunk_scorer.logit_gradient(scaled_MV, logsumexp_M1, labels_M, gradients, top_ids_MK))
+                chunk_gradients = {name: gradients_by_name[name][chunk] for name in chunk_scorer.differentiable_outputs}
+                accumulator.add_chunk(
+                    chunk_scorer.compute_logit_gradient(scaled_MV, logsumexp_M1, labels_M, chunk_gradients, top_ids_MK)
+                )
                 del scaled_MV, logsumexp_M1
         total_gradients = accumulator.total_gradients()
         return None, total_gradients[0], None, None, None, *total_gradients[1:]
@@ -419,14 +423,14 @@ class _GradientAccumulator:
         self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size
 
     def compute_logits(self, chunk: slice) -> Tensor:
-        """Return the logits of a chunk, and keep their autograd graph for `add`."""
+        """Return the logits of a chunk, and keep their autograd graph for `add_chunk`."""
         self._current_chunk = chunk
         self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
         with torch.enable_grad():
             self._logits_MV = self._chunk_scorer.compute_logits(self._hidden_MH, self._cast_weights)
         return self._logits_MV
 
-    def add(self, gradient_MV: Tensor) -> None:
+    def add_chunk(self, gradient_MV: Tensor) -> None:
         """Add the gradients of the newest chunk of tokens to those of the hidden states and of the head; `gradient_MV`
         is the gradient of the loss for the logits of the chunk: M tokens, V vocabulary entries."""
         self._hidden_gradient[self._current_chunk], *weight_gradients = torch.autograd.grad(
@@ -435,7 +439,7 @@ class _GradientAccumulator:
         del self._logits_MV
         if not self._weight_gradients:
             self._weight_gradients = [
-                # A sum of many chunks in half precision would lose small summands.
+                # Gradients of many chunks are summed in float32, as half precision would lose small summands.
                 gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many_chunks else weight.dtype)
                 for gradient, weight in zip(weight_gradients, self._weights, strict=True)
             ]
@@ -452,8 +456,8 @@ def _concatenate_chunks(chunks: Sequence[Tensor], name: str, chunk_scorer: _Chun
     """Concatenate one output of all chunks; if there are no chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
-    shape = (0, chunk_scorer.num_top_ids) if name.startswith("top_") else (0,)
-    return hidden_NH.new_zeros(shape, dtype=torch.int64 if name == "top_ids" else chunk_scorer.dtype)
+    empty_shape = (0, chunk_scorer.num_top_ids) if name.startswith("top_") else (0,)
+    return hidden_NH.new_zeros(empty_shape, dtype=torch.int64 if name == "top_ids" else chunk_scorer.dtype)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -75,7 +75,7 @@ class _LoadingPlan:
 
     model: str
     device: torch.device
-    groups: Sequence[_TensorGroup]
+    tensor_groups: Sequence[_TensorGroup]
 
 
 _LOADING_PLANS: WeakKeyDictionary[PreTrainedModel, _LoadingPlan] = WeakKeyDictionary()
@@ -97,15 +97,15 @@ def init_on_meta(
     Raises:
         ModelError: an error of `load_model`, except for values that are not finite, which `load_shards` reports.
     """
-    files, reason = weight_files(model, revision)
-    if not reason:
+    files, slice_error = weight_files(model, revision)
+    if not slice_error:
         with torch.device("meta"), meta_device_safe_creation_ops():
             network = model_without_weights(
                 model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
             )
-        reason = _plan_loading(network, model, revision, dtype, device, files)
-    if reason:
-        logger.info("every rank loads the whole of %s before it is sharded, because %s", model, reason)
+        slice_error = _plan_loading(network, model, revision, dtype, device, files)
+    if slice_error:
+        logger.info("every rank loads the whole of %s before it is sharded, because %s", model, slice_error)
         return load_model(model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     return network
 
@@ -114,17 +114,17 @@ def check_file_tensors(
     network: PreTrainedModel, model: str, revision: str | None = None, on_progress: Callable[[], None] = lambda: None
 ) -> str:
     """Compare the tensors in a local model folder with those of `network`, a model on the meta device, and check their
-    values one group at a time, with a call of `on_progress` after each; raise ModelError if `load_model` or
-    `load_shards` would fail. Return a notice if the files are too large to read."""
+    values. Raise ModelError if `load_model` or `load_shards` would fail. Return a notice if the files are too large to
+    read. `on_progress` is called after each group of tensors."""
     if not Path(model).expanduser().is_dir():
         return ""
-    files, reason = weight_files(model, revision)
-    reason = reason or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
-    weights = (file for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
-    total_bytes = sum(file.stat().st_size for file in weights)
+    files, slice_error = weight_files(model, revision)
+    slice_error = slice_error or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
+    weights_files = (file for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
+    total_bytes = sum(file.stat().st_size for file in weights_files)
     if total_bytes > _MAX_CHECKED_BYTES:
         return f"the values of {total_bytes / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
-    if not reason:
+    if not slice_error:
         _check_weight_values(network, on_progress)
     elif not getattr(network.config, "quantization_config", None):
         load_model(model, revision=revision, dtype=network.dtype)
@@ -134,8 +134,8 @@ def check_file_tensors(
 def _check_weight_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
     plan, state, tied_tensors = _LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]()
-    names_per_tensor = Counter(id(state[name]) for group in plan.groups for name in group.shapes)
-    for group in plan.groups:
+    names_per_tensor = Counter(id(state[name]) for group in plan.tensor_groups for name in group.shapes)
+    for group in plan.tensor_groups:
         target_tensors, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
         for name in group.shapes:
             key = id(state[name])
@@ -162,10 +162,10 @@ def load_shards(model: PreTrainedModel) -> None:
     problem = None
     try:
         target_tensors, loaded_tensors = _allocate_shards(model, loading_plan.device), set[Tensor]()
-        for group in loading_plan.groups:
+        for group in loading_plan.tensor_groups:
             _read_tensor_group(group, target_tensors, model, loaded_tensors)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_machine_error(error):  # errors of memory, disk or network end this rank, and all ranks restart
+        if is_machine_error(error):  # an error of memory, disk or network ends this rank; all ranks restart
             raise
         problem = str(error)
     if problem := first_error_of_ranks(problem):
@@ -192,7 +192,7 @@ def _plan_loading(
     with translate_load_errors("weights", model):
         open_files = [safe_open(file, framework="pt") for file in files]
         tensor_slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
-    groups, loading_info = _group_file_tensors(network, tensor_slices, model)
+    tensor_groups, loading_info = _group_file_tensors(network, tensor_slices, model)
     missing_names = set(loading_info.missing_keys)
     loading_info.missing_keys -= {
         name for names in names_of_tied_weights(network) if set(names) - missing_names for name in names
@@ -203,15 +203,15 @@ def _plan_loading(
     if required_names - loading_info.missing_keys:
         return "transformers makes up some of its weights"
     _initialise_buffers(network, device)
-    # Without generation_config.json, config.json determines the generation config.
+    # If the model has no generation_config.json, the generation config from its config.json is kept.
     network.generation_config = load_generation_config(model, revision) or network.generation_config
     network.config._commit_hash = getattr(network.config, "_commit_hash", None) or revision
-    _LOADING_PLANS[network] = _LoadingPlan(model, device, groups)
+    _LOADING_PLANS[network] = _LoadingPlan(model, device, tensor_groups)
     return ""
 
 
 def _group_file_tensors(
-    network: PreTrainedModel, slices: Mapping[str, Any], model: str
+    network: PreTrainedModel, tensor_slices: Mapping[str, Any], model: str
 ) -> tuple[list[_TensorGroup], LoadStateDictInfo]:
     """Return the groups of tensors in files that become weights, and the loading information of transformers. The
     loading information lists missing and unexpected tensors, and tensors of another shape."""
@@ -222,7 +222,7 @@ def _group_file_tensors(
     converter_map = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources_by_weight: dict[str, tuple[_WeightTransform, list[_FileTensor]]] = {}
     loading_info = LoadStateDictInfo(set(state_dict), set(), set(), [], {}, set())
-    for key in sorted(slices, key=dot_natural_key):
+    for key in sorted(tensor_slices, key=dot_natural_key):
         name, pattern = rename_source_key(key, weight_renamings, converters, network.base_model_prefix, state_dict)
         if name not in state_dict and key in state_dict:
             name, pattern = rename_source_key(key, [], [], network.base_model_prefix, state_dict)
@@ -231,9 +231,9 @@ def _group_file_tensors(
             loading_info.unexpected_keys |= {name.replace(target_patterns[0], target) for target in target_patterns}
             continue
         transform: _WeightTransform = copy.deepcopy(converter_map[pattern]) if pattern else WeightRenaming(key, name)
-        sources_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, slices[key]))
+        sources_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, tensor_slices[key]))
     network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
-    groups = []
+    tensor_groups = []
     for name, (transform, file_tensors) in sources_by_weight.items():
         meta_tensors = [
             torch.empty(s.get_shape(), dtype=str_to_torch_dtype.get(s.get_dtype(), torch.float32), device="meta")
@@ -244,13 +244,13 @@ def _group_file_tensors(
         except SkipParameters:
             raise unmergeable_tensors_error(model) from None
         shapes = {key: tensor.shape for key, tensor in converted_weights.items()}
-        groups.append(_TensorGroup(transform, file_tensors, shapes))
+        tensor_groups.append(_TensorGroup(transform, file_tensors, shapes))
         loading_info.missing_keys -= shapes.keys()
         loading_info.unexpected_keys |= {key for key in shapes if key not in state_dict}
         for key, shape in shapes.items():
             if key in state_dict and shape != state_dict[key].shape:
                 loading_info.mismatched_keys.add((key, tuple(shape), tuple(state_dict[key].shape)))  # type: ignore[arg-type]
-    return groups, loading_info
+    return tensor_groups, loading_info
 
 
 def _convert_tensors(
@@ -272,8 +272,8 @@ def _convert_tensors(
 def _read_tensor_group(
     group: _TensorGroup, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Fill this rank's shards of the weights of a group, the tensors in `targets` by name; `loaded_tensors` are the
-    tensors that are filled already."""
+    """Read the weights of a group into the tensors `targets` (this rank's shards, by name). Tensors in `loaded_tensors`
+    are already filled, and are compared instead."""
     local_tensors = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
     if not any(local_tensors.values()):
         return
@@ -292,7 +292,7 @@ def _read_tensor_group(
         converted_weights = _convert_tensors(next(iter(local_tensors)), group.transform, file_tensors, readers, model)
     for name, tensors in local_tensors.items():
         for tensor in tensors:
-            _copy_shard(name, tensor, converted_weights[name], first_row, is_comparison=tensor in loaded_tensors)
+            _copy_shard(name, tensor, converted_weights[name], first_row, is_already_filled=tensor in loaded_tensors)
             loaded_tensors.add(tensor)
 
 
@@ -312,14 +312,14 @@ def _keeps_first_dim(operation: Any) -> bool:
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
-def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, is_comparison: bool) -> None:
-    """Copy this rank's shard of `full_tensor`, a tensor or a slice of a file that begins with row `first_row` of the
-    whole weight, to `tensor`; with `is_comparison`, compare them instead, because `tensor` is already filled."""
+def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, is_already_filled: bool) -> None:
+    """Copy this rank's shard of `full_tensor` to `tensor` or, if `is_already_filled`, compare them. `full_tensor` is a
+    tensor or a slice of a file; it begins with row `first_row` of the whole weight."""
     shard_slices = shard_bounds(tensor)
     if first_row:
         shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])
     shard_values, local_tensor = full_tensor[shard_slices or ...], local_shard(tensor).detach()
-    if not is_comparison:
+    if not is_already_filled:
         local_tensor.copy_(shard_values)
         if problem := describe_nonfinite_values(name, local_tensor):
             raise ModelError(problem)
@@ -337,7 +337,7 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
         for name, parameter in module._parameters.items():
             if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated_parameters:
-                    # Unlike `DTensor.from_local`, `empty_like` keeps shards in host memory although the mesh has GPUs.
+                    # Not `DTensor.from_local`, which would move shards in host memory to the GPUs of the mesh.
                     empty_shard = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
                     allocated_parameters[parameter] = nn.Parameter(empty_shard, requires_grad=parameter.requires_grad)
                 module._parameters[name] = allocated_parameters[parameter]

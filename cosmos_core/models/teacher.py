@@ -18,14 +18,14 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.causal_lm import CausalLM, make_input_processing
 from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer
-from cosmos_core.models.model_files import MODEL_KEY, check_weights
+from cosmos_core.models.model_files import MODEL_RECIPE_KEY, check_weights
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.fsdp import move_buffers
 
 TEACHER_WEIGHTS = "teacher"
 """Name under which `TrainerView.evaluate` selects the weights of the teacher."""
 
-TEACHER_KEY = "distillation.model_name_or_path"
+TEACHER_RECIPE_KEY = "distillation.model_name_or_path"
 _TEACHER_TRAIN_SETTINGS = (
     "master_dtype", "param_dtype", "logprob_dtype", "fsdp_offload", "fsdp_reshard_after_forward", "sequence_packing",
 )  # fmt: skip
@@ -75,23 +75,23 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
         first_token = min(differing_tokens, key=lambda token: policy_ids[token])
         mismatch_text = f"is {teacher_ids[first_token]}" if first_token in teacher_ids else "does not exist"
         raise ModelError(
-            f"{TEACHER_KEY} = {teacher.model_name_or_path!r}: {len(differing_tokens)} of {len(policy_ids)} tokens of "
-            f"the policy have another id in its tokenizer or none: {first_token!r} is {policy_ids[first_token]} here "
-            f"and {mismatch_text} there; take a teacher of the policy's family"
+            f"{TEACHER_RECIPE_KEY} = {teacher.model_name_or_path!r}: {len(differing_tokens)} of {len(policy_ids)} "
+            f"tokens of the policy have another id in its tokenizer or none: {first_token!r} is "
+            f"{policy_ids[first_token]} here and {mismatch_text} there; take a teacher of the policy's family"
         )
 
 
 def make_teacher_train_config(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
-    """Return the train settings of the recipe with the dtypes and the sharding of the teacher."""
+    """Return the training settings of the recipe with the dtypes and the sharding settings of the teacher."""
     teacher_settings = {name: getattr(teacher, name) for name in _TEACHER_TRAIN_SETTINGS}
     return train.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
 
 
 @contextmanager
 def name_teacher_in_errors() -> Iterator[None]:
-    """Replace the key of the policy's model by that of the teacher's model in errors that are raised in the block."""
+    """Replace the recipe key of the policy's model by the key of the teacher's model in error messages of the block."""
     try:
         yield
     except (ModelError, ConfigError) as error:
-        message = str(error).replace(MODEL_KEY, TEACHER_KEY)
-        raise type(error)(message if TEACHER_KEY in message else f"{TEACHER_KEY}: {message}") from error
+        message = str(error).replace(MODEL_RECIPE_KEY, TEACHER_RECIPE_KEY)
+        raise type(error)(message if TEACHER_RECIPE_KEY in message else f"{TEACHER_RECIPE_KEY}: {message}") from error

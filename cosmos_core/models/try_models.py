@@ -53,7 +53,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         if tokenizer.chat_template:
             try:
                 tokenized_prompt = render_turns(conversation)
-            except TemplateError:  # the template refuses a system turn
+            except TemplateError:  # the chat template refuses a system turn
                 tokenized_prompt = render_turns([*propose_merged_turns(conversation)][-1])
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
@@ -72,7 +72,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
 def open_image_generator(model: str, name: str, device: torch.device) -> ResponseFn:
     """Return a function that writes the generated image of a prompt to the current folder; raise ModelError if the
-    pipeline cannot be loaded, or draws videos. The noise is the same for each model."""
+    pipeline cannot be loaded, or draws videos. Every model gets the same noise."""
     from cosmos_core.models.diffusion import DiffusionModel
     from cosmos_core.models.pipeline_folder import PipelineFolder
 
@@ -83,27 +83,27 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respons
     try:
         pipeline = DiffusionModel.load_pipeline(folder, select_dtype(device)).to(device)
     except (ImportError, OSError, ValueError, AttributeError, KeyError) as error:
-        # A component, such as the guardrail of Cosmos, needs a package, or the folder lacks files.
+        # A package of a component, such as the guardrail of Cosmos, or a file of the pipeline is missing.
         remedy = "" if isinstance(error, ImportError) else "; export it again"
         raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}{remedy}") from error
 
     pipeline.set_progress_bar_config(disable=True)
-    settings: dict[str, Any] = {}
-    if "use_resolution_binning" in call_parameters:  # otherwise SANA draws 1024 x 1024
-        size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
-        settings = {"height": size, "width": size, "use_resolution_binning": False}
+    call_settings: dict[str, Any] = {}
+    if "use_resolution_binning" in call_parameters:  # otherwise, SANA always draws 1024 x 1024 pixels
+        image_size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
+        call_settings = {"height": image_size, "width": image_size, "use_resolution_binning": False}
 
     def generate_response(prompt: str, prompt_index: int) -> str:
-        file = f"{Path(name).name}-{prompt_index}.png"
+        image_file = f"{Path(name).name}-{prompt_index}.png"
         generator = torch.Generator("cpu").manual_seed(prompt_index)
-        pipeline(prompt=prompt, generator=generator, **settings).images[0].save(file)
-        return file
+        pipeline(prompt=prompt, generator=generator, **call_settings).images[0].save(image_file)
+        return image_file
 
     return generate_response
 
 
 def select_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of models on a device: on a GPU, whose memory may have to hold two models, bfloat16."""
+    """Return the dtype of models on a device: float32 on a CPU, bfloat16 on a GPU, whose memory may hold two models."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -129,26 +129,26 @@ def _read_prompts(prompt: str) -> Iterator[str]:
 def main() -> int:
     """Print the responses of all models to each prompt and return the exit code; on an error, print one line to
     standard error."""
-    options, models = json.loads(sys.argv[1]), sys.argv[2:]
+    program_options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False, markup=False, emoji=False)
     logging.disable(logging.WARNING)
     try:
-        named_models = zip(models, options["names"], options["system_prompts"], strict=True)
+        models_with_settings = zip(models, program_options["names"], program_options["system_prompts"], strict=True)
         response_functions = [
             open_image_generator(model, f"{name}-{index}", device)
             if _is_pipeline(model)
-            else open_chat(model, options["max_tokens"], options["temperature"], device, system_prompt)
-            for index, (model, name, system_prompt) in enumerate(named_models)
+            else open_chat(model, program_options["max_tokens"], program_options["temperature"], device, system_prompt)
+            for index, (model, name, system_prompt) in enumerate(models_with_settings)
         ]
-        for prompt_index, prompt in zip(count(), _read_prompts(options["prompt"]), strict=False):
+        for prompt_index, prompt in zip(count(), _read_prompts(program_options["prompt"]), strict=False):
             responses = [generate_response(prompt, prompt_index) for generate_response in response_functions]
             if len(responses) == 1:
                 console.print(responses[0], soft_wrap=True)
             else:
-                table = Table(*options["names"], title=prompt, title_justify="left")
-                table.add_row(*responses)
-                console.print(table)
+                response_table = Table(*program_options["names"], title=prompt, title_justify="left")
+                response_table.add_row(*responses)
+                console.print(response_table)
     except CosmosError as error:
         sys.stderr.write(f"cosmos: {' '.join(str(error).split())}\n")
         return error.exit_code

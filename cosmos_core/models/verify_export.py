@@ -51,11 +51,11 @@ _WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _PROBE_INPUT_SHAPE = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _LOAD_TIMEOUT_SECONDS = 3000
-# Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
-# weights, but on different devices the order of sums may differ.
 _RELATIVE_TOLERANCE = 1e-4
-# Maximum difference of logits for a merged adapter, by dtype of the weights; merging rounds the weights once more.
+"""Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
+weights, but on different devices the order of sums may differ."""
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
+"""The same for a merged adapter, by dtype of the weights. Merging rounds the weights once more."""
 _MAX_MEMORY_FRACTION = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
 _MODEL_DESCRIPTIONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
@@ -76,19 +76,19 @@ class LogitsRequest(NamedTuple):
 
 def verify_export(
     model: PreTrainedModel,
-    target: Path,
+    folder: Path,
     *,
     dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     memory_bytes: int | None = None,
 ) -> list[str]:
-    """Compare the export in `target` with the model in memory, and return the names of the checks that passed. A model
+    """Compare the export in `folder` with the model in memory, and return the names of the checks that passed. A model
     with an adapter is compared in merged form, and the adapter is compared separately.
 
     Args:
         dtype: Dtype of the exported weights; None: their own dtype.
         tokenizer: Tokenizer whose ids and chat template the export must have; None: not checked.
-        memory: Number of bytes that copies of the model may use; None: the free memory of this machine.
+        memory_bytes: Number of bytes that copies of the model may use; None: the free memory of this machine.
 
     Raises:
         StageFailed: a check failed; the message names the tensors or the difference.
@@ -97,24 +97,24 @@ def verify_export(
         with merge_adapter(model):
             with disable_requantization(model):
                 expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
-            checks = _check_files(expected_tensors, target, dtype)
+            passed_checks = _check_files(expected_tensors, folder, dtype)
             available_memory = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
             first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
                 merged_logits_BTV = _compute_trainer_logits(model, dtype)
-                reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, target, first_layers, pool)
-        checks.append(_compare_logits("reload", merged_logits_BTV, reloaded_logits_BTV, target, first_layers))
+                reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, folder, first_layers, pool)
+        passed_checks.append(_compare_logits("reload", merged_logits_BTV, reloaded_logits_BTV, folder, first_layers))
         if tokenizer is not None:
             if reloaded_tokenizer != _describe_tokenizer(tokenizer):
                 raise ProgramError(
-                    f"export {target} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
+                    f"export {folder} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
                     "otherwise or has another chat template; save the tokenizer again from the base model"
                 )
-            checks.append("tokenizer")
+            passed_checks.append("tokenizer")
         if has_lora_adapter(model):
             with keep_first_layers(model, first_layers):
-                checks += _check_adapter(model, merged_logits_BTV, target, first_layers, pool)
-    return checks
+                passed_checks += _check_adapter(model, merged_logits_BTV, folder, first_layers, pool)
+    return passed_checks
 
 
 def check_export_possible(
@@ -127,7 +127,7 @@ def check_export_possible(
         tokenizer.save_pretrained(folder)
         for name, content in processor_files.items():
             Path(folder, name).write_bytes(content)
-        ProcessorMixin.get_processor_dict(folder)  # raises an error if the files of chat templates exclude each other
+        ProcessorMixin.get_processor_dict(folder)  # raises an error for conflicting files of chat templates
         if _describe_tokenizer(AutoTokenizer.from_pretrained(folder)) != _describe_tokenizer(tokenizer):
             raise model_error(model, "the tokenizer, saved by transformers, is another when it is loaded")
 
@@ -136,7 +136,7 @@ def _check_files(
     expected_tensors: dict[str, torch.Tensor], export_folder: Path, dtype: torch.dtype | None
 ) -> list[str]:
     """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model, bit for
-    bit in `dtype`. Of tied weights at least one key must exist."""
+    bit in `dtype`. Tied weights need only one of their keys."""
     file_names_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
     for file, key, tensor in iterate_tensors(export_folder):
@@ -167,7 +167,7 @@ def _check_files(
 
 
 def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """Yield file, key and tensor of all tensors in a folder of safetensors files; raise StageFailed if one is bad."""
+    """Yield file, key and tensor of all tensors in a folder of safetensors files; StageFailed if one is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensor_file:
@@ -178,16 +178,16 @@ def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
 
 
 def _check_adapter(
-    model: PreTrainedModel, merged_BTV: torch.Tensor, target: Path, first_layers: FirstLayers | None, pool: ProcessPool
+    model: PreTrainedModel, merged_BTV: torch.Tensor, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
     logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE[model.dtype]
     tolerance = merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
-    adapter_folder = target / ADAPTER_FOLDER
+    adapter_folder = folder / ADAPTER_FOLDER
     reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first_layers, pool)
     return [
-        _compare_logits("merge", logits_BTV, merged_BTV, target, first_layers, merge_tolerance),
+        _compare_logits("merge", logits_BTV, merged_BTV, folder, first_layers, merge_tolerance),
         _compare_logits("adapter", logits_BTV, reloaded_logits_BTV, adapter_folder, first_layers, tolerance),
     ]
 
@@ -196,7 +196,7 @@ def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
     """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
-    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # unknown to transformers
+    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # as in transformers
     buffer_dtypes = {
         name: buffer.dtype
         for name, buffer in model.named_buffers()
@@ -229,14 +229,14 @@ def _compare_logits(
         return f"{check_name}{suffix}: bit-identical"
     tolerance = relative_tolerance * float(trainer_logits_BTV.abs().max())
     is_same_shape = trainer_logits_BTV.shape == reloaded_logits_BTV.shape
-    difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max()) if is_same_shape else float("inf")
-    if not difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
+    max_difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max()) if is_same_shape else float("inf")
+    if not max_difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {export_folder} failed the check {check_name!r}: logits of the "
-            f"{_MODEL_DESCRIPTIONS[check_name]} differ by {difference:.2g} from the trainer's, more than "
+            f"{_MODEL_DESCRIPTIONS[check_name]} differ by {max_difference:.2g} from the trainer's, more than "
             f"{tolerance:.2g}; compare its config.json with that of the base model"
         )
-    return f"{check_name}{suffix}: max difference {difference:.1g} <= {tolerance:.1g}"
+    return f"{check_name}{suffix}: max difference {max_difference:.1g} <= {tolerance:.1g}"
 
 
 @torch.no_grad()
@@ -246,34 +246,35 @@ def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -
     was_training = model.training
     model.eval()
     try:
-        arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
-        with torch.compiler.set_stance("force_eager"):  # blocks may be compiled for another device
-            output = torch.func.functional_call(model, float_weights, kwargs=arguments)
+        model_arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
+        with torch.compiler.set_stance("force_eager"):  # blocks may have been compiled for another device
+            model_output = torch.func.functional_call(model, float_weights, kwargs=model_arguments)
     finally:
         model.train(was_training)
-    return output.logits.float().cpu()
+    return model_output.logits.float().cpu()
 
 
 @torch.no_grad()
 def compute_logits(folder: Path, request: LogitsRequest) -> tuple[np.ndarray, list[object]]:
-    """Load the export in `folder` as a user would; return the request's logits BTV and a tokenizer description."""
+    """Load the exported model or adapter in `folder` as a user would. Return the logits BTV of the token ids in
+    `request`, and a description of the tokenizer, which is empty for an adapter."""
     torch.set_num_threads(request.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
     model = _load_with_adapter(folder, request) if has_adapter else _load_exported_model(folder, request)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffer.to(request.buffer_dtypes.get(name, buffer.dtype)))
     ProcessorMixin.get_processor_dict(folder)
-    tokenizer = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
+    tokenizer_description = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
     logits_BTV = model.eval()(input_ids=torch.from_numpy(request.input_ids_BT), use_cache=False).logits
-    return logits_BTV.float().numpy(), tokenizer
+    return logits_BTV.float().numpy(), tokenizer_description
 
 
 def _load_exported_model(folder: Path, request: LogitsRequest) -> Any:
     config = truncate_config(AutoConfig.from_pretrained(folder), request.first_layers)
-    load_result: Any = select_auto_class(config).from_pretrained(
+    model_and_loading_info: Any = select_auto_class(config).from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation=request.attention_name, output_loading_info=True
     )
-    model, loading_info = load_result
+    model, loading_info = model_and_loading_info
     unexpected_keys = map(str, loading_info["unexpected_keys"])
     loading_info["unexpected_keys"] = [k for k in unexpected_keys if not is_layer_removed(k, request.first_layers)]
     if problems := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
@@ -282,7 +283,8 @@ def _load_exported_model(folder: Path, request: LogitsRequest) -> Any:
 
 
 def _load_with_adapter(folder: Path, request: LogitsRequest) -> Any:
-    """Return the base model that an exported adapter names, in the dtype of training, with the adapter."""
+    """Return the base model that an exported adapter names, with the adapter, in float32. The base model is loaded in
+    the dtype of training first, so that its weights are rounded as in training."""
     adapter_config = PeftConfig.from_pretrained(str(folder))
     base_model_name, revision = str(adapter_config.base_model_name_or_path), adapter_config.revision
     config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), request.first_layers)
@@ -299,10 +301,10 @@ def _load_with_adapter(folder: Path, request: LogitsRequest) -> Any:
 def select_auto_class(config: PretrainedConfig) -> Any:
     """Return the auto class of transformers that loads the architecture in a model config. AutoModelForCausalLM does
     not support some vision-language models, and loads others without their vision tower."""
-    name = (config.architectures or [""])[0]
+    class_name = (config.architectures or [""])[0]
     image_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_image_class = image_class is not None and image_class.__name__ == name and text_class is not image_class
+    is_image_class = image_class is not None and image_class.__name__ == class_name and text_class is not image_class
     return AutoModelForImageTextToText if is_image_class else AutoModelForCausalLM
 
 
@@ -310,12 +312,12 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def are_bits_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def are_bits_equal(tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
     """Return True if two tensors have the same dtype, shape and bits. Unlike in torch.equal, NaN equals the same NaN,
     and 0.0 does not equal -0.0."""
-    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+    if tensor.dtype != other_tensor.dtype or tensor.shape != other_tensor.shape:
         return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other)))
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other_tensor)))
 
 
 def format_names(names: list[str]) -> str:

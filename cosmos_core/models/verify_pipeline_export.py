@@ -33,9 +33,9 @@ class ImageRequest(NamedTuple):
     """Settings with which a fresh interpreter generates an image."""
 
     folder: Path
-    adapter: Path | None
+    adapter_folder: Path | None
     """Folder of the adapter for `load_lora_weights`; None: no adapter is loaded."""
-    settings: dict[str, Any]
+    call_settings: dict[str, Any]
     """Keyword arguments with which the diffusers pipeline is called."""
     dtype: torch.dtype
     model_class: str | None
@@ -45,12 +45,12 @@ class ImageRequest(NamedTuple):
 def verify_pipeline(
     family: DiffusionModel,
     model: Any,
-    target: Path,
+    folder: Path,
     *,
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `target` with the policy in memory, and return the names of the checks that passed.
+    """Compare the pipeline in `folder` with the policy in memory, and return the names of the checks that passed.
 
     Args:
         dtype: Dtype of the exported denoiser; None: its own dtype.
@@ -64,55 +64,55 @@ def verify_pipeline(
     family = type(family)(family.folder, family.config)
     try:
         with merge_adapter(model):
-            _check_files(family, export_state_dict(model, dtype), target)
-        return ["tensors", "copies", *_check_images(family, model, target, dtype, model_class)]
+            _check_files(family, export_state_dict(model, dtype), folder)
+        return ["tensors", "copies", *_check_images(family, model, folder, dtype, model_class)]
     finally:
         model.train(was_training).to(device)
 
 
-def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], target: Path) -> None:
+def _check_files(family: DiffusionModel, expected_tensors: dict[str, Tensor], folder: Path) -> None:
     """Check that the weight files of the denoiser contain exactly the tensors `expected_tensors`, bit for bit, and that
     the files of components that were not trained equal the files of the base pipeline."""
     is_equal_by_key = {
         key: key not in expected_tensors or are_bits_equal(tensor, expected_tensors[key])
-        for _, key, tensor in iterate_tensors(target / family.denoiser_name)
+        for _, key, tensor in iterate_tensors(folder / family.denoiser_name)
     }
     missing_keys = sorted(expected_tensors.keys() - is_equal_by_key.keys())
     unexpected_keys = sorted(is_equal_by_key.keys() - expected_tensors.keys())
     changed_keys = [key for key, is_equal in is_equal_by_key.items() if not is_equal]
     if missing_keys or unexpected_keys or changed_keys:
         raise StageFailed(
-            f"export {target} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
+            f"export {folder} failed the check 'tensors': missing {format_names(missing_keys)}, unexpected "
             f"{format_names(unexpected_keys)}, changed {format_names(sorted(changed_keys))}; it must not be used, "
             f"run the stage again"
         )
     base_path, files = family.folder.path, untrained_files(family.folder, family.denoiser_name)
-    differing_files = [str(file) for file in files if not filecmp.cmp(base_path / file, target / file, shallow=False)]
+    differing_files = [str(file) for file in files if not filecmp.cmp(base_path / file, folder / file, shallow=False)]
     if differing_files:
         raise StageFailed(
-            f"export {target} failed the check 'copies': {format_names(differing_files)} is not what was copied; "
+            f"export {folder} failed the check 'copies': {format_names(differing_files)} is not what was copied; "
             f"check the disk, run the stage again"
         )
 
 
 def _check_images(
-    family: DiffusionModel, model: Any, target: Path, dtype: torch.dtype | None, model_class: str | None
+    family: DiffusionModel, model: Any, folder: Path, dtype: torch.dtype | None, model_class: str | None
 ) -> list[str]:
     """Check that the exported pipeline, and the adapter on its base, generate the same image as the policy."""
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}
-    requests = [ImageRequest(target, None, probe_settings, export_dtype, model_class, num_threads)]
+    requests = [ImageRequest(folder, None, probe_settings, export_dtype, model_class, num_threads)]
     if has_lora_adapter(model):
         policy_images["adapter"] = _generate_with_rounded_weights(family, model, model.dtype)
-        base_path, adapter_path = family.folder.path, target / ADAPTER_FOLDER
+        base_path, adapter_path = family.folder.path, folder / ADAPTER_FOLDER
         requests.append(ImageRequest(base_path, adapter_path, probe_settings, model.dtype, model_class, num_threads))
     for (name, reference), image in zip(policy_images.items(), _generate_in_interpreter(requests), strict=True):
         if not are_bits_equal(reference, image):
-            difference = float((reference - image).abs().max()) if reference.shape == image.shape else float("inf")
+            max_difference = float((reference - image).abs().max()) if reference.shape == image.shape else float("inf")
             raise StageFailed(
-                f"export {target} failed the check {name!r}: what a fresh interpreter draws differs by "
-                f"{difference:.2g} from what the policy draws; it must not be used, run the stage again"
+                f"export {folder} failed the check {name!r}: what a fresh interpreter draws differs by "
+                f"{max_difference:.2g} from what the policy draws; it must not be used, run the stage again"
             )
     return [f"{name}: bit-identical" for name in policy_images]
 
@@ -127,20 +127,20 @@ def _generate_with_rounded_weights(family: DiffusionModel, model: Any, dtype: to
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
     # The fresh interpreter compiles no block, and the kernels of compiled blocks round differently.
     with torch.compiler.set_stance("force_eager"), _round_weights(model, dtype):
-        return _generate_images(pipeline, settings=family.probe_settings(), **text_inputs)
+        return _generate_images(pipeline, call_settings=family.probe_settings(), **text_inputs)
 
 
 @contextmanager
 def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
     converts some modules back to float32, and does not change tensors that are in no file."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    original_values = {tensor: (tensor.data, tensor.requires_grad) for _, tensor in tensors}
+    named_tensors = [*model.named_parameters(), *model.named_buffers()]
+    original_values = {tensor: (tensor.data, tensor.requires_grad) for _, tensor in named_tensors}
     float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     is_half_precision = dtype in {torch.float16, torch.bfloat16}
     saved_names = set(model.state_dict())
     try:
-        for name, tensor in tensors:
+        for name, tensor in named_tensors:
             if not tensor.is_floating_point() or name not in saved_names:
                 continue
             is_kept_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
@@ -153,18 +153,18 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _detach_and_align_tensors(model: Any) -> None:
-    """Give the tensors of a model properties that decide by which kernel a CPU multiplies them, and so how it rounds:
-    no gradient, and aligned memory, which tensors in a mapped file do not have."""
+    """Disable gradients of a model and align the memory of its tensors, which is unaligned in a mapped file. Both
+    determine which kernel a CPU uses to multiply the tensors, and so how results are rounded."""
     model.requires_grad_(False)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.data_ptr() % 64:  # torch aligns the memory that it allocates to 64 bytes
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
-def _generate_images(pipeline: Any, settings: dict[str, Any], **inputs: Any) -> Tensor:
+def _generate_images(pipeline: Any, call_settings: dict[str, Any], **inputs: Any) -> Tensor:
     """Return the image or clip that one call of a pipeline generates, with values from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
-    images = pipeline(**inputs, **settings, generator=generator, output_type="pt", return_dict=False)[0]
+    images = pipeline(**inputs, **call_settings, generator=generator, output_type="pt", return_dict=False)[0]
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
@@ -185,12 +185,12 @@ def generate_images(requests: Sequence[ImageRequest]) -> list[np.ndarray]:
         folder = PipelineFolder(str(request.folder))
         family = find_family_class(folder, request.model_class)
         pipeline = family.load_pipeline(folder, request.dtype)
-        if request.adapter is not None:
-            pipeline.load_lora_weights(str(request.adapter))
+        if request.adapter_folder is not None:
+            pipeline.load_lora_weights(str(request.adapter_folder))
             if not pipeline.get_active_adapters():
                 raise StageFailed("load_lora_weights attached nothing")
         _detach_and_align_tensors(getattr(pipeline, family.denoiser_name))
-        images.append(_generate_images(pipeline, request.settings, prompt=[_PROBE_PROMPT]).numpy())
-        del pipeline  # a machine that trained an adapter may have no memory for two pipelines
+        images.append(_generate_images(pipeline, request.call_settings, prompt=[_PROBE_PROMPT]).numpy())
+        del pipeline  # the machine may have too little memory for two pipelines
         gc.collect()
     return images

@@ -34,18 +34,18 @@ class ClipSharding:
     block that is recomputed in the backward pass uses the same distribution."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.group, self.num_ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.num_tokens = self.num_local_tokens = 0
 
     def distribute_tokens(self, num_tokens: int, tokens_per_unit: int = 1) -> None:
         """Distribute a clip of `num_tokens` tokens over the ranks, in units of `tokens_per_unit` consecutive tokens."""
         self.num_tokens = num_tokens
-        self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.size))
+        self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.num_ranks))
 
     def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
-        start = min(self.rank * self.num_local_tokens, self.num_tokens)
-        local_tensor = tensor.narrow(dim, start, min(self.num_local_tokens, self.num_tokens - start))
+        first_token = min(self.rank * self.num_local_tokens, self.num_tokens)
+        local_tensor = tensor.narrow(dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
         return self._pad_tokens(local_tensor, dim, self.num_local_tokens)
 
     def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
@@ -65,21 +65,21 @@ class ClipSharding:
 
     def exchange_heads_for_tokens(self, states_BKND: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads for this rank's tokens of all heads, by an all-to-all."""
-        return all_to_all(self._pad_tokens(states_BKND, 2, self.num_local_tokens * self.size), 2, 1, self.group)
+        return all_to_all(self._pad_tokens(states_BKND, 2, self.num_local_tokens * self.num_ranks), 2, 1, self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks; gradients are summed too, because a rank uses the sum for its own tokens."""
+        """Return the sum over ranks. Gradients are summed too, because a rank uses the result only for its tokens."""
         return _SumOverRanks.apply(tensor, self.group)
 
     def add_border_frames(self, frames_BCFS: Tensor) -> Tensor:
         """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
         before the first and after the last frame of the clip are zeros."""
         local_border_frames = torch.stack([frames_BCFS[:, :, 0], frames_BCFS[:, :, -1]])
-        border_padding = (0,) * 2 * local_border_frames.ndim + (self.rank, self.size - 1 - self.rank)
+        border_padding = (0,) * 2 * local_border_frames.ndim + (self.rank, self.num_ranks - 1 - self.rank)
         border_frames_by_rank = self.all_reduce(functional.pad(local_border_frames[None], border_padding))
         zero_frame = torch.zeros_like(local_border_frames[0])
         previous_frame = border_frames_by_rank[self.rank - 1, 1] if self.rank else zero_frame
-        next_frame = border_frames_by_rank[self.rank + 1, 0] if self.rank + 1 < self.size else zero_frame
+        next_frame = border_frames_by_rank[self.rank + 1, 0] if self.rank + 1 < self.num_ranks else zero_frame
         return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
@@ -91,7 +91,7 @@ class ClipSharding:
 def shard_blocks(
     denoiser: Any,
     clip_sharding: ClipSharding,
-    dims: TokenDimByArgument,
+    token_dims: TokenDimByArgument,
     prepare_arguments: Callable[[dict[str, Any]], None],
     dims_by_layer: Mapping[str, TokenDimByArgument],
 ) -> None:
@@ -100,28 +100,28 @@ def shard_blocks(
     Args:
         denoiser: module with `transformer_blocks`, and `proj_out` as its last layer.
         clip_sharding: distribution of tokens over ranks, which `prepare_arguments` sets.
-        dims: token dimension of each argument of a block, except `hidden_states`.
+        token_dims: token dimension of each argument of a block, except `hidden_states`.
         prepare_arguments: function that changes the arguments of a block, by name, before they are sharded.
-        dims_by_layer: token dimensions of the arguments with all tokens of layers after the blocks, by layer name.
+        dims_by_layer: token dimension of each sharded argument of layers after the blocks, by name of the layer.
     """
 
-    def shard_arguments(arguments: dict[str, Any], dims: TokenDimByArgument) -> None:
-        for name, dim in dims.items():
-            value = arguments.get(name)
-            if isinstance(value, tuple):
-                arguments[name] = tuple(clip_sharding.local_tokens(component, dim) for component in value)
-            elif isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] == clip_sharding.num_tokens:
-                arguments[name] = clip_sharding.local_tokens(value, dim)
+    def shard_arguments(arguments: dict[str, Any], token_dims: TokenDimByArgument) -> None:
+        for name, dim in token_dims.items():
+            entry = arguments.get(name)
+            if isinstance(entry, tuple):
+                arguments[name] = tuple(clip_sharding.local_tokens(component, dim) for component in entry)
+            elif isinstance(entry, Tensor) and entry.ndim > dim and entry.shape[dim] == clip_sharding.num_tokens:
+                arguments[name] = clip_sharding.local_tokens(entry, dim)
 
     for block_index, block in enumerate(denoiser.transformer_blocks):
 
         def prepare_and_shard(arguments: dict[str, Any], is_first_block: bool = block_index == 0) -> None:
             prepare_arguments(arguments)
-            shard_arguments(arguments, {**dims, **({"hidden_states": 1} if is_first_block else {})})
+            shard_arguments(arguments, {**token_dims, **({"hidden_states": 1} if is_first_block else {})})
 
         _register_argument_hook(block, prepare_and_shard)
-    for name, layer_dims in dims_by_layer.items():
-        _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, dims=layer_dims))
+    for name, layer_token_dims in dims_by_layer.items():
+        _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, token_dims=layer_token_dims))
     denoiser.proj_out.register_forward_hook(lambda module, args, output: clip_sharding.gather_tokens(output, 1))
 
 
@@ -217,27 +217,29 @@ def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[
     """Let `change_arguments` modify the arguments, by name, before each call of a module."""
     signature = inspect.signature(module.forward)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def argument_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         bound_arguments = signature.bind(*args, **kwargs)
         change_arguments(bound_arguments.arguments)
         return bound_arguments.args, bound_arguments.kwargs
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(argument_hook, with_kwargs=True)
 
 
 class _ConcatenateOverRanks(torch.autograd.Function):
-    """Differentiable concatenation over ranks. All ranks use the result equally, so gradients are not summed."""
+    """Differentiable concatenation over ranks. All ranks compute the same from it, so gradients are not summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
+        ctx.dim, ctx.group, ctx.num_local_tokens = dim, group, tensor.shape[dim]
         rank_tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(rank_tensors, tensor.contiguous(), group=group)
         return torch.cat(rank_tensors, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient = gradients[0].narrow(ctx.dim, dist.get_rank(ctx.group) * ctx.length, ctx.length)
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
+        gradient = output_gradients[0].narrow(
+            ctx.dim, dist.get_rank(ctx.group) * ctx.num_local_tokens, ctx.num_local_tokens
+        )
         return gradient, None, None
 
 
@@ -252,5 +254,5 @@ class _SumOverRanks(torch.autograd.Function):
         return summed_tensor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _SumOverRanks.apply(gradients[0], ctx.group), None
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
+        return _SumOverRanks.apply(output_gradients[0], ctx.group), None

@@ -28,46 +28,46 @@ def iter_completions(run: Path, stage: str, step: int | None, reward_order: str,
         ConfigError: the stage or the step does not exist.
     """
     path = _find_stage_path(run, stage)
-    lines = _read_completions(path, step)
+    completion_lines = _read_completions(path, step)
     if reward_order:
-        lines = [line for line in lines if isinstance(line.get("reward"), int | float)]
+        completion_lines = [line for line in completion_lines if isinstance(line.get("reward"), int | float)]
         sort_sign = -1.0 if reward_order == "best" else 1.0
 
         def sort_key(line: dict[str, Any]) -> tuple[bool, float]:
             reward = float_or_inf(line["reward"])
             return math.isnan(reward), sort_sign * reward
 
-        lines.sort(key=sort_key)
-    if not lines:
+        completion_lines.sort(key=sort_key)
+    if not completion_lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None
-    for line in lines[:max_count]:
+    for line in completion_lines[:max_count]:
         if line.get("prompt") != prompt:
             prompt = line.get("prompt")
             yield f"--- {path.name}, step {line['step']}, prompt (reference {line.get('reference', '')!r}):\n{prompt}"
-        yield f"--- {_format_scores(line)}:\n{completion_text(line, path)}"
+        yield f"--- {_format_scores(line)}:\n{format_completion(line, path)}"
 
 
-def newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
+def read_newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
     """Return the first `max_count` completions with text from a stage's newest logged step; empty if none exist."""
-    lines = [line for line in _read_completions(stage, None) if not line.get("media")]
-    return [line for line in lines if completion_text(line, stage)][:max_count]
+    completion_lines = [line for line in _read_completions(stage, None) if not line.get("media")]
+    return [line for line in completion_lines if format_completion(line, stage)][:max_count]
 
 
 def _format_scores(line: dict[str, Any]) -> str:
     has_reward = isinstance(line.get("reward"), int | float)
-    texts = [f"reward {float_or_inf(line['reward']):.4g}" if has_reward else f"no reward ({line.get('error', '')})"]
-    texts += [f"{name} {float_or_inf(value):.4g}" for name, value in (line.get("metrics") or {}).items()]
+    scores = [f"reward {float_or_inf(line['reward']):.4g}" if has_reward else f"no reward ({line.get('error', '')})"]
+    scores += [f"{name} {float_or_inf(value):.4g}" for name, value in (line.get("metrics") or {}).items()]
     if line.get("tokens"):
-        texts.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
-    return ", ".join(texts)
+        scores.append(f"{line['tokens']} tokens" + ", cut off" * (line.get("finish_reason") == "length"))
+    return ", ".join(scores)
 
 
-def completion_text(line: dict[str, Any], stage: Path) -> str:
+def format_completion(line: dict[str, Any], stage: Path) -> str:
     """Return a logged completion as text: its chat turns, its plain text, or the paths of its images or videos."""
-    media, turns = line.get("media") or [], line.get("turns") or []
-    if media:
-        return "\n".join(str(stage / name) for name in ([media] if isinstance(media, str) else media))
+    media_paths, turns = line.get("media") or [], line.get("turns") or []
+    if media_paths:
+        return "\n".join(str(stage / name) for name in ([media_paths] if isinstance(media_paths, str) else media_paths))
     return "\n".join(f"[{turn['role']}] {turn['text']}" for turn in turns) if turns else str(line.get("completion", ""))
 
 
@@ -76,12 +76,12 @@ def _find_stage_path(run: Path, name: str) -> Path:
     stages.sort(key=lambda each: each.stat().st_mtime)
     matching_stages = [each for each in stages if not name or each.name == name]
     if not matching_stages:
-        reason = "only RL and validations of it log completions"
-        no_stages_text = f"none, since {reason}; complete prompts with cosmos try {run.name}"
-        names, stage_suffix = ", ".join(each.name for each in stages), f" of a stage {name!r}" if name else ""
-        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names or no_stages_text}")
-    trainings = [each for each in matching_stages if (each / COMPLETIONS_FOLDER).is_dir()]
-    return (trainings or matching_stages)[-1]
+        logging_rule = "only RL and validations of it log completions"
+        no_stages_text = f"none, since {logging_rule}; complete prompts with cosmos try {run.name}"
+        all_names, stage_suffix = ", ".join(each.name for each in stages), f" of a stage {name!r}" if name else ""
+        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {all_names or no_stages_text}")
+    training_stages = [each for each in matching_stages if (each / COMPLETIONS_FOLDER).is_dir()]
+    return (training_stages or matching_stages)[-1]
 
 
 def _list_completion_files(stage: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cosmos_core.observe.costs import cost_card
+from cosmos_core.observe.costs import make_cost_card
 from cosmos_core.observe.formatting import (
     find_headline_metric,
     format_count,
@@ -32,7 +32,7 @@ from cosmos_core.observe.formatting import (
     short_metric_name,
     tokens_per_second,
 )
-from cosmos_core.observe.record import RunRecord, StageRecord, model_loading_code, read_run, time_breakdown
+from cosmos_core.observe.record import RunRecord, StageRecord, compute_time_breakdown, read_run, render_loading_code
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.observe.resuming import describe_interruption
 from cosmos_core.run.progress import ProgressRecord
@@ -50,7 +50,7 @@ _STATE_SYMBOLS = {
     "stopped": "■", "died": "✗",
 }  # fmt: skip
 _SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
-_MEMORY_METRICS = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
+_MEMORY_METRIC_BY_LABEL = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKLINE_WIDTH = 12  # maximum number of characters of a sparkline
 # Phases of a train step: their names are shown only during the first step.
 _TRAIN_STEP_PHASES = frozenset({"step", "generate", "score"})
@@ -96,7 +96,7 @@ class ProgressDisplay:
     ) -> None:
         self._stream = stream or sys.stdout
         self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
-        self._clock = get_time
+        self._get_time = get_time
         self._lock = threading.RLock()
         self._stage_states = {name: _StageDisplayState() for name in stages}
         self._name_width = max((len(name) for name in stages), default=0)
@@ -105,7 +105,7 @@ class ProgressDisplay:
 
     def __enter__(self) -> ProgressDisplay:
         if self._is_terminal:
-            self._live_display = Live(console=self._console, get_renderable=self._build_table, refresh_per_second=4)
+            self._live_display = Live(console=self._console, get_renderable=self._render_table, refresh_per_second=4)
             self._live_display.start()
         return self
 
@@ -115,41 +115,41 @@ class ProgressDisplay:
             self._live_display = None
 
     def update(self, stage: str, state: str, progress: ProgressRecord | None = None) -> None:
-        """Update the state of a stage; `progress` is the content of its `progress.json`; None: unchanged progress."""
+        """Update the state of a stage; `progress` is the content of its `progress.json`, None if unchanged."""
         with self._lock:
-            line = self._stage_states.setdefault(stage, _StageDisplayState())
+            view = self._stage_states.setdefault(stage, _StageDisplayState())
             self._name_width = max(self._name_width, len(stage))
-            has_changed, now = state != line.state, self._clock()
+            has_changed, now = state != view.state, self._get_time()
             if has_changed:
-                line.state = state
+                view.state = state
                 if state in ACTIVE_STATES:
-                    line.start_time, line.end_time = now if line.start_time is None else line.start_time, None
-                elif line.start_time is not None and line.end_time is None:
-                    line.end_time = now
+                    view.start_time, view.end_time = now if view.start_time is None else view.start_time, None
+                elif view.start_time is not None and view.end_time is None:
+                    view.end_time = now
             if progress is not None:
-                if line.progress is None or line.progress.phase != progress.phase:
-                    line.phase_start_time = now
-                line.progress = progress
+                if view.progress is None or view.progress.phase != progress.phase:
+                    view.phase_start_time = now
+                view.progress = progress
                 if (metric := find_headline_metric(progress.metrics)) and math.isfinite(metric[1]):
-                    line.headline_values[progress.step] = metric[1]
-                first = line.first_step_progress
-                if progress.step and not (first and first.pid == progress.pid and first.step <= progress.step):
-                    line.first_step_progress = progress
-            should_print_progress = _get_progress_key(line) != line.last_progress_key
-            should_print_progress &= now - line.last_print_time >= MIN_LINE_INTERVAL_SECONDS
+                    view.headline_values[progress.step] = metric[1]
+                baseline = view.first_step_progress
+                if progress.step and not (baseline and baseline.pid == progress.pid and baseline.step <= progress.step):
+                    view.first_step_progress = progress
+            should_print_progress = _get_progress_key(view) != view.last_progress_key
+            should_print_progress &= now - view.last_print_time >= MIN_LINE_INTERVAL_SECONDS
             if self._live_display is None and (has_changed or (state in ACTIVE_STATES and should_print_progress)):
-                line.last_print_time = now
-                text = "  ".join(self._format_line_parts(line, has_changed=has_changed))
+                view.last_print_time = now
+                text = "  ".join(self._format_line_parts(view, has_changed=has_changed))
                 self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
-                line.last_progress_key = () if has_changed else _get_progress_key(line)
-            new_warnings = [] if progress is None else [e for e in progress.warnings if e not in line.printed_warnings]
-            line.printed_warnings.update(new_warnings)
+                view.last_progress_key = () if has_changed else _get_progress_key(view)
+            new_warnings = [] if progress is None else [e for e in progress.warnings if e not in view.printed_warnings]
+            view.printed_warnings.update(new_warnings)
         for warning in new_warnings:
             self.print_message(f"{stage:<{self._name_width}}  warning: {warning}")
 
     def print_message(self, text: str) -> None:
         """Print one line of text; if the live table is shown, print the line above the table."""
-        # Printing under `self._lock` could deadlock: rich holds its lock while `_build_table` acquires `self._lock`.
+        # Print without `self._lock` to avoid a deadlock: rich holds its own lock while it calls `_render_table`.
         if self._live_display is not None:
             self._console.print(Text(text))
             return
@@ -160,57 +160,57 @@ class ProgressDisplay:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def _format_line_parts(self, line: _StageDisplayState, *, has_changed: bool) -> list[str]:
-        line_parts = [line.state] if has_changed else []
-        if line.state in {"waiting", "reused"} or (has_changed and line.state in ACTIVE_STATES):
+    def _format_line_parts(self, view: _StageDisplayState, *, has_changed: bool) -> list[str]:
+        line_parts = [view.state] if has_changed else []
+        if view.state in {"waiting", "reused"} or (has_changed and view.state in ACTIVE_STATES):
             return line_parts
-        line_parts += filter(None, (_format_phase(line), *self._format_step_texts(line)))
-        if line.state not in ACTIVE_STATES:
-            seconds = self._get_elapsed_seconds(line)
+        line_parts += filter(None, (_format_phase(view), *self._format_step_texts(view)))
+        if view.state not in ACTIVE_STATES:
+            seconds = self._get_elapsed_seconds(view)
             return line_parts if seconds is None else [*line_parts, format_duration(seconds)]
-        eta_seconds = _estimate_eta_seconds(line)
+        eta_seconds = _estimate_eta_seconds(view)
         return line_parts if eta_seconds is None else [*line_parts, f"eta {format_duration(eta_seconds)}"]
 
-    def _format_step_texts(self, line: _StageDisplayState) -> list[str]:
+    def _format_step_texts(self, view: _StageDisplayState) -> list[str]:
         """Return the texts of a printed line: the step with its metrics, unless the last line of the running stage
         reported the same step, and the compilation time if it has increased."""
-        progress, compile_text = line.progress, ""
+        progress, compile_text = view.progress, ""
         if progress is None:
             return []
-        if progress.phase != "compile" and progress.compile_seconds > line.reported_compile_seconds:
-            line.reported_compile_seconds = progress.compile_seconds
+        if progress.phase != "compile" and progress.compile_seconds > view.reported_compile_seconds:
+            view.reported_compile_seconds = progress.compile_seconds
             compile_text = f"compiled in {format_duration(progress.compile_seconds)}"
-        is_step_printed = line.state in ACTIVE_STATES and line.last_progress_key[2:] == (progress.step,)
-        return [compile_text] if is_step_printed else [_format_step(line), *_format_metrics(line), compile_text]
+        is_step_printed = view.state in ACTIVE_STATES and view.last_progress_key[2:] == (progress.step,)
+        return [compile_text] if is_step_printed else [_format_step(view), *_format_metrics(view), compile_text]
 
-    def _get_elapsed_seconds(self, line: _StageDisplayState) -> float | None:
-        if line.start_time is None:
+    def _get_elapsed_seconds(self, view: _StageDisplayState) -> float | None:
+        if view.start_time is None:
             return None
-        return (self._clock() if line.end_time is None else line.end_time) - line.start_time
+        return (self._get_time() if view.end_time is None else view.end_time) - view.start_time
 
-    def _describe_phase(self, line: _StageDisplayState) -> str:
-        phase = _format_phase(line) if line.state == "running" else ""
-        elapsed_text = f" {format_duration(self._clock() - line.phase_start_time)}" if phase == "compile" else ""
-        return f"{phase}{elapsed_text}" or line.state
+    def _describe_phase(self, view: _StageDisplayState) -> str:
+        phase = _format_phase(view) if view.state == "running" else ""
+        elapsed_text = f" {format_duration(self._get_time() - view.phase_start_time)}" if phase == "compile" else ""
+        return f"{phase}{elapsed_text}" or view.state
 
-    def _build_table(self) -> RenderableType:
+    def _render_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         is_wide = self._console.width >= 100
         for column in range(7):
             table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
         with self._lock:
-            for name, line in self._stage_states.items():
-                style, seconds = STATE_STYLES.get(line.state, ""), self._get_elapsed_seconds(line)
-                progress_bar = _progress_bar(line, 24 if is_wide else 10, self._clock())
-                eta_seconds = _estimate_eta_seconds(line) if line.state in ACTIVE_STATES else None
+            for name, view in self._stage_states.items():
+                style, seconds = STATE_STYLES.get(view.state, ""), self._get_elapsed_seconds(view)
+                progress_bar = _make_progress_bar(view, 24 if is_wide else 10, self._get_time())
+                eta_seconds = _estimate_eta_seconds(view) if view.state in ACTIVE_STATES else None
                 time_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
                 table.add_row(
-                    Text(f"{_STATE_SYMBOLS.get(line.state, ' ')} {name}", style=style),
-                    Text(self._describe_phase(line), style=style),
-                    progress_bar if line.state != "waiting" else "",
-                    _format_step(line).removeprefix("step "),
-                    Text("  ".join(_format_metrics(line) + (_format_resources(line) if is_wide else []))),
-                    Text(sparkline(list(line.headline_values.values())) if is_wide else "", style=style),
+                    Text(f"{_STATE_SYMBOLS.get(view.state, ' ')} {name}", style=style),
+                    Text(self._describe_phase(view), style=style),
+                    progress_bar if view.state != "waiting" else "",
+                    _format_step(view).removeprefix("step "),
+                    Text("  ".join(_format_metrics(view) + (_format_resources(view) if is_wide else []))),
+                    Text(draw_sparkline(list(view.headline_values.values())) if is_wide else "", style=style),
                     Text(time_text if seconds is not None else "", style="dim"),
                 )
         return table
@@ -230,16 +230,16 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
 def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
     run = read_run(run_path)
-    seconds = time_breakdown(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
-    names = {"inside": "time inside stage workers", "overhead": "orchestration overhead"}
-    summary_fields = {name: format_duration(seconds[key]) for key, name in names.items()} | cost_card(run)
+    seconds = compute_time_breakdown(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
+    label_by_key = {"inside": "time inside stage workers", "overhead": "orchestration overhead"}
+    summary_fields = {name: format_duration(seconds[key]) for key, name in label_by_key.items()} | make_cost_card(run)
     if (run.path / "report.html").is_file():
         summary_fields["report"] = report_url(run.path) or str(run.path / "report.html")
-    if run.outcome in {"failed", "refused", "stopped"}:  # the model of an incomplete run may be its base model
+    if run.outcome in {"failed", "refused", "stopped"}:  # `run.model` may be the base model of an incomplete run
         for stage in run.trained_models:
             summary_fields[f"model of stage {stage.name!r}"] = str(stage.path / stage.info["model"])
     elif run.model is not None:
-        summary_fields |= {"model": str(run.model), "load it with": model_loading_code(run.model)}
+        summary_fields |= {"model": str(run.model), "load it with": render_loading_code(run.model)}
         summary_fields["try it with"] = f"cosmos try {os.path.relpath(run.path)}"
     if run.published_locations:
         summary_fields["published"] = ", ".join(run.published_locations)
@@ -256,32 +256,32 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
 
 def make_console(stream: TextIO | None = None) -> Console:
     """Return a console for tables and for text without markup; if the output is no terminal, the width is fixed."""
-    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may contain markup
+    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may have markup
     console = Console(file=stream or sys.stdout, **text_options)
     return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **text_options)
 
 
 def _list_notices(run: RunRecord) -> list[Text]:
     """Return a line for each stage that failed or ran again, and for each notice and warning of a stage."""
-    lines = []
+    messages = []
     for stage in run.stages:
         if stage.state.state == "failed" and stage.state.error:
-            lines.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
+            messages.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
         notices = stage.info.get("notices")
-        texts = notices if isinstance(notices, list) else []
-        reasons = [f"remade: {stage.reason_for_rerun}"] if stage.reason_for_rerun else []
-        warnings = [f"warning: {text}" for text in stage.warnings if text not in texts]
-        lines += [Text(f"{stage.name}: {text}", style="yellow") for text in (*reasons, *texts, *warnings)]
-    return lines
+        notice_texts = notices if isinstance(notices, list) else []
+        rerun_texts = [f"remade: {stage.reason_for_rerun}"] if stage.reason_for_rerun else []
+        warnings = [f"warning: {text}" for text in stage.warnings if text not in notice_texts]
+        messages += [Text(f"{stage.name}: {text}", style="yellow") for text in (*rerun_texts, *notice_texts, *warnings)]
+    return messages
 
 
-def _build_table(run: RunRecord, columns: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
+def _build_table(run: RunRecord, formatters: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for name in columns:
-        is_number = name in {"attempt", "step", "time"}
-        table.add_column(name, justify="right" if is_number else "left", header_style="dim", no_wrap=name != "metrics")
+    for name in formatters:
+        is_numeric = name in {"attempt", "step", "time"}
+        table.add_column(name, justify="right" if is_numeric else "left", header_style="dim", no_wrap=name != "metrics")
     for stage in run.stages:
-        table.add_row(*(format_cell(stage) for format_cell in columns.values()))
+        table.add_row(*(format_cell(stage) for format_cell in formatters.values()))
     return table
 
 
@@ -320,46 +320,46 @@ def _format_step_of_total(step: Any, num_steps: Any) -> str:
     return f"{step}/{num_steps}" if num_steps else str(step)
 
 
-def _format_phase(line: _StageDisplayState) -> str:
-    if line.progress is None or line.state not in ACTIVE_STATES:
+def _format_phase(view: _StageDisplayState) -> str:
+    if view.progress is None or view.state not in ACTIVE_STATES:
         return ""
-    progress = line.progress
+    progress = view.progress
     count_text = f" {progress.done}/{progress.count}" if progress.count else ""
     is_phase_implied = progress.phase in _TRAIN_STEP_PHASES and progress.step and not count_text
     return "" if is_phase_implied else f"{progress.phase}{count_text}"
 
 
-def _get_progress_key(line: _StageDisplayState) -> tuple[Any, ...]:
+def _get_progress_key(view: _StageDisplayState) -> tuple[Any, ...]:
     """Return the phase, number of processed items and step that a printed line of a stage reports."""
-    if (progress := line.progress) is None:
+    if (progress := view.progress) is None:
         return "", 0, 0
-    return progress.phase if _format_phase(line) else "", progress.done, progress.step
+    return progress.phase if _format_phase(view) else "", progress.done, progress.step
 
 
-def _format_step(line: _StageDisplayState) -> str:
-    ratio = _format_step_of_total(line.progress.step, line.progress.total) if line.progress else ""
-    return f"step {ratio}" if ratio else ""
+def _format_step(view: _StageDisplayState) -> str:
+    step_text = _format_step_of_total(view.progress.step, view.progress.total) if view.progress else ""
+    return f"step {step_text}" if step_text else ""
 
 
-def _format_metrics(line: _StageDisplayState) -> list[str]:
-    metrics = line.progress.metrics if line.progress else {}
+def _format_metrics(view: _StageDisplayState) -> list[str]:
+    metrics = view.progress.metrics if view.progress else {}
     headline_metric, throughput = find_headline_metric(metrics), tokens_per_second(metrics)
     numbers = [f"{headline_metric[0]} {format_number(headline_metric[1])}"] if headline_metric else []
-    numbers += [f"{format_count(throughput)} tok/s"] if throughput is not None and line.state in ACTIVE_STATES else []
+    numbers += [f"{format_count(throughput)} tok/s"] if throughput is not None and view.state in ACTIVE_STATES else []
     return numbers
 
 
-def _format_resources(line: _StageDisplayState) -> list[str]:
-    """Return as texts: the seconds of generation, scoring and training in the newest step, if at least two of them were
-    measured, and the memory that training uses, GPU memory or else host memory."""
-    metrics = line.progress.metrics if line.progress and line.state in ACTIVE_STATES else {}
+def _format_resources(view: _StageDisplayState) -> list[str]:
+    """Return texts with the seconds of generation, scoring and training in the newest step, if at least two of them
+    were measured, and with the used memory of the GPU or, if it was not measured, of the host."""
+    metrics = view.progress.metrics if view.progress and view.state in ACTIVE_STATES else {}
     times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
     time_texts = [" ".join(f"{name} {format_duration(seconds)}" for name, seconds in times)] * (len(times) > 1)
-    memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRICS.items() if key in metrics]
+    memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRIC_BY_LABEL.items() if key in metrics]
     return [*time_texts, *memory_texts[:1]]
 
 
-def sparkline(values: Sequence[float]) -> str:
+def draw_sparkline(values: Sequence[float]) -> str:
     """Return a sparkline of values: small bars, scaled to the range of values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
@@ -369,18 +369,18 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_SPARKLINE_BARS[round((value - lowest) / value_range * 7) if value_range else 0] for value in values)
 
 
-def _progress_bar(line: _StageDisplayState, width: int, now: float) -> ProgressBar:
-    step, num_steps = (line.progress.step, line.progress.total) if line.progress else (0, None)
-    if line.state in {"done", "reused"}:
+def _make_progress_bar(view: _StageDisplayState, width: int, now: float) -> ProgressBar:
+    step, num_steps = (view.progress.step, view.progress.total) if view.progress else (0, None)
+    if view.state in {"done", "reused"}:
         return ProgressBar(total=1, completed=1, width=width)
-    has_pulse, num_done = not num_steps and line.state == "running", step if num_steps else 0
-    return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=has_pulse, animation_time=now)
+    is_pulsing, num_done = not num_steps and view.state == "running", step if num_steps else 0
+    return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
 
 
-def _estimate_eta_seconds(line: _StageDisplayState) -> float | None:
+def _estimate_eta_seconds(view: _StageDisplayState) -> float | None:
     """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
-    progress, first = line.progress, line.first_step_progress
-    if progress is None or first is None or not progress.total or not first.step < progress.step < progress.total:
+    progress, baseline = view.progress, view.first_step_progress
+    if progress is None or baseline is None or not progress.total or not baseline.step < progress.step < progress.total:
         return None
-    seconds = progress.heartbeat - first.heartbeat - (progress.compile_seconds - first.compile_seconds)
-    return seconds / (progress.step - first.step) * (progress.total - progress.step)
+    seconds = progress.heartbeat - baseline.heartbeat - (progress.compile_seconds - baseline.compile_seconds)
+    return seconds / (progress.step - baseline.step) * (progress.total - progress.step)

@@ -47,51 +47,51 @@ class RunCost:
                 yield stage, each.attempt, each.gpus, seconds, format_number(gpu_hours), self.format_cost(gpu_hours)
 
     def __str__(self) -> str:
-        hours, cost = f"{format_number(self.gpu_hours)} GPU hours", self.format_cost(self.gpu_hours)
-        texts = [f"{cost} for {hours}" if cost else hours]
+        gpu_hours_text, cost = f"{format_number(self.gpu_hours)} GPU hours", self.format_cost(self.gpu_hours)
+        cost_texts = [f"{cost} for {gpu_hours_text}" if cost else gpu_hours_text]
         if self.estimated_gpu_hours is not None:
             estimate_text = f"{format_number(self.estimated_gpu_hours)} GPU hours"
-            texts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimate_text}")
+            cost_texts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimate_text}")
         if self.budget is not None:
-            texts.append(f"budget {format_number(self.budget)}")
-        return ", ".join(texts)
+            cost_texts.append(f"budget {format_number(self.budget)}")
+        return ", ".join(cost_texts)
 
 
 def compute_run_cost(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
     pipeline, start_info = read_pipeline(run_path), read_start_info(run_path)
-    values = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
-    price, budget = (float_or_inf(value) if isinstance(value, int | float) else None for value in values)
-    estimates = list(start_info.estimate.values()) if start_info else []
-    has_estimates = bool(estimates) and None not in estimates
-    estimated_gpu_hours = sum(value or 0.0 for value in estimates) / _SECONDS_PER_HOUR if has_estimates else None
-    return RunCost(read_run_gpu_intervals(run_path), price, budget, estimated_gpu_hours)
+    raw_values = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
+    hourly_price, budget = (float_or_inf(value) if isinstance(value, int | float) else None for value in raw_values)
+    stage_estimates = list(start_info.estimate.values()) if start_info else []
+    has_estimates = bool(stage_estimates) and None not in stage_estimates
+    estimated_gpu_hours = sum(value or 0.0 for value in stage_estimates) / _SECONDS_PER_HOUR if has_estimates else None
+    return RunCost(read_run_gpu_intervals(run_path), hourly_price, budget, estimated_gpu_hours)
 
 
-def cost_card(run: RunRecord) -> dict[str, str]:
+def make_cost_card(run: RunRecord) -> dict[str, str]:
     """Return the cost of a run as a dict of one label and its text; empty if no stage held GPUs. Without a price, it is
     also empty for machines without GPUs, on which each process counts as one GPU."""
-    cost = compute_run_cost(run.path)
-    if cost.hourly_price is not None:
-        return {"cost": str(cost)} if cost.gpu_intervals_by_stage else {}
+    run_cost = compute_run_cost(run.path)
+    if run_cost.hourly_price is not None:
+        return {"cost": str(run_cost)} if run_cost.gpu_intervals_by_stage else {}
     has_gpus = any(rank.gpus for stage in run.stages for rank in stage.ranks)
-    return {"GPUs held": str(cost)} if cost.gpu_intervals_by_stage and has_gpus else {}
+    return {"GPUs held": str(run_cost)} if run_cost.gpu_intervals_by_stage and has_gpus else {}
 
 
-def table_of_costs(output_dir: Path, max_runs: int) -> Table:
+def make_cost_table(output_dir: Path, max_runs: int) -> Table:
     """Return a table with GPU hours and costs of the `max_runs` newest runs of a folder, newest last, and sums."""
     table = Table(Column("run", no_wrap=True), "pipeline", "outcome")
     for column in ("GPU hours", "cost", "estimate", "budget"):
         table.add_column(column, justify="right")
-    total_hours, total_cost, is_complete = 0.0, 0.0, True
+    total_hours, total_cost, are_all_prices_known = 0.0, 0.0, True
     for start_info in list_runs(output_dir)[-max_runs:]:
         run, cost = read_run(output_dir / start_info.run_id), compute_run_cost(output_dir / start_info.run_id)
         cost_cells = [format_number(cost.gpu_hours), *map(cost.format_cost, (cost.gpu_hours, cost.estimated_gpu_hours))]
         cost_cells.append(format_number(cost.budget) if cost.budget is not None else "")
         table.add_row(start_info.run_id, run.name, run.outcome, *cost_cells)
         total_hours, total_cost = total_hours + cost.gpu_hours, total_cost + cost.gpu_hours * (cost.hourly_price or 0)
-        is_complete = is_complete and (cost.hourly_price is not None or not cost.gpu_hours)
+        are_all_prices_known = are_all_prices_known and (cost.hourly_price is not None or not cost.gpu_hours)
     table.add_section()
-    cost_text = f"{'' if is_complete else '> '}{format_number(total_cost)}"
+    cost_text = f"{'' if are_all_prices_known else '> '}{format_number(total_cost)}"
     table.add_row("all", "", "", format_number(total_hours), cost_text, "", "")
     return table

@@ -64,7 +64,7 @@ def compute_layout(run: RunRecord) -> StageGraphLayout | None:
         height=height + 2 * _PAGE_MARGIN,
         boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],
         edges=[
-            (_edge_path(other, node), node.stage is not None) for node in layout_nodes for other in node.predecessors
+            (_draw_edge(other, node), node.stage is not None) for node in layout_nodes for other in node.predecessors
         ],
     )
 
@@ -84,18 +84,18 @@ def _build_layout_nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
 def _arrange_column(column: list[_LayoutNode], height: float) -> None:
     """Sort the nodes of a column by the mean height of their predecessors, and centre the column."""
 
-    def preferred_height(node: _LayoutNode) -> float:
+    def get_preferred_height(node: _LayoutNode) -> float:
         predecessor_centers = [predecessor.y + predecessor.height / 2 for predecessor in node.predecessors]
         return sum(predecessor_centers) / len(predecessor_centers) if predecessor_centers else height / 2
 
-    column.sort(key=preferred_height)
+    column.sort(key=get_preferred_height)
     y = _PAGE_MARGIN + (height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
     for node in column:
         node.y = y
         y += node.height + _VERTICAL_GAP
 
 
-def _edge_path(source_node: _LayoutNode, target_node: _LayoutNode) -> str:
+def _draw_edge(source_node: _LayoutNode, target_node: _LayoutNode) -> str:
     x1, y1 = source_node.left_edge + _BOX_WIDTH, source_node.y + source_node.height / 2
     x2, y2 = target_node.left_edge, target_node.y + target_node.height / 2
     path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"

@@ -35,7 +35,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def describe_machines(ranks: Iterable[Any]) -> str:
-    """Return the machines of ranks (`host`, `gpus`, `threads`) as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
+    """Return the machines of ranks as a text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
     rank_counts = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num_ranks} rank{'' if num_ranks == 1 else 's'}, {device}, {threads} threads)"
@@ -58,54 +58,54 @@ def format_time(unix_time: float | None) -> str:
 
 def format_bytes(num_bytes: int) -> str:
     """Return a number of bytes as text such as `850 B`, `3.2 kB`, `1.4 MB`."""
-    text = format_count(num_bytes)
-    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
+    count_text = format_count(num_bytes)
+    return f"{count_text[:-1]} {count_text[-1]}B" if count_text[-1].isalpha() else f"{count_text} B"
 
 
-def float_or_inf(value: float) -> float:
+def float_or_inf(number: float) -> float:
     """Return a metric as a float, or infinity if it is an integer that is too large for a float."""
     try:
-        return float(value)
+        return float(number)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf if number > 0 else -math.inf
 
 
-def format_number(value: Any) -> str:
+def format_number(number: Any) -> str:
     """Return a metric as text: three decimals, thousands separators if whole or large, or three digits if below 0.001;
     a dash for None."""
-    if value is None:
+    if number is None:
         return "–"
-    if isinstance(value, bool | str):
-        return str(value)
-    if not math.isfinite(float_or_inf(value)):
-        return str(float_or_inf(value))
-    is_whole_number = float(value).is_integer() and abs(value) >= 10
-    if isinstance(value, int) or (abs(value) < 1e12 and (is_whole_number or abs(value) >= 1e3)):
-        return f"{value:,.0f}"
-    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
+    if isinstance(number, bool | str):
+        return str(number)
+    if not math.isfinite(float_or_inf(number)):
+        return str(float_or_inf(number))
+    is_whole_number = float(number).is_integer() and abs(number) >= 10
+    if isinstance(number, int) or (abs(number) < 1e12 and (is_whole_number or abs(number) >= 1e3)):
+        return f"{number:,.0f}"
+    return f"{number:.3f}" if number == 0 or 1e-3 <= abs(number) < 1e3 else f"{number:.3g}"
 
 
-def format_count(value: float) -> str:
+def format_count(number: float) -> str:
     """Return a number as text with a unit prefix, such as `850`, `3.2k`, `1.4M`."""
     for unit_size, unit_letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit_size:
-            return f"{value / unit_size:.1f}{unit_letter}"
-    return f"{value:.0f}"
+        if number >= unit_size:
+            return f"{number / unit_size:.1f}{unit_letter}"
+    return f"{number:.0f}"
 
 
-def metric_family(key: str) -> str:
+def metric_family(metric: str) -> str:
     """Return the name of a metric without prefix and suffix: `loss` for `train/loss`, `reward` for `reward/mean`."""
     for suffix in _METRIC_SUFFIXES:
-        key = key.removesuffix(suffix)
-    return key.rpartition("/")[2]
+        metric = metric.removesuffix(suffix)
+    return metric.rpartition("/")[2]
 
 
-def judge_change(key: str, change: float | None) -> str:
+def judge_change(metric: str, metric_change: float | None) -> str:
     """Return whether a change of a metric is `better` or `worse`; empty for no change or no preferred direction."""
-    lower_is_better = any(word in key.lower() for word in LOWER_IS_BETTER)
-    if not change or not (lower_is_better or metric_family(key) in _HEADLINE_METRICS):
+    lower_is_better = any(word in metric.lower() for word in LOWER_IS_BETTER)
+    if not metric_change or not (lower_is_better or metric_family(metric) in _HEADLINE_METRICS):
         return ""
-    return "better" if (change < 0) == lower_is_better else "worse"
+    return "better" if (metric_change < 0) == lower_is_better else "worse"
 
 
 def find_headline_metric(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -128,17 +128,17 @@ def select_key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[s
 
     rank_by_metric = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
 
-    def get_rank(key: str) -> int:
-        return -1 if key.startswith("validation/") else rank_by_metric.get(metric_family(key), len(rank_by_metric))
+    def get_rank(name: str) -> int:
+        return -1 if name.startswith("validation/") else rank_by_metric.get(metric_family(name), len(rank_by_metric))
 
     shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
     return {key: metrics[key] for key in sorted(shown_keys, key=get_rank)[:max_count]}
 
 
-def short_metric_name(key: str) -> str:
+def short_metric_name(metric: str) -> str:
     """Return the short name of a metric for tables: `loss` for training, `held-out loss` for validation."""
-    name = _TABLE_METRIC_NAMES.get(metric_family(key), metric_family(key))
-    return f"held-out {name}" if key.startswith("validation/") and name in _TRAINING_AND_VALIDATION_METRICS else name
+    name = _TABLE_METRIC_NAMES.get(metric_family(metric), metric_family(metric))
+    return f"held-out {name}" if metric.startswith("validation/") and name in _TRAINING_AND_VALIDATION_METRICS else name
 
 
 def select_table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -56,17 +56,17 @@ class GeneratedSample:
         return "no valid reward" if self.reward is None else f"{self.reward:.3g}"
 
 
-def step_folder(stage: Path, step: int) -> Path:
+def get_step_folder(stage_path: Path, step: int) -> Path:
     """Return the folder with the samples that were generated after train step `step`."""
-    return stage / SAMPLES_FOLDER / f"step_{step}"
+    return stage_path / SAMPLES_FOLDER / f"step_{step}"
 
 
-def save_step_samples(stage: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
+def save_step_samples(stage_path: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write generated samples, at most 8 for each of `MAX_PROMPTS` prompts, and their grid to the folder of a train
     step; return the paths of the samples of each prompt, relative to the stage."""
-    step_path = step_folder(stage, step)
+    step_path = get_step_folder(stage_path, step)
     names = save_samples(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
-    return [[str((step_path / name).relative_to(stage)) for name in row] for row in names]
+    return [[str((step_path / name).relative_to(stage_path)) for name in row] for row in names]
 
 
 def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
@@ -79,26 +79,26 @@ def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]])
     return names
 
 
-def samples_of_group(
+def collect_samples(
     scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the samples of the completions `indices` of a group; `is_scored`: whether their scores are rewards."""
+    """Return the samples of the completions `indices` of a group; `is_scored` tells whether the scores are rewards."""
     samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
     text = scored_group.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), score, is_scored) for each, score in samples if each is not None]
 
 
-def newest_grid_file(stage: Path) -> Path | None:
+def find_newest_grid(stage_path: Path) -> Path | None:
     """Return the path of the grid image of the newest step; None if no grid was written."""
-    paths = (stage / SAMPLES_FOLDER).glob(f"step_*/{GRID_FILE}")
-    return max(paths, key=lambda path: parse_step(path.parent.name), default=None)
+    grid_paths = (stage_path / SAMPLES_FOLDER).glob(f"step_*/{GRID_FILE}")
+    return max(grid_paths, key=lambda path: parse_step(path.parent.name), default=None)
 
 
 def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     """Return one image of all samples, a row per prompt, the prompt above its row, each reward below its sample."""
     from PIL import Image, ImageDraw
 
-    height, width = _cell_size([sample.middle_frame.shape for row in rows for sample in row])
+    height, width = _scale_cell([sample.middle_frame.shape for row in rows for sample in row])
     column_width, row_height = width + _CELL_MARGIN, height + 2 * _LINE_HEIGHT + 2 * _CELL_MARGIN
     canvas_size = (_CELL_MARGIN + max(map(len, rows)) * column_width, _CELL_MARGIN + len(rows) * row_height)
     canvas = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
@@ -114,18 +114,18 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     return np.asarray(canvas)
 
 
-def media_data_uri(path: Path) -> str:
+def encode_media_file(path: Path) -> str:
     """Return a media file as a data: URI, an image as a thumbnail; empty if it is missing or too large to embed."""
     from PIL import Image
 
     try:
         if path.suffix == VIDEO_SUFFIX:
-            content = path.read_bytes()
-            return "" if len(content) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", content)
+            video_bytes = path.read_bytes()
+            return "" if len(video_bytes) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", video_bytes)
         with Image.open(path) as image:
-            buffer = io.BytesIO()
-            _resize_pixels(np.asarray(image.convert("RGB")), *_cell_size([image.size[::-1]])).save(buffer, "PNG")
-            return make_data_uri("image/png", buffer.getvalue())
+            png_buffer = io.BytesIO()
+            _resize_pixels(np.asarray(image.convert("RGB")), *_scale_cell([image.size[::-1]])).save(png_buffer, "PNG")
+            return make_data_uri("image/png", png_buffer.getvalue())
     except OSError:
         return ""
 
@@ -146,15 +146,15 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
     height, width = (length - length % 2 for length in frames.shape[1:3])
     with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=_FRAMES_PER_SECOND)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        video_stream: Any = container.add_stream("libx264", rate=_FRAMES_PER_SECOND)
+        video_stream.width, video_stream.height, video_stream.pix_fmt = width, height, "yuv420p"
         for frame in frames:
-            content = np.ascontiguousarray(frame[:height, :width])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(content, format="rgb24")))
-        container.mux(stream.encode())
+            frame_pixels = np.ascontiguousarray(frame[:height, :width])
+            container.mux(video_stream.encode(av.VideoFrame.from_ndarray(frame_pixels, format="rgb24")))
+        container.mux(video_stream.encode())
 
 
-def _cell_size(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _scale_cell(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return height and width of a cell in pixels: small images grow by a whole factor, large images shrink."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
     zoom = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
@@ -175,6 +175,6 @@ def make_data_uri(mime_type: str, content: bytes) -> str:
 
 def _truncate_text(text: str, width: int) -> str:
     """Return a text in Latin-1, which the font of Pillow supports, truncated to a width in pixels."""
-    line = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
+    one_line_text = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
     max_length = max(1, width // _LETTER_WIDTH)
-    return line if len(line) <= max_length else f"{line[: max_length - 2]}.."
+    return one_line_text if len(one_line_text) <= max_length else f"{one_line_text[: max_length - 2]}.."

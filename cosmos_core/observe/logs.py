@@ -35,7 +35,7 @@ NO_TELEMETRY_VARIABLES: dict[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 """Environment variables that disable the telemetry of all libraries in use."""
-_WARNING_FILTERS = {"TORCH_LOGS": "-torch.utils._pytree"}
+_WARNING_FILTER_VARIABLES = {"TORCH_LOGS": "-torch.utils._pytree"}
 """Environment variables against repeated warnings: torch logs one for each enumeration that torchao registers twice."""
 
 NOISY_LOGGERS = frozenset({
@@ -69,12 +69,12 @@ def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -
     root_logger.setLevel(level)
 
 
-def add_log_silencing_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `env` with added variables that make libraries quiet; variables in `env` are kept."""
-    return {**NO_TELEMETRY_VARIABLES, **_WARNING_FILTERS, **env}
+def add_log_silencing_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of `environment` with added variables that make libraries quiet; existing variables are kept."""
+    return {**NO_TELEMETRY_VARIABLES, **_WARNING_FILTER_VARIABLES, **environment}
 
 
-class StepLog:
+class StepLogger:
     """Logger for the metrics of a stage: one line per step, at most one per second, and always the last step."""
 
     def __init__(self, progress: ProgressWriter) -> None:
@@ -82,9 +82,9 @@ class StepLog:
         self._pending_line: dict[str, Any] = {}
         self._last_log_time = -math.inf
 
-    def log_metrics_line(self, line: dict[str, Any]) -> None:
+    def log_metrics_line(self, step_line: dict[str, Any]) -> None:
         """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
-        self._pending_line = line
+        self._pending_line = step_line
         if time.monotonic() - self._last_log_time >= _MIN_LOG_INTERVAL_SECONDS:
             self.flush()
 
@@ -92,13 +92,13 @@ class StepLog:
         """Log the newest line of metrics unless it was already logged."""
         if not self._pending_line:
             return
-        line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
-        metrics = {key: value for key, value in line.items() if key not in {"step", "time"}}
+        step_line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
+        metrics = {key: value for key, value in step_line.items() if key not in {"step", "time"}}
         metric_texts = [f"{key} {format_number(value)}" for key, value in select_key_metrics(metrics).items()]
         if token_rate := tokens_per_second(metrics):
             metric_texts.append(f"{format_count(token_rate)} tok/s")
-        total = self._progress.total
-        logger.info("step %s%s  %s", line["step"], f"/{total}" if total else "", "  ".join(metric_texts))
+        num_steps = self._progress.total
+        logger.info("step %s%s  %s", step_line["step"], f"/{num_steps}" if num_steps else "", "  ".join(metric_texts))
 
 
 class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -122,12 +122,12 @@ class _LineFormatter(logging.Formatter):
         return mask_text(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        level = _LEVEL_NAMES.get(record.levelname, record.levelname)
-        return self._style._fmt % {**record.__dict__, "levelname": level}
+        level_name = _LEVEL_NAMES.get(record.levelname, record.levelname)
+        return self._style._fmt % {**record.__dict__, "levelname": level_name}
 
 
 def _should_log_record(record: logging.LogRecord) -> bool:
-    library = record.name.partition(".")[0]
-    if library in _ERROR_ONLY_LOGGERS:
+    library_name = record.name.partition(".")[0]
+    if library_name in _ERROR_ONLY_LOGGERS:
         return record.levelno >= logging.ERROR
-    return library not in NOISY_LOGGERS or record.levelno >= logging.WARNING
+    return library_name not in NOISY_LOGGERS or record.levelno >= logging.WARNING

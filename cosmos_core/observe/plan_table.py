@@ -22,7 +22,7 @@ _RECORD_TIMEOUT_SECONDS = 8.0
 """Maximum number of seconds to wait for the record of a publication target."""
 
 
-def plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Table:
+def make_plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Table:
     """Return a table of the decision for each stage, run or reuse, with its reason. The caption lists the sweeps, the
     devices for the ranks of each stage, and the smallest differences that gates can detect."""
     table = Table("stage", "kind", "after", "will", "why", title=pipeline.config.name)
@@ -30,38 +30,38 @@ def plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Ta
         decision = decisions[stage.name]
         table.add_row(stage.name, stage.kind, ", ".join(stage.after), _ACTION_TEXTS[decision.action], decision.reason)
     sweeps = [(stage.name, stage.sweep) for stage in pipeline.stages if stage.sweep is not None]
-    lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps]
-    lines += [*describe_placements(pipeline), *describe_smallest_effects(pipeline)]
-    table.caption = "\n".join(lines) or None
+    caption_lines = [f"{name}: {sweep.mode} {sweep.metric} of {len(sweep.branches)} branches" for name, sweep in sweeps]
+    caption_lines += [*describe_placements(pipeline), *describe_smallest_effects(pipeline)]
+    table.caption = "\n".join(caption_lines) or None
     return table
 
 
 def describe_smallest_effects(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a line of text for each benchmark that a gate with `confidence` compares with the published model per item.
-    User-defined publication targets are left out, because user code is imported only when a stage runs."""
+    """Yield a line of text with the smallest difference to the published model that a gate with `confidence` detects,
+    for each benchmark. User-defined targets are left out, because user code is imported only when a stage runs."""
     for stage in pipeline.stages:
         conditions = [each for each in map(parse_condition, stage.require) if each.needs_published_model]
-        can_compare = conditions and stage.confidence and stage.target
-        if not can_compare or is_import_path(split_publication_target(stage.target)[0]):
+        has_paired_comparison = conditions and stage.confidence and stage.target
+        if not has_paired_comparison or is_import_path(split_publication_target(stage.target)[0]):
             continue
         try:
-            record = call_with_timeout(_RECORD_TIMEOUT_SECONDS, open_target(stage.target).published)
+            published = call_with_timeout(_RECORD_TIMEOUT_SECONDS, open_target(stage.target).published)
         except (CosmosError, TimeoutError) as error:
             yield f"{stage.name}: what is published is not known: {error}"
             continue
-        for condition in conditions if record else ():
-            for metric in record["metrics"]:
+        for condition in conditions if published else ():
+            for metric in published["metrics"]:
                 if any(map(condition.matches_metric, (metric, *(f"{each}.{metric}" for each in stage.after)))):
-                    yield from _describe_detectable_effect(stage, condition, metric, record)
+                    yield from _describe_detectable_effect(stage, condition, metric, published)
 
 
 def _describe_detectable_effect(
-    stage: StageConfig, condition: MetricCondition, metric: str, record: dict[str, Any]
+    stage: StageConfig, condition: MetricCondition, metric: str, published: dict[str, Any]
 ) -> Iterator[str]:
-    items_folder = next(find_published_item_folders(record, metric), None)
+    items_folder = next(find_published_item_folders(published, metric), None)
     if condition.operator == "==" or items_folder is None:
         return
-    smallest_effect = compute_detectable_effect(metric, record["metrics"][metric], items_folder, stage.confidence)
+    smallest_effect = compute_detectable_effect(metric, published["metrics"][metric], items_folder, stage.confidence)
     if smallest_effect is None:
         return
     (num_items, difference), margin = smallest_effect, abs(condition.published_offset)

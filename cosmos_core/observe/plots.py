@@ -48,13 +48,13 @@ _plot_lock = threading.Lock()  # serialises plotting in several threads, because
 SeriesByMetric = dict[str, tuple[list[float], list[float]]]
 
 
-def plot_curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_PANELS) -> bytes:
-    """Return a PNG with a panel for each metric family in `keys` that occurs in `lines` of `metrics.jsonl`, else with
-    "no metrics yet". NaN, infinities and values beyond 1e300 leave a gap in the curve."""
+def plot_curves(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] = DEFAULT_PANELS) -> bytes:
+    """Return a PNG with a panel for each of the metric `families` that occurs in the lines of `metrics.jsonl`, or with
+    the text "no metrics yet". NaN, infinities and values beyond 1e300 leave a gap in the curve."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = _collect_panels(lines, keys)
+    panels = _collect_panels(metric_lines, families)
     num_columns = max(1, min(3, len(panels)))
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     with _plot_lock, matplotlib.rc_context(_MATPLOTLIB_STYLE):
@@ -69,21 +69,21 @@ def plot_curves(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_P
     return buffer.getvalue()
 
 
-def draw_curves_svg(lines: Sequence[dict[str, Any]], keys: Sequence[str] = DEFAULT_PANELS) -> str:
-    """Return one `<svg>` element for each metric family in `keys` that occurs, for an HTML page. Colours are the CSS
+def draw_curves_svg(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] = DEFAULT_PANELS) -> str:
+    """Return one `<svg>` element for each of the metric `families` that occurs, for an HTML page. Colours are the CSS
     variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, to follow the mode of the page."""
-    return _draw_svg_panels(_collect_panels(lines, keys))
+    return _draw_svg_panels(_collect_panels(metric_lines, families))
 
 
-def overlay_svg(lines_by_run: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = DEFAULT_PANELS) -> str:
-    """Return one `<svg>` element for each metric of the families in `keys`, with a curve for each run; `lines_by_run`
-    has the parsed lines of `metrics.jsonl` by the name of the run."""
-    metrics: dict[str, SeriesByMetric] = {}
+def overlay_runs(lines_by_run: Mapping[str, Sequence[dict[str, Any]]], families: Sequence[str] = DEFAULT_PANELS) -> str:
+    """Return one `<svg>` element for each metric of the `families`, with a curve for each run; `lines_by_run` has the
+    parsed lines of `metrics.jsonl` by the name of the run."""
+    series_by_metric: dict[str, SeriesByMetric] = {}
     for run, lines in lines_by_run.items():
-        for panel in _collect_panels(lines, keys).values():
+        for panel in _collect_panels(lines, families).values():
             for key, points in panel.items():
-                metrics.setdefault(key, {})[run] = points
-    return _draw_svg_panels(metrics)
+                series_by_metric.setdefault(key, {})[run] = points
+    return _draw_svg_panels(series_by_metric)
 
 
 def _draw_svg_panels(panels: Mapping[str, SeriesByMetric]) -> str:
@@ -99,22 +99,22 @@ def _draw_svg_panels(panels: Mapping[str, SeriesByMetric]) -> str:
     return "\n".join(svg_panels)
 
 
-def _collect_panels(lines: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, SeriesByMetric]:
-    panels: dict[str, SeriesByMetric] = {key: {} for key in keys}
-    for line in lines:
+def _collect_panels(metric_lines: Sequence[dict[str, Any]], families: Sequence[str]) -> dict[str, SeriesByMetric]:
+    panels: dict[str, SeriesByMetric] = {key: {} for key in families}
+    for line in metric_lines:
         step = line.get("step")
         if not isinstance(step, int | float) or math.isnan(_to_plot_value(step)):
             continue
         for key, value in line.items():
-            prefix, separator, _ = key.partition("/")
-            panel = name if (name := metric_family(key)) in panels else prefix + separator
+            metric_prefix, separator, _ = key.partition("/")
+            panel_name = name if (name := metric_family(key)) in panels else metric_prefix + separator
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if panel in panels and key not in _REWARD_STATISTICS and is_number:
-                steps, values = panels[panel].setdefault(key, ([], []))
+            if panel_name in panels and key not in _REWARD_STATISTICS and is_number:
+                steps, plotted_values = panels[panel_name].setdefault(key, ([], []))
                 steps.append(float(step))
-                values.append(_to_plot_value(value))
+                plotted_values.append(_to_plot_value(value))
     for series in panels.values():
-        for key in [key for key, (_, values) in series.items() if not any(map(math.isfinite, values))]:
+        for key in [key for key, (_, plotted_values) in series.items() if not any(map(math.isfinite, plotted_values))]:
             del series[key]
     return {name: series for name, series in panels.items() if len(series) > (name in _PANEL_TITLES)}
 
@@ -123,9 +123,9 @@ def _get_panel_title(name: str) -> str:
     return _PANEL_TITLES.get(name, name.removesuffix("/"))
 
 
-def _to_plot_value(value: float) -> float:
+def _to_plot_value(metric_value: float) -> float:
     """Return a value to plot, or NaN, which leaves a gap in the curve, if the value exceeds the range of an axis."""
-    number = float_or_inf(value)
+    number = float_or_inf(metric_value)
     return number if abs(number) <= _MAX_PLOTTED_VALUE else math.nan
 
 
@@ -159,7 +159,7 @@ def _figure_to_svg(figure: Figure, aria_label: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata=empty_metadata)
     svg = buffer.getvalue()
     svg_content = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
-    # Style sheets and ids of an SVG that is embedded in HTML apply to the whole page.
+    # Remove style sheets and rename ids, because those of an embedded SVG apply to the whole HTML page.
     svg_content = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg_content, flags=re.DOTALL)
     svg_content = re.sub(r'<g id="[^"]*"/>', "", svg_content)
     svg_content = re.sub(r'<g id="[^"]*">', "<g>", svg_content)

@@ -15,48 +15,49 @@ _EXCLUDED_SETTINGS = ("recipe", "overrides")
 
 
 def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
-    """Return the previous run of the pipeline of a run, with key, old and new value of each changed setting, and stage,
-    name, old value, new value and verdict (`better`, `worse` or empty) of each metric; None for a first run."""
+    """Compare a run with the previous run of its pipeline. Return that run; key, old and new value of each changed
+    setting; stage, name, old value, new value and verdict (`better`, `worse`, empty) of each metric; None if there is
+    no previous run."""
     run_ids = [info.run_id for info in list_runs(run.path.parent) if info.pipeline == run.start_info.pipeline]
     if run.path.name not in run_ids or run_ids.index(run.path.name) == 0:
         return None
     previous_run = read_run(run.path.parent / run_ids[run_ids.index(run.path.name) - 1])
-    settings = tuple(_list_changed_settings(read_settings(previous_run.path), read_settings(run.path)))
+    changes = tuple(_list_changed_settings(read_settings(previous_run.path), read_settings(run.path)))
     return {
         "run": previous_run, "metrics": tuple(_compare_metrics(previous_run, run)),
-        "settings": settings[:_MAX_SHOWN_SETTINGS], "num_omitted": max(0, len(settings) - _MAX_SHOWN_SETTINGS),
+        "settings": changes[:_MAX_SHOWN_SETTINGS], "num_omitted": max(0, len(changes) - _MAX_SHOWN_SETTINGS),
     }  # fmt: skip
 
 
-def read_settings(path: Path) -> dict[str, dict[str, Any]]:
+def read_settings(run_path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings in `pipeline.toml` of a run by stage name and dotted key; empty if the file is damaged."""
-    stages, settings = read_pipeline(path).get("stages", []), {}
-    for stage in stages if isinstance(stages, list) else []:
+    stage_tables, settings_by_stage = read_pipeline(run_path).get("stages", []), {}
+    for stage in stage_tables if isinstance(stage_tables, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("name"), str):
-            entry = {key: value for key, value in stage.items() if key not in _EXCLUDED_SETTINGS}
+            stage_settings = {key: value for key, value in stage.items() if key not in _EXCLUDED_SETTINGS}
             overrides = stage["overrides"] if isinstance(stage.get("overrides"), dict) else {}
-            settings[stage["name"]] = flatten_tables(entry) | flatten_tables(overrides)
-    return settings
+            settings_by_stage[stage["name"]] = flatten_tables(stage_settings) | flatten_tables(overrides)
+    return settings_by_stage
 
 
 def _list_changed_settings(
     old_settings: dict[str, dict[str, Any]], new_settings: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str, str]]:
-    changes = {}
+    changes_by_stage = {}
     for name in (name for name in new_settings if name in old_settings):
         old, new = old_settings[name], new_settings[name]
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        changes[name] = [(key, format_setting(old.get(key)), format_setting(new.get(key))) for key in keys]
-    for name, (key, old_text, new_text) in group_changes_by_stage(changes):
+        changes_by_stage[name] = [(key, format_setting(old.get(key)), format_setting(new.get(key))) for key in keys]
+    for name, (key, old_text, new_text) in group_changes_by_stage(changes_by_stage):
         yield f"{name}.{key}" if name else key, old_text, new_text
     yield from ((name, "–", "new stage") for name in new_settings if name not in old_settings)
     yield from ((name, "a stage", "–") for name in old_settings if name not in new_settings)
 
 
-def format_setting(value: Any) -> str:
+def format_setting(setting_value: Any) -> str:
     """Return the value of a setting as text, truncated to fit a cell of a table; a dash for None."""
-    text = "–" if value is None else str(value)
-    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 1]}…"
+    value_text = "–" if setting_value is None else str(setting_value)
+    return value_text if len(value_text) <= _MAX_VALUE_LENGTH else f"{value_text[: _MAX_VALUE_LENGTH - 1]}…"
 
 
 def _compare_metrics(old_run: RunRecord, new_run: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:

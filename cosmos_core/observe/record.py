@@ -53,16 +53,16 @@ class GateCondition(JsonDocument):
     passed: bool
     metric: str = ""  # name of the metric, if the condition names it by `*`
     paired: dict[str, Any] | None = None
-    """Comparison with the published model per benchmark item (`PairedDifferences.describe`); None: not compared."""
+    """Comparison with the published model by benchmark item, `PairedDifferences.summarize`; None: not compared."""
 
     @property
     def title(self) -> str:
         """Return the condition as text, with the metric that matched `*` and the statistics per benchmark item."""
-        text, comparison = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
-        template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
-        template += ", {needed:,} needed" if comparison.get("needed") else ""
-        template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in comparison else ""
-        return template.format(text, **comparison) if comparison else text
+        condition_text, comparison = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
+        text_template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
+        text_template += ", {needed:,} needed" if comparison.get("needed") else ""
+        text_template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in comparison else ""
+        return text_template.format(condition_text, **comparison) if comparison else condition_text
 
 
 class RankHardware(JsonDocument):
@@ -253,24 +253,24 @@ class RunRecord:
     @property
     def outcome(self) -> str:
         """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
-        `derive_flow_outcome` if all stages are finished, `waiting` for approval, `declined`,
-        `derive_inactive_run_outcome` if no stage is active, otherwise `running`."""
+        `waiting` for approval, `declined`, or `running` if a stage is active. If no stage is active, the function
+        `derive_flow_outcome` (all stages are finished) or `derive_inactive_run_outcome` decides."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
-        states = {stage.status for stage in self.stages if stage.kind.makes != "page"}
+        stage_statuses = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):
-            if state in states:
+            if state in stage_statuses:
                 return state
-        if states <= FINISHED_STATES and self.stages:
+        if stage_statuses <= FINISHED_STATES and self.stages:
             return liveness.derive_flow_outcome(self.path)
-        if not states & ACTIVE_STATES and (approval := liveness.read_open_approval(self.path)):
+        if not stage_statuses & ACTIVE_STATES and (approval := liveness.read_open_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
-        return "running" if states & ACTIVE_STATES else liveness.derive_inactive_run_outcome(self.path)
+        return "running" if stage_statuses & ACTIVE_STATES else liveness.derive_inactive_run_outcome(self.path)
 
     @property
     def start_time(self) -> float:
         """Return the unix time at which the last command for the run started, or the run was created; 0: unknown."""
-        holder = liveness.read_holder(self.path)
-        return holder.since if holder is not None else self.start_info.started
+        run_holder = liveness.read_holder(self.path)
+        return run_holder.since if run_holder is not None else self.start_info.started
 
     @property
     def end_time(self) -> float:
@@ -294,10 +294,10 @@ class RunRecord:
         names = self.refused_stages
         stages = [stage for stage in self.stages if stage.kind.makes != "publication" and stage.name not in names]
         stages = [stage for stage in stages if "://" not in str(stage.info.get("model") or "://")]
-        exports = [stage for stage in stages if stage.kind.makes == "model" and not stage.kind.trains_model]
-        if not (exports or stages):
+        export_stages = [stage for stage in stages if stage.kind.makes == "model" and not stage.kind.trains_model]
+        if not (export_stages or stages):
             return None
-        stage = (exports or stages)[-1]
+        stage = (export_stages or stages)[-1]
         model: Path = stage.path / stage.info["model"]
         return None if not model.exists() and STORE_URL_KEY in (stage.result or {}) else model
 
@@ -333,21 +333,21 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     """Return the table `pipeline` of a run's `pipeline.toml` with all settings of all stages, which is cached and must
     not be changed; empty if the file is missing or damaged."""
     try:
-        table = read_toml(path / PIPELINE_FILE).get("pipeline", {})
+        pipeline_table = read_toml(path / PIPELINE_FILE).get("pipeline", {})
     except ConfigError:
         return {}
-    return table if isinstance(table, dict) else {}
+    return pipeline_table if isinstance(pipeline_table, dict) else {}
 
 
-def time_breakdown(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of the last command, `wall`, `inside` stages and `overhead`; empty if its start is unknown."""
+def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
+    """Split the seconds of the last command, `wall`, into `inside` workers and `overhead`; empty: unknown start."""
     if not run.start_time:
         return {}
-    wall_seconds, inside_seconds = max(0.0, run.end_time - run.start_time), busy_seconds(run, run.start_time)
+    wall_seconds, inside_seconds = max(0.0, run.end_time - run.start_time), compute_busy_seconds(run, run.start_time)
     return {"wall": wall_seconds, "inside": inside_seconds, "overhead": max(0.0, wall_seconds - inside_seconds)}
 
 
-def busy_seconds(run: RunRecord, start_time: float) -> float:
+def compute_busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
     now, total_seconds, last_end_time = time.time(), 0.0, start_time
     worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
@@ -357,7 +357,7 @@ def busy_seconds(run: RunRecord, start_time: float) -> float:
     return total_seconds
 
 
-def model_loading_code(model: Path) -> str:
+def render_loading_code(model: Path) -> str:
     """Return the line of Python code that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
         pipeline_index = read_json_object(model / "model_index.json")
@@ -372,9 +372,9 @@ def _read_stage(
 ) -> StageRecord:
     name, path = entry["name"], run_path / "stages" / entry["name"]
     result = read_result(path)
-    kind = str(entry.get("kind") or (result["kind"] if result else ""))
+    kind_name = str(entry.get("kind") or (result["kind"] if result else ""))
     return StageRecord(
-        path=path, name=name, kind=_read_recorded_stage_kind(kind, start_info.kinds), after=predecessors,
+        path=path, name=name, kind=_read_recorded_stage_kind(kind_name, start_info.kinds), after=predecessors,
         depth=depth, state=read_state(path), progress=read_progress(path), result=result,
         sweep=next(iter(parse_documents([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
@@ -395,6 +395,6 @@ def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str,
         names = [*predecessors]
     depth_by_stage: dict[str, int] = {}
     for name in (name for name in names if name in predecessors):
-        depths = [1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage]
-        depth_by_stage[name] = max(depths, default=0)
+        predecessor_depths = [1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage]
+        depth_by_stage[name] = max(predecessor_depths, default=0)
     return depth_by_stage

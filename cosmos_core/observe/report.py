@@ -19,8 +19,8 @@ from cosmos_core.observe.costs import compute_run_cost
 from cosmos_core.observe.dag import compute_layout
 from cosmos_core.observe.formatting import format_bytes, format_duration, format_number, format_timestamp
 from cosmos_core.observe.previous_run import compare_with_previous
-from cosmos_core.observe.record import model_loading_code, read_run
-from cosmos_core.observe.trained import sample_rows, training_properties
+from cosmos_core.observe.record import read_run, render_loading_code
+from cosmos_core.observe.trained import decode_sample_rows, list_training_properties
 from cosmos_core.run.files import write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -42,14 +42,14 @@ def build_report(run_path: Path, folder: Path | None = None) -> str:
     page_template = open_template_environment().get_template(REPORT_FILE)
     return page_template.render(
         root="" if folder in {None, run_path} else f"{os.path.relpath(run_path, folder)}/",
-        run=run_record, graph=compute_layout(run_record), cards=sections.summary_cards(run_record),
-        trained=training_properties(run_record), sample_rows=sample_rows(run_record),
-        comparison=sections.make_validation_metrics_table(run_record), sweeps=sections.sweep_tables(run_record),
+        run=run_record, graph=compute_layout(run_record), cards=sections.make_summary_cards(run_record),
+        trained=list_training_properties(run_record), sample_rows=decode_sample_rows(run_record),
+        comparison=sections.make_validation_metrics_table(run_record), sweeps=sections.make_sweep_tables(run_record),
         before=compare_with_previous(run_record), cost=compute_run_cost(run_path),
-        resources=sections.resource_rows(run_record),
+        resources=sections.make_resource_rows(run_record),
         gates=[(stage, condition) for stage in run_record.stages for condition in stage.conditions],
-        samples=sections.sample_table(run_record), lineage=sections.lineage_rows(run_record),
-        loading=model_loading_code(run_record.model) if run_record.model else "",
+        samples=sections.make_sample_table(run_record), lineage=sections.make_lineage_rows(run_record),
+        loading=render_loading_code(run_record.model) if run_record.model else "",
         setting=sections.list_run_start_info(run_record),
     )  # fmt: skip
 
@@ -60,15 +60,16 @@ def open_template_environment() -> Environment:
     jinja_environment = Environment(
         loader=PackageLoader("cosmos_core.observe"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters: dict[str, Any] = {
+    template_filters: dict[str, Any] = {
         "clock": format_timestamp, "duration": format_duration, "number": format_number,
         "size": format_bytes, "json": json.dumps, "items_of": dict, "px": lambda length: f"{length:g}",
         "cut": lambda text: text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}…",
-        "label": sections.display_status, "headline": sections.headline_metric_text, "times": sections.stage_times,
-        "metrics": sections.stage_metric_texts, "operators": sections.slowest_operators,
-        "reward_bins": sections.reward_bins, "info": sections.result_info, "curves": sections.stage_curves_svg,
-        "rollouts": sections.select_shown_rollouts, "drawings": sections.completion_media,
-        "services": sections.service_rows, "logs": sections.log_files, "outcome_of": sections.reward_css_classes
+        "label": sections.get_displayed_status, "headline": sections.format_headline_metric,
+        "times": sections.list_stage_times, "metrics": sections.format_stage_metrics, "logs": sections.list_log_files,
+        "operators": sections.read_slowest_operators, "reward_bins": sections.compute_reward_bins,
+        "info": sections.select_shown_info, "curves": sections.draw_stage_curves,
+        "rollouts": sections.select_shown_rollouts, "drawings": sections.load_completion_media,
+        "services": sections.make_service_rows, "outcome_of": sections.choose_css_classes,
     }  # fmt: skip
-    jinja_environment.filters |= filters
+    jinja_environment.filters |= template_filters
     return jinja_environment

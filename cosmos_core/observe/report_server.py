@@ -95,10 +95,10 @@ def _is_private(run_path: Path) -> bool:
     return not run_path.stat().st_mode & 0o077
 
 
-def _is_authorized(header: str, token: str) -> bool:
-    scheme, _, value = header.partition(" ")
+def _is_authorized(authorization_header: str, token: str) -> bool:
+    scheme, _, encoded_credentials = authorization_header.partition(" ")
     try:
-        password = base64.b64decode(value, validate=True).partition(b":")[2]
+        password = base64.b64decode(encoded_credentials, validate=True).partition(b":")[2]
     except ValueError:
         return False
     return scheme.lower() == "basic" and hmac.compare_digest(password, token.encode())

@@ -14,14 +14,14 @@ from cosmos_core.run.state import ACTIVE_STATES
 def describe_interruption(run: RunRecord) -> str:
     """Return a message if a run was killed, waits for approval or was declined by a person, or if its stages still run
     although its flow has ended; empty for any other run."""
-    outcome = run.outcome
-    if outcome == "declined":
+    run_outcome = run.outcome
+    if run_outcome == "declined":
         return "a person has declined: the model is not published"
-    if outcome == "waiting" and (approval := read_open_approval(run.path)):
+    if run_outcome == "waiting" and (approval := read_open_approval(run.path)):
         return f"waits for approval in the UI of Prefect until {format_time(approval.until)}"
-    if outcome == "running":
+    if run_outcome == "running":
         return _describe_running_stages(run)
-    return _describe_killed_run(run) if outcome == "died" else ""
+    return _describe_killed_run(run) if run_outcome == "died" else ""
 
 
 def _describe_running_stages(run: RunRecord) -> str:
@@ -33,17 +33,17 @@ def _describe_running_stages(run: RunRecord) -> str:
     other_names = [stage.name for stage in running_stages if stage not in ending_stages]
     messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending_stages]
     messages += [f"{', '.join(other_names)} continues with a flow run of its own"] if other_names else []
-    resume_hint = f"resume with: {resume_command(run.path)}{_describe_resume_steps(ending_stages)}"
+    resume_hint = f"resume with: {make_resume_command(run.path)}{_describe_resume_steps(ending_stages)}"
     return f"the flow has ended; {'; '.join(messages)}; {resume_hint}"
 
 
 def _describe_killed_run(run: RunRecord) -> str:
-    resume_hint = f"resume with: {resume_command(run.path)}"
+    resume_hint = f"resume with: {make_resume_command(run.path)}"
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
     if not dead_stages:  # the run died between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
-        start = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
-        return f"died after {format_time(max(end_times, default=start))}, {resume_hint}"
+        run_start_time = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
+        return f"died after {format_time(max(end_times, default=run_start_time))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
     state, step = last_dead_stage.state, _get_last_step(last_dead_stage)
     host_text = f" on {state.launcher_host}" if state.launcher_host and not state.is_local else ""
@@ -56,23 +56,23 @@ def _describe_killed_run(run: RunRecord) -> str:
 
 def change_to_run_folder(run_path: Path) -> list[str]:
     """Change to the working directory in which a run was created, for relative paths in settings; return notices."""
-    folder = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
-    if folder == os.getcwd() or not os.access(folder, os.X_OK):
+    working_directory = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
+    if working_directory == os.getcwd() or not os.access(working_directory, os.X_OK):
         return []
-    os.chdir(folder)
-    return [f"the run continues in {folder}, where it was started"]
+    os.chdir(working_directory)
+    return [f"the run continues in {working_directory}, where it was started"]
 
 
-def resume_command(run_path: Path) -> str:
+def make_resume_command(run_path: Path) -> str:
     """Return the command that continues a run, with the path of the run relative to the current folder."""
-    path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
-    return f"cosmos resume {shlex.quote(str(path))}"
+    shown_path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
+    return f"cosmos resume {shlex.quote(str(shown_path))}"
 
 
-def resume_instructions(run: RunRecord) -> str:
+def make_resume_instructions(run: RunRecord) -> str:
     """Return the command that continues a run, followed by the step at which each interrupted training continues."""
     interrupted_stages = [stage for stage in run.stages if stage.status in {"stopped", "died", "failed"}]
-    return resume_command(run.path) + _describe_resume_steps(interrupted_stages)
+    return make_resume_command(run.path) + _describe_resume_steps(interrupted_stages)
 
 
 def _describe_resume_steps(stages: list[StageRecord]) -> str:
@@ -80,8 +80,8 @@ def _describe_resume_steps(stages: list[StageRecord]) -> str:
     messages = []
     for stage in stages:
         if stage.kind.trains_model and _get_last_step(stage):
-            loss_text = "" if stage.resumable_step else ": nothing was saved"
-            messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{loss_text}")
+            unsaved_note = "" if stage.resumable_step else ": nothing was saved"
+            messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{unsaved_note}")
     return f" ({'; '.join(messages)})" if messages else ""
 
 

@@ -19,38 +19,38 @@ _MAX_START_DELAY_SECONDS = 60.0
 """Number of seconds after which a stage with complete inputs is no longer expected to start."""
 
 
-def table_of_runs(output_dir: Path, max_runs: int) -> Table:
+def make_run_table(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
-    run_column = Column("run", no_wrap=True)  # other commands need the whole id, also from a narrow terminal
+    run_column = Column("run", no_wrap=True)  # never cut the id, because other commands need the whole id
     table = Table(run_column, "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     interruption_messages: list[str] = []
     for start_info in list_runs(output_dir)[-max_runs:]:
         run = read_run(output_dir / start_info.run_id)
-        num_done = sum(stage.status in FINISHED_STATES for stage in run.stages)
+        num_finished = sum(stage.status in FINISHED_STATES for stage in run.stages)
         total_seconds = sum(stage.seconds or 0.0 for stage in run.stages)
         stage_metrics = (formatting.select_table_metrics(stage.metrics) for stage in reversed(run.stages))
         last_metrics = next(filter(None, stage_metrics), dict[str, float]())
-        metrics_text = ", ".join(f"{name} {_format_value(value)}" for name, value in last_metrics.items())
+        metrics_text = ", ".join(f"{name} {_format_metric(value)}" for name, value in last_metrics.items())
         table.add_row(
             start_info.run_id, run.name, formatting.format_timestamp(start_info.started),
-            formatting.format_duration(total_seconds), f"{num_done}/{len(run.stages)}", run.outcome, metrics_text
+            formatting.format_duration(total_seconds), f"{num_finished}/{len(run.stages)}", run.outcome, metrics_text
         )  # fmt: skip
         interruption_messages += [f"{start_info.run_id}: {message}"] if (message := describe_interruption(run)) else []
     table.caption = "\n".join(interruption_messages) or None
     return table
 
 
-def run_differences(first_path: Path, second_path: Path, stage_kinds: StageKinds) -> Iterator[str | Table]:
+def compare_runs(first_path: Path, second_path: Path, stage_kinds: StageKinds) -> Iterator[str | Table]:
     """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages;
     raise ConfigError if a pipeline cannot be read."""
     pipelines = [load_pipeline(path / PIPELINE_FILE, (), stage_kinds) for path in (first_path, second_path)]
-    lines = list(pipeline_differences(*pipelines))
-    yield from lines or ["the settings are the same"]
-    stages = {stage.name: stage for stage in read_run(second_path).stages}
+    setting_lines = list(pipeline_differences(*pipelines))
+    yield from setting_lines or ["the settings are the same"]
+    second_stages = {stage.name: stage for stage in read_run(second_path).stages}
     table = Table("stage", "metric", first_path.name, second_path.name, "change")
     for stage in read_run(first_path).stages:
-        if stage.name in stages:
-            for row in _compare_stage_metrics(stage, stages[stage.name]):
+        if stage.name in second_stages:
+            for row in _compare_stage_metrics(stage, second_stages[stage.name]):
                 table.add_row(stage.name, *row)
     yield table
 
@@ -59,17 +59,17 @@ def _compare_stage_metrics(old_stage: StageRecord, new_stage: StageRecord) -> It
     stage_seconds = [stage.seconds for stage in (old_stage, new_stage)]
     if any(stage_seconds):
         yield "time", formatting.format_duration(stage_seconds[0]), formatting.format_duration(stage_seconds[1]), ""
-    keys = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
-    for key in sorted(keys):
-        values = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
-        numeric_values = [formatting.float_or_inf(value) for value in values if isinstance(value, int | float)]
+    metrics = [key for key in old_stage.metrics | new_stage.metrics if not key.startswith(formatting.RESOURCE_PREFIXES)]
+    for key in sorted(metrics):
+        value_pair = [stage.metrics.get(key) for stage in (old_stage, new_stage)]
+        numeric_values = [formatting.float_or_inf(value) for value in value_pair if isinstance(value, int | float)]
         change = numeric_values[1] - numeric_values[0] if len(set(numeric_values)) == 2 else 0.0
         change_text = f"{change:+.4g} {formatting.judge_change(key, change)}".rstrip() if change else ""
-        yield key, _format_value(values[0]), _format_value(values[1]), change_text
+        yield key, _format_metric(value_pair[0]), _format_metric(value_pair[1]), change_text
 
 
-def _format_value(value: object) -> str:
-    return f"{formatting.float_or_inf(value):.4g}" if isinstance(value, int | float) else "–"
+def _format_metric(metric_value: object) -> str:
+    return f"{formatting.float_or_inf(metric_value):.4g}" if isinstance(metric_value, int | float) else "–"
 
 
 def is_run_inactive(run: RunRecord) -> bool:
@@ -83,9 +83,9 @@ def is_run_inactive(run: RunRecord) -> bool:
     has_ready_stage = any(all(states.get(name) in FINISHED_STATES for name in stage.after) for stage in waiting_stages)
     if not has_ready_stage or run.outcome == "stopped":
         return True
-    holder = read_holder(run.path)
-    if holder and not holder.flow_state and holder.is_local:
-        # A stage may wait for hours, for GPUs, for a worker or for approval.
+    run_holder = read_holder(run.path)
+    if run_holder and not run_holder.flow_state and run_holder.is_local:
+        # While its flow process lives, a stage may wait for hours for GPUs, a worker or an approval.
         return find_dead_holder_start_time(run.path) is not None or run.outcome not in {"running", "waiting"}
     last_activity_time = max([run.start_time, *(stage.state.ended or 0.0 for stage in run.stages)])
     return time.time() - last_activity_time >= _MAX_START_DELAY_SECONDS

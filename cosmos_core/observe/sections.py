@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.observe import formatting, gallery
-from cosmos_core.observe.costs import cost_card
+from cosmos_core.observe.costs import make_cost_card
 from cosmos_core.observe.plots import REPORT_PANELS, draw_curves_svg
-from cosmos_core.observe.record import LoggedSample, RunRecord, StageRecord, time_breakdown
+from cosmos_core.observe.record import LoggedSample, RunRecord, StageRecord, compute_time_breakdown
 from cosmos_core.run.files import JsonDocument, parse_documents, read_json
 from cosmos_core.run.gpu_time import read_gpu_intervals, sum_gpu_seconds
 from cosmos_core.run.stage import PROFILES_FOLDER
@@ -22,8 +22,8 @@ _MAX_SHOWN_ROLLOUTS = 4  # number of rollouts shown from the first and from the 
 _MAX_SHOWN_OPERATORS = 10  # number of operators shown from a profiler trace
 _MAX_SHOWN_SAMPLES = 4  # number of images or videos shown for one prompt
 _MAX_SHOWN_FILES = 40  # number of output files listed for a stage
-_REWARD_COLUMNS = ("items", "errors", "ready", "restarts", "retried", "seconds")
-_LOGPROB_DIFFERENCE = "rollout/logprob_difference_p95"
+_SERVICE_METRICS = ("items", "errors", "ready", "restarts", "retried", "seconds")
+_LOGPROB_DIFFERENCE_METRIC = "rollout/logprob_difference_p95"
 _REPORT_LABEL = "this page"
 _NUM_HISTOGRAM_BINS = 10  # number of bins of a histogram of rewards
 _STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
@@ -32,49 +32,50 @@ _STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", 
 def select_compared_stages(run: RunRecord) -> list[StageRecord]:
     """Return the stages whose validation metrics the report compares: stages that evaluate a model or select a branch
     or, if there are none, all stages with validation metrics. Stages in branches of a sweep are left out."""
-    branch_stages = sweep_stage_names(run)
+    branch_stages = list_sweep_stages(run)
     candidates = [stage for stage in run.stages if any(map(_is_validation_metric, stage.metrics))]
     candidates = [stage for stage in candidates if stage.name not in branch_stages]
     return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
 
 
-def summary_cards(run: RunRecord) -> list[tuple[str, str]]:
+def make_summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return the summary cards as name and text: metrics of the first and last validation, times, stages done."""
     cards = []
-    validations = [formatting.select_table_metrics(metrics) for _, metrics in _validation_columns(run)]
-    differences = [stage.metrics.get(_LOGPROB_DIFFERENCE) for stage in run.stages]
-    logprob_differences = [formatting.float_or_inf(each) for each in differences if isinstance(each, int | float)]
+    validations = [formatting.select_table_metrics(metrics) for _, metrics in _list_validation_columns(run)]
+    raw_differences = [stage.metrics.get(_LOGPROB_DIFFERENCE_METRIC) for stage in run.stages]
+    logprob_differences = [formatting.float_or_inf(each) for each in raw_differences if isinstance(each, int | float)]
     for name in validations[-1] if validations else ():
-        if logprob_differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE):
+        if logprob_differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE_METRIC):
             continue  # a separate card shows the maximum of this metric over all stages
-        values = [formatting.format_number(each[name]) for each in validations if name in each]
-        cards.append((name, f"{values[0]} → {values[-1]}" if len(values) > 1 else values[0]))
+        value_texts = [formatting.format_number(each[name]) for each in validations if name in each]
+        cards.append((name, f"{value_texts[0]} → {value_texts[-1]}" if len(value_texts) > 1 else value_texts[0]))
     cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
-    names = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
-    cards += [(names[key], formatting.format_duration(seconds)) for key, seconds in time_breakdown(run).items()]
-    cards += cost_card(run).items()
-    num_finished = sum(display_status(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
+    label_by_key = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
+    time_breakdown = compute_time_breakdown(run)
+    cards += [(label_by_key[key], formatting.format_duration(seconds)) for key, seconds in time_breakdown.items()]
+    cards += make_cost_card(run).items()
+    num_finished = sum(get_displayed_status(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
     return [*cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
 
 
 def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
     change from the first to the last column."""
-    columns = _validation_columns(run)
-    keys, rows = dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics), []
-    for key in filter(_is_validation_metric, keys):
-        values = [metrics.get(key) for _, metrics in columns]
-        numeric_values = [formatting.float_or_inf(value) for value in values if isinstance(value, int | float)]
+    columns = _list_validation_columns(run)
+    metric_keys, rows = dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics), []
+    for key in filter(_is_validation_metric, metric_keys):
+        metric_values = [metrics.get(key) for _, metrics in columns]
+        numeric_values = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
         change = numeric_values[-1] - numeric_values[0] if len(numeric_values) > 1 else None
         texts = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
-        rows.append({"name": key.removeprefix("validation/"), "values": values, **texts})
+        rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **texts})
     return [name for name, _ in columns], rows
 
 
-def _validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
+def _list_validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
     """Return title and metrics of each compared validation, in the order of the pipeline: the validation before the
     first step of each training, and the validations of `select_compared_stages`."""
-    columns, compared_stages, branch_stages = [], select_compared_stages(run), sweep_stage_names(run)
+    columns, compared_stages, branch_stages = [], select_compared_stages(run), list_sweep_stages(run)
     for stage in run.stages:
         if stage.kind.trains_model and stage.name not in branch_stages:
             initial_metrics = next((line for line in stage.metric_lines if line.get("step") == 0), {})
@@ -89,7 +90,7 @@ def _is_validation_metric(key: str) -> bool:
     return key.startswith("validation/")
 
 
-def sample_table(run: RunRecord) -> dict[str, Any]:
+def make_sample_table(run: RunRecord) -> dict[str, Any]:
     """Return a table of completions with a row per prompt and a column per stage that logs completions. Completions
     from before the first step of a training have a separate column."""
     columns: list[tuple[str, dict[str, LoggedSample]]] = []
@@ -104,13 +105,13 @@ def sample_table(run: RunRecord) -> dict[str, Any]:
     prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in columns)] or all_prompts
     rows = []
     for prompt in prompts[:NUM_PROMPTS]:
-        lines = [samples.get(prompt) for _, samples in columns]
-        reference = next((line.reference for line in lines if line and line.reference), "")
-        rows.append({"prompt": prompt, "reference": reference, "lines": lines})
+        prompt_samples = [samples.get(prompt) for _, samples in columns]
+        reference = next((line.reference for line in prompt_samples if line and line.reference), "")
+        rows.append({"prompt": prompt, "reference": reference, "lines": prompt_samples})
     return {"columns": [name for name, _ in columns], "rows": rows, "total": len(prompts)}
 
 
-def lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
+def make_lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return the inputs and outputs of each finished stage with their digests."""
     return [
         {
@@ -138,18 +139,18 @@ def list_run_start_info(run: RunRecord) -> list[tuple[str, Any, bool]]:
     ]
 
 
-def display_status(stage: StageRecord) -> str:
+def get_displayed_status(stage: StageRecord) -> str:
     """Return the displayed status of a stage; a running report stage, which writes this page, is `this page`."""
     return _REPORT_LABEL if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
-def headline_metric_text(stage: StageRecord) -> str:
+def format_headline_metric(stage: StageRecord) -> str:
     """Return name and value of the metric that is shown in the title of a stage; empty if the stage has no metrics."""
-    items = formatting.select_key_metrics(stage.metrics, max_count=1).items()
-    return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in items)
+    headline = formatting.select_key_metrics(stage.metrics, max_count=1).items()
+    return " ".join(f"{formatting.metric_family(key)} {formatting.format_number(value)}" for key, value in headline)
 
 
-def stage_times(stage: StageRecord) -> list[tuple[str, str]]:
+def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return times, number of attempts and machines of a stage as pairs of name and value, without unknown values."""
     state = stage.state
     time_texts = [
@@ -163,43 +164,43 @@ def stage_times(stage: StageRecord) -> list[tuple[str, str]]:
     return [(name, value) for name, value in time_texts if value not in {"", "–"}]
 
 
-def stage_metric_texts(stage: StageRecord) -> list[tuple[str, str]]:
+def format_stage_metrics(stage: StageRecord) -> list[tuple[str, str]]:
     """Return the metrics of a stage, without times, throughput and memory."""
     shown_metrics = formatting.select_key_metrics(stage.metrics, max_count=100)
     return [(key, formatting.format_number(value)) for key, value in shown_metrics.items()]
 
 
-def result_info(stage: StageRecord) -> dict[str, Any]:
+def select_shown_info(stage: StageRecord) -> dict[str, Any]:
     """Return the results of a stage other than metrics, and other than conditions, which have their own table."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
-def service_rows(stage: StageRecord) -> list[list[Any]]:
+def make_service_rows(stage: StageRecord) -> list[list[Any]]:
     """Return one row per reward of each reward service of a stage, or one row for a service without rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
         refusal_texts = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
-        rewards = service.rewards or {"": {}}
-        for name, reward_metrics in rewards.items():
-            metric_texts = [f"{reward_metrics[key]:g}" if key in reward_metrics else "" for key in _REWARD_COLUMNS]
+        metrics_by_reward = service.rewards or {"": {}}
+        for name, reward_metrics in metrics_by_reward.items():
+            metric_texts = [f"{reward_metrics[key]:g}" if key in reward_metrics else "" for key in _SERVICE_METRICS]
             rows.append([service.url, service.status, name, *metric_texts, refusal_texts])
     return rows
 
 
-def stage_curves_svg(stage: StageRecord) -> str:
+def draw_stage_curves(stage: StageRecord) -> str:
     """Return the curves of a stage's metrics as SVG; empty if fewer than two steps were logged."""
     return draw_curves_svg(stage.metric_lines, REPORT_PANELS) if len(stage.metric_lines) > 1 else ""
 
 
-def log_files(stage: StageRecord) -> list[str]:
+def list_log_files(stage: StageRecord) -> list[str]:
     """Return the log files of the attempts of a stage, relative to the folder of the run."""
     return [f"stages/{stage.name}/logs/{file.name}" for file in sorted((stage.path / "logs").glob("*.log"))]
 
 
-def reward_css_classes(lines: Sequence[LoggedSample | None]) -> str:
+def choose_css_classes(samples: Sequence[LoggedSample | None]) -> str:
     """Return the CSS classes of the row with the completions of a prompt: `good` if the last reward is positive, else
     `bad`, and `changed` if the first and the last reward differ; empty without valid rewards."""
-    scores = [[line.reward, *line.rewards] for line in lines if line is not None]
+    scores = [[line.reward, *line.rewards] for line in samples if line is not None]
     rewards = [max(valid_scores) for each in scores if (valid_scores := [value for value in each if value is not None])]
     if not rewards:
         return ""
@@ -212,8 +213,8 @@ def select_shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
     if stage.kind.feed != "rollouts":
         return []
     steps = sorted({line.step for line in stage.samples})
-    lines = [[line for line in stage.samples if line.step == step] for step in dict.fromkeys(steps[:1] + steps[-1:])]
-    return [line for lines_of_step in lines for line in lines_of_step[:_MAX_SHOWN_ROLLOUTS]]
+    samples = [[line for line in stage.samples if line.step == step] for step in dict.fromkeys(steps[:1] + steps[-1:])]
+    return [line for lines_of_step in samples for line in lines_of_step[:_MAX_SHOWN_ROLLOUTS]]
 
 
 class ProfiledOperator(JsonDocument):
@@ -225,23 +226,23 @@ class ProfiledOperator(JsonDocument):
     share: float
 
 
-def slowest_operators(stage: StageRecord) -> list[ProfiledOperator]:
+def read_slowest_operators(stage: StageRecord) -> list[ProfiledOperator]:
     """Return the operators that took the most time in the newest trace of a stage."""
-    traces = sorted((stage.path / PROFILES_FOLDER).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
-    entries = read_json(traces[-1]) if traces else None
-    return parse_documents(entries, ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if isinstance(entries, list) else []
+    trace_files = sorted((stage.path / PROFILES_FOLDER).glob("*.operators.json"), key=lambda path: path.stat().st_mtime)
+    operators = read_json(trace_files[-1]) if trace_files else None
+    return parse_documents(operators, ProfiledOperator)[:_MAX_SHOWN_OPERATORS] if isinstance(operators, list) else []
 
 
-def completion_media(line: LoggedSample) -> list[dict[str, Any]]:
+def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:
     """Return the images and videos of a logged completion for the page, each with its reward."""
-    media = []
-    rewards = [formatting.format_number(value) if value is not None else "no valid reward" for value in line.rewards]
-    for index, name in enumerate(line.media[:_MAX_SHOWN_SAMPLES]):
-        path = Path(line.folder) / name
-        uri, caption = gallery.media_data_uri(path), rewards[index] if index < len(rewards) else ""
+    media_entries = []
+    captions = [formatting.format_number(value) if value is not None else "no valid reward" for value in sample.rewards]
+    for index, name in enumerate(sample.media[:_MAX_SHOWN_SAMPLES]):
+        path = Path(sample.folder) / name
+        uri, caption = gallery.encode_media_file(path), captions[index] if index < len(captions) else ""
         is_video = bool(uri) and path.suffix == gallery.VIDEO_SUFFIX
-        media.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
-    return media
+        media_entries.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
+    return media_entries
 
 
 def _map_newest_samples(stage: StageRecord) -> dict[str, LoggedSample]:
@@ -252,7 +253,7 @@ def _map_newest_samples(stage: StageRecord) -> dict[str, LoggedSample]:
     return newest_samples
 
 
-def resource_rows(run: RunRecord) -> list[dict[str, Any]]:
+def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return the resources of each stage that ran a worker process in this run: its machines, GPU hours, tokens per
     second and the size of its output files in bytes."""
     return [
@@ -279,18 +280,18 @@ def _median_tokens_per_second(stage: StageRecord) -> float | None:
     return throughputs[len(throughputs) // 2] if throughputs else None
 
 
-def reward_bins(stage: StageRecord) -> list[dict[str, float]]:
+def compute_reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     """Return the bins of two histograms of the logged rewards of a training, one for each half of its steps; empty if
     fewer than two steps or rewards differ. `first` and `last` are the fractions of the rewards of each half that lie in
     a bin, in percent of the largest fraction of any bin."""
     logged_rewards = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
     rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]
     steps = sorted({step for step, _ in rewards})
-    values = [value for _, value in rewards]
+    reward_values = [value for _, value in rewards]
     if stage.kind.feed != "rollouts" or len(steps) < 2:
         return []
-    middle_step, min_reward = steps[len(steps) // 2], min(values)
-    bin_width = (max(values) - min_reward) / _NUM_HISTOGRAM_BINS
+    middle_step, min_reward = steps[len(steps) // 2], min(reward_values)
+    bin_width = (max(reward_values) - min_reward) / _NUM_HISTOGRAM_BINS
     if not 0 < bin_width < math.inf:
         return []
     counts_by_half = [[0] * _NUM_HISTOGRAM_BINS, [0] * _NUM_HISTOGRAM_BINS]
@@ -308,17 +309,17 @@ def reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     ]  # fmt: skip
 
 
-def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
+def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
     """Return a table of branches for each stage of a run that chooses among branches of a sweep. Each row has the
     settings of a branch, the most urgent state among its stages, and the value of the metric that decides (None: not
     measured yet); the best branch is first, and branches without a value are last."""
-    stages = {stage.name: stage for stage in run.stages}
+    stage_by_name = {stage.name: stage for stage in run.stages}
     tables = []
     for stage, sweep in ((each, choice) for each in run.stages if (choice := each.sweep) and choice.branches):
         keys = tuple(dict.fromkeys(key for sweep_branch in sweep.branches for key in sweep_branch.settings))
         rows: list[dict[str, Any]] = []
         for sweep_branch in sweep.branches:
-            branch_stages = [stages[name] for name in sweep_branch.stages if name in stages]
+            branch_stages = [stage_by_name[name] for name in sweep_branch.stages if name in stage_by_name]
             value = {k: v for branch_stage in branch_stages for k, v in branch_stage.metrics.items()}.get(sweep.metric)
             stage_seconds = [branch_stage.seconds for branch_stage in branch_stages if branch_stage.seconds]
             states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUS_ORDER.index)
@@ -334,13 +335,13 @@ def sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
     return tables
 
 
-def _sort_key(value: float | None, sort_sign: float) -> tuple[bool, float]:
+def _sort_key(metric_value: float | None, sort_sign: float) -> tuple[bool, float]:
     """Return a sort key that places missing values and NaN last."""
-    is_missing = value is None or math.isnan(value)
-    return is_missing, 0.0 if value is None else sort_sign * value
+    is_missing = metric_value is None or math.isnan(metric_value)
+    return is_missing, 0.0 if metric_value is None else sort_sign * metric_value
 
 
-def sweep_stage_names(run: RunRecord) -> set[str]:
+def list_sweep_stages(run: RunRecord) -> set[str]:
     """Return the names of all stages of a run that belong to a branch of a sweep."""
     sweeps = [stage.sweep for stage in run.stages if stage.sweep is not None]
     return {name for sweep in sweeps for sweep_branch in sweep.branches for name in sweep_branch.stages}

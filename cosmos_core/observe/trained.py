@@ -20,46 +20,46 @@ _MAX_SHOWN_TOKENS = 400
 _PARTIAL_TRAINING_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "policy.trainable_map")
 
 
-def training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
+def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
     """Return each training stage with its properties as pairs of name and text."""
-    entries = _read_stage_entries(run)
-    rows = []
+    stage_entries = _read_stage_entries(run)
+    trainings = []
     for stage in run.stages:
-        entry = entries.get(stage.name)
+        entry = stage_entries.get(stage.name)
         if not (stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict)):
             continue
-        model, data_stages = _find_base_model(entry), _trace_data_stages(entries, stage.name)
-        if model.startswith(_STAGE_REFERENCE_PREFIX):
-            model = f"output of stage {model.removeprefix(_STAGE_REFERENCE_PREFIX)}"
+        base_model, data_stages = _find_base_model(entry), _trace_data_stages(stage_entries, stage.name)
+        if base_model.startswith(_STAGE_REFERENCE_PREFIX):
+            base_model = f"output of stage {base_model.removeprefix(_STAGE_REFERENCE_PREFIX)}"
         properties = [
-            ("base model", model),
+            ("base model", base_model),
             ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
-            ("data", _describe_data(run, entries, data_stages)),
+            ("data", _describe_data(run, stage_entries, data_stages)),
             ("digest of the data", _format_source_digests(run, data_stages, "data")),
             *_list_training_settings(stage, flatten_tables(entry["overrides"])),
         ]
-        rows.append((stage, [(name, value) for name, value in properties if value]))
-    return rows
+        trainings.append((stage, [(name, value) for name, value in properties if value]))
+    return trainings
 
 
-def sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
+def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
     """Return the first row of each training stage as segments of text, each with True if the loss includes it."""
-    entries = _read_stage_entries(run)
+    stage_entries = _read_stage_entries(run)
     stages = {stage.name: stage for stage in run.stages}
     shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
     for stage in run.stages:
-        entry = entries.get(stage.name)
+        entry = stage_entries.get(stage.name)
         if not (stage.kind.trains_model and entry):
             continue
-        data_stages = [stages[name] for name in _trace_data_stages(entries, stage.name) if name in stages]
+        data_stages = [stages[name] for name in _trace_data_stages(stage_entries, stage.name) if name in stages]
         data_stage = next((each for each in data_stages if (each.path / "data").is_dir()), None)
         if data_stage is None or data_stage.name in shown_rows:
             continue
         base_model = _find_base_model(entry)
         is_stage = base_model.startswith(_STAGE_REFERENCE_PREFIX)
         model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_REFERENCE_PREFIX)) if is_stage else None)
-        models = [each.path / str(each.info["model"]) for each in model_stages if each and each.info.get("model")]
-        if row := _decode_sample_row(data_stage.path / "data", [*models, base_model]):
+        model_paths = [each.path / str(each.info["model"]) for each in model_stages if each and each.info.get("model")]
+        if row := _decode_sample_row(data_stage.path / "data", [*model_paths, base_model]):
             shown_rows[data_stage.name] = (stage, row)
     return list(shown_rows.values())
 
@@ -70,49 +70,49 @@ def _find_base_model(entry: dict[str, Any]) -> str:
 
 def _read_stage_entries(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Return the entries of the stages in `pipeline.toml` by stage name."""
-    stages = read_pipeline(run.path).get("stages", [])
-    return {e["name"]: e for e in stages if isinstance(e, dict) and isinstance(e.get("name"), str)}
+    stage_tables = read_pipeline(run.path).get("stages", [])
+    return {e["name"]: e for e in stage_tables if isinstance(e, dict) and isinstance(e.get("name"), str)}
 
 
-def _trace_data_stages(entries: dict[str, dict[str, Any]], name: str) -> list[str]:
+def _trace_data_stages(stage_entries: dict[str, dict[str, Any]], stage_name: str) -> list[str]:
     """Return the names of a stage and of the stages before it that prepared its rows, from the last to the first."""
     stage_names: list[str] = []
-    while name in entries and name not in stage_names:
-        stage_names.append(name)
-        name = str(entries[name].get("data") or "").removeprefix(_STAGE_REFERENCE_PREFIX)
+    while stage_name in stage_entries and stage_name not in stage_names:
+        stage_names.append(stage_name)
+        stage_name = str(stage_entries[stage_name].get("data") or "").removeprefix(_STAGE_REFERENCE_PREFIX)
     return stage_names
 
 
 def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: str) -> str:
-    """Return the digests of the external models or data sets (by `source_kind`) that a chain of stages has read."""
+    """Return the digests of the external sources (`source_kind`: model or data) that a chain of stages has read."""
     results = [stage.result for stage in run.stages if stage.name in stage_names and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == source_kind]
     return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LENGTH] for source in sources))
 
 
-def _describe_data(run: RunRecord, entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
+def _describe_data(run: RunRecord, stage_entries: dict[str, dict[str, Any]], stage_names: list[str]) -> str:
     """Return the name of the data set that a chain of stages reads, and its number of rows."""
     data_source = ""
     for name in stage_names:
-        settings = flatten_tables(entries[name].get("overrides") or {})
-        dataset_names = [settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
-        mixture = settings.get("train.train_policy.datasets")
+        stage_settings = flatten_tables(stage_entries[name].get("overrides") or {})
+        dataset_names = [stage_settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
+        mixture = stage_settings.get("train.train_policy.datasets")
         datasets = [each for each in mixture if isinstance(each, dict)] if isinstance(mixture, list) else []
-        weights = [(each.get("name"), each.get("weight")) for each in datasets]
-        dataset_names.append(", ".join(f"{each}{f' x {weight:g}' if weight else ''}" for each, weight in weights))
+        mix_weights = [(each.get("name"), each.get("weight")) for each in datasets]
+        dataset_names.append(", ".join(f"{each}{f' x {weight:g}' if weight else ''}" for each, weight in mix_weights))
         data_source = data_source or next((str(value) for value in dataset_names if value), "")
-        data_reference = str(entries[name].get("data") or "")
+        data_reference = str(stage_entries[name].get("data") or "")
         if not data_reference.startswith(_STAGE_REFERENCE_PREFIX):
             data_source = data_source or data_reference
     data_source = data_source or (f"output of stage {stage_names[-1]}" if len(stage_names) > 1 else "")
-    paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
-    row_statistics = next((statistics for path in paths if (statistics := read_json_object(path))), {})
-    texts = [data_source] if data_source else []
+    statistics_paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
+    row_statistics = next((statistics for path in statistics_paths if (statistics := read_json_object(path))), {})
+    data_texts = [data_source] if data_source else []
     for split_name, rows_suffix in (("train", ""), ("validation", " held out")):
         split_statistics = row_statistics.get(split_name)
         if isinstance(split_statistics, dict) and isinstance(split_statistics.get("rows"), int):
-            texts.append(f"{format_number(split_statistics['rows'])} rows{rows_suffix}")
-    return ", ".join(texts)
+            data_texts.append(f"{format_number(split_statistics['rows'])} rows{rows_suffix}")
+    return ", ".join(data_texts)
 
 
 def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -123,11 +123,11 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_prefix = "train_policy."
     (step, total), has_rollouts = stage.step_and_total, stage.kind.feed == "rollouts"
     lora_rank, num_generations = settings.get("policy.lora.r"), settings.get("rollout.n_generation")
-    prefix = "train.optm_lr"
-    rate_keys = [key for key in settings if key.startswith(prefix) and isinstance(settings[key], int | float)]
-    learning_rates = [(key.removeprefix(prefix).removeprefix("."), settings[key]) for key in rate_keys]
+    rate_prefix = "train.optm_lr"
+    rate_keys = [key for key in settings if key.startswith(rate_prefix) and isinstance(settings[key], int | float)]
+    learning_rates = [(key.removeprefix(rate_prefix).removeprefix("."), settings[key]) for key in rate_keys]
     partial_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
-    is_partial = any(value not in ([], {}) for value in partial_settings)
+    trains_subset = any(value not in ([], {}) for value in partial_settings)
     policy_type = format_setting(f"{policy_prefix}type")
     loss_variant = format_setting(f"{policy_prefix}variant")
     algorithm_name = format_setting(f"{policy_prefix}trainer_type") or policy_type
@@ -135,7 +135,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     warmup_template = "warmup of {} steps" if is_step_count else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, loss_variant if algorithm_name == policy_type != loss_variant else ""]),
-        ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if is_partial else "all weights",
+        ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if trains_subset else "all weights",
                     format_setting("param_dtype", "computed in {}")]),
         ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in learning_rates),
                            format_setting("optm_name"), format_setting("optm_decay_type", "{} decay") or "constant",
@@ -154,36 +154,36 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
     """Return the rewards of a training with their weights: of the reward service, the data sets, or the algorithm."""
     policy_prefix = "train.train_policy."
     if settings.get(f"{policy_prefix}use_remote_reward"):
-        functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
-        return [f"{each['name']} x {each['weight']:g} of a reward service" for each in functions]
+        reward_functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
+        return [f"{each['name']} x {each['weight']:g} of a reward service" for each in reward_functions]
     prefix = f"{policy_prefix}reward_function."
     default_weights = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
     datasets = settings.get(f"{policy_prefix}datasets") or [{}]
-    weights = [dataset.get("reward_function") or default_weights for dataset in datasets]
-    return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights for name, weight in each.items()))
+    weights_by_dataset = [dataset.get("reward_function") or default_weights for dataset in datasets]
+    return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights_by_dataset for name, weight in each.items()))
 
 
-def _decode_sample_row(data: Path, models: Iterable[str | Path]) -> list[tuple[str, bool]]:
-    """Return the first training row in the folder `data` as texts, each with whether the loss includes it, decoded with
-    the first `tokenizer.json` in the folders `models`; empty if there is none, or if the row has no text."""
-    tokenizer = next((file for name in models if (file := Path(name) / "tokenizer.json").is_file()), None)
-    if tokenizer is None or not (row := _read_first_row(data / "train.arrow")):
+def _decode_sample_row(data_folder: Path, model_folders: Iterable[str | Path]) -> list[tuple[str, bool]]:
+    """Return the first training row in `data_folder` as texts, each with True if the loss includes it, decoded with the
+    first `tokenizer.json` in the folders `model_folders`; empty if there is none, or if the row has no text."""
+    tokenizer_file = next((file for name in model_folders if (file := Path(name) / "tokenizer.json").is_file()), None)
+    if tokenizer_file is None or not (row := _read_first_row(data_folder / "train.arrow")):
         return []
     from tokenizers import Tokenizer
 
     try:
-        decode_tokens = Tokenizer.from_file(str(tokenizer)).decode
+        decode_tokens = Tokenizer.from_file(str(tokenizer_file)).decode
     except Exception:  # noqa: BLE001 - for a damaged file, tokenizers raises the class Exception itself
         return []
     text_segments: list[tuple[str, bool]] = []
     for name in [name for name in row if name.endswith("_ids") and row[name]]:
         column = name.removesuffix("_ids")
-        mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
+        loss_mask = row.get("loss_mask" if column == "input" else f"{column}_mask") or [0] * len(row[name])
         text_segments += [(f"\n{column}: " if text_segments else f"{column}: ", False)] if column != "input" else []
-        masked_tokens = list(zip(mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
+        masked_tokens = list(zip(loss_mask, row[name], strict=False))[:_MAX_SHOWN_TOKENS]
         for is_in_loss, token_group in groupby(masked_tokens, key=itemgetter(0)):
-            text = decode_tokens([token for _, token in token_group], skip_special_tokens=False)
-            text_segments.append((text, bool(is_in_loss)))
+            decoded_text = decode_tokens([token for _, token in token_group], skip_special_tokens=False)
+            text_segments.append((decoded_text, bool(is_in_loss)))
         text_segments += [("…", False)] if len(row[name]) > _MAX_SHOWN_TOKENS else []
     return text_segments
 
@@ -194,9 +194,9 @@ def _read_first_row(file: Path) -> dict[str, Any]:
 
     try:
         with pa.memory_map(str(file)) as source:
-            table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
-            names = [name for name in table.schema.names if name.endswith(("_ids", "_mask"))]
-            rows: list[dict[str, Any]] = table.select(names).to_pylist()
+            row_table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
+            column_names = [name for name in row_table.schema.names if name.endswith(("_ids", "_mask"))]
+            first_rows: list[dict[str, Any]] = row_table.select(column_names).to_pylist()
     except (OSError, pa.ArrowException, IndexError):
         return {}
-    return rows[0] if rows else {}
+    return first_rows[0] if first_rows else {}

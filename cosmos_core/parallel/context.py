@@ -79,10 +79,10 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     return RowShard({**inputs, **shards}, scored_N[is_local_N] - shard_start, is_local_N)
 
 
-def gather_scored_tokens(values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the values of all scored tokens on every rank; `values` are those of the scored tokens in this rank's
-    shard. In the backward pass each rank gets the gradients of its own values."""
-    gathered_values: Tensor = _GatherScoredTokens.apply(values, is_local_N, mesh.get_group())
+def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the values of all scored tokens on every rank; `local_values` are the values of the scored tokens in this
+    rank's shard. In the backward pass each rank gets the gradients of its own values."""
+    gathered_values: Tensor = _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())
     return gathered_values
 
 
@@ -98,12 +98,12 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.back = (concat_dim, split_dim, group)
+        ctx.backward_arguments = (concat_dim, split_dim, group)
         return _run_all_to_all(tensor, split_dim, concat_dim, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _run_all_to_all(gradients[0], *ctx.back), None, None, None
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
+        return _run_all_to_all(output_gradients[0], *ctx.backward_arguments), None, None, None
 
 
 def _run_all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -117,14 +117,14 @@ class _GatherScoredTokens(torch.autograd.Function):
     """Differentiable gather of values per token from the ranks whose shards contain the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, is_local_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local_values: Tensor, is_local_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(is_local_N)
-        gathered_values_N = values.new_zeros((len(is_local_N), *values.shape[1:]))
-        gathered_values_N[is_local_N] = values
+        gathered_values_N = local_values.new_zeros((len(is_local_N), *local_values.shape[1:]))
+        gathered_values_N[is_local_N] = local_values
         dist.all_reduce(gathered_values_N, group=group)
         return gathered_values_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
         (is_local_N,) = ctx.saved_tensors
-        return gradients[0][is_local_N], None, None
+        return output_gradients[0][is_local_N], None, None

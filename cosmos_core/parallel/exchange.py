@@ -25,9 +25,9 @@ Without the lock, a thread that leaves `safe_globals` would remove the classes w
 """
 
 
-def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather(local_value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of a process group, in the order of ranks; `group` None: the default group."""
-    local_bytes = _serialize(value)
+    local_bytes = _serialize(local_value)
     byte_counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(byte_counts, torch.tensor([len(local_bytes)]), group=group)
     max_bytes = int(max(byte_counts))
@@ -37,22 +37,22 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return [_deserialize(buffer[: int(count)]) for buffer, count in zip(received_buffers, byte_counts, strict=True)]
 
 
-def broadcast(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return on every rank of a process group the value of the rank with global number `source`."""
-    is_source = dist.get_rank() == source
-    serialized_value = _serialize(value) if is_source else torch.empty(0, dtype=torch.uint8)
+def broadcast(local_value: T, source_rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Return on every rank of a process group the value of the rank with global number `source_rank`."""
+    is_source = dist.get_rank() == source_rank
+    serialized_value = _serialize(local_value) if is_source else torch.empty(0, dtype=torch.uint8)
     num_bytes = torch.tensor([len(serialized_value)])
-    dist.broadcast(num_bytes, src=source, group=group)
+    dist.broadcast(num_bytes, src=source_rank, group=group)
     if not is_source:
         serialized_value = torch.empty(int(num_bytes), dtype=torch.uint8)
-    dist.broadcast(serialized_value, src=source, group=group)
-    received_value: T = value if is_source else _deserialize(serialized_value)
+    dist.broadcast(serialized_value, src=source_rank, group=group)
+    received_value: T = local_value if is_source else _deserialize(serialized_value)
     return received_value
 
 
-def _serialize(value: Any) -> Tensor:
+def _serialize(local_value: Any) -> Tensor:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(local_value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 

@@ -35,13 +35,14 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
         ModelError: the model has no plan that dispatches tokens, an adapter wraps the experts, or their number is not
             divisible by the number of ranks.
     """
-    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel  # transformers 5.17 lacks this class
+    # This class is not imported at module level, because transformers 5.17 lacks it.
+    from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
     assert mesh.ep is not None
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {mesh.ep.size()}: {type(model).__name__}"
-    # With a pipeline, all layers of this rank may be dense.
+    # With pipeline parallelism, a rank without experts is allowed: all its layers may be dense.
     if not expert_patterns or not (expert_layers or mesh.pp):
         raise ModelError(
             f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
@@ -55,8 +56,8 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
         experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
         if mesh.ep_fsdp is not None:
             shard_placement = partial(expert_sharding, mesh.ep_fsdp.shape[-1])
-            arguments = fsdp_arguments(train_config)
-            fully_shard(experts, mesh=mesh.ep_fsdp, shard_placement_fn=shard_placement, **arguments)
+            fsdp_options = fsdp_arguments(train_config)
+            fully_shard(experts, mesh=mesh.ep_fsdp, shard_placement_fn=shard_placement, **fsdp_options)
 
 
 def keep_local_experts(experts: Any, expert_mesh: DeviceMesh, error_prefix: str) -> None:

@@ -29,13 +29,13 @@ from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first_rank, nu
 T = TypeVar("T", bound=Tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# On a 2-D mesh, this logger warns at the first gradient norm that two small all-reduces could be merged.
+# Hide a warning of the first gradient norm on a 2-D mesh, that two small all-reduces could be merged.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def fsdp_arguments(train: TrainConfig, *, should_cast: bool = True) -> dict[str, Any]:
-    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`; `should_cast`:
-    whether weights are gathered in `param_dtype`, the dtype in which autocast multiplies them."""
+    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`. `should_cast` says
+    whether FSDP gathers weights in `param_dtype`, the dtype in which autocast multiplies them."""
     param_dtype = getattr(torch, train.param_dtype) if should_cast and gathers_in_param_dtype(train) else None
     mp_policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
     arguments: dict[str, Any] = {"mp_policy": mp_policy}
@@ -68,16 +68,16 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     def shard_placement(parameter: nn.Parameter) -> Shard | None:
         return expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
 
-    options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": shard_placement}
+    fsdp_options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": shard_placement}
     should_reshard = {"always": True, "never": False, "default": mesh.pp is None}[train.fsdp_reshard_after_forward]
     for block in transformer_blocks(model):
-        fully_shard(block, reshard_after_forward=should_reshard, **options, **fsdp_arguments(train))
-    fully_shard(root, reshard_after_forward=False, **options, **fsdp_arguments(train, should_cast=False))
+        fully_shard(block, reshard_after_forward=should_reshard, **fsdp_options, **fsdp_arguments(train))
+    fully_shard(root, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(train, should_cast=False))
     register_fsdp_forward_method(root, "probe_hidden_states")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaling of values during a reduction
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale values during a reduction
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -94,8 +94,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def expert_sharding(num_shards: int, parameter: nn.Parameter) -> Shard:
-    """Return the dimension along which FSDP shards the stacked weights of experts, (experts, features, ...): features
-    if their number is divisible by `num_shards`, because a rank may have fewer experts than shards, else experts."""
+    """Return the dimension along which FSDP shards the stacked weights of experts, (experts, features, ...). This is
+    the dimension of features, because a rank may have fewer experts than shards, or the dimension of experts if the
+    number of features is not divisible by `num_shards`."""
     return Shard(0 if parameter.shape[1] % num_shards else 1)
 
 
@@ -107,8 +108,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered parameters that remain in memory after a forward pass without a backward pass, and wait until a GPU
-    has read the shards in host memory, because both would be wrong after the next change of the weights."""
+    """Free gathered parameters that remain in memory after a forward pass without a backward pass, because the next
+    change of the weights makes them outdated. For the same reason, wait until a GPU has read shards in host memory."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -117,9 +118,9 @@ def reshard(root: nn.Module) -> None:
 
 
 def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the full tensor for each of `tensors` (of a model: its state dict), in the same order on all
-    ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another pipeline stage, is
-    broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a copy."""
+    """Yield the name and the full tensor of each entry of `tensors`, or of the state dict of a model, in the same order
+    on all ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another pipeline
+    stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a copy."""
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
     local_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
     metadata_by_rank = all_gather_object(local_metadata)
@@ -127,7 +128,7 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
         owner_ranks = [rank for rank, metadata in enumerate(metadata_by_rank) if name in metadata]
         if name in local_tensors:
             full_tensor = _full_tensor(local_tensors[name].detach())
-        else:  # the device type of the sending rank selects the backend of the broadcast, NCCL or gloo
+        else:  # the device type of a rank that has the tensor selects the backend of the broadcast
             shape, dtype, device = metadata_by_rank[owner_ranks[-1]][name]
             full_tensor = torch.empty(shape, dtype=dtype, device=device)
         if len(owner_ranks) < num_ranks():
@@ -149,8 +150,8 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 
 
 def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
-    """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`; return it on the
-    CPU, and None on other ranks than the first. The function is collective."""
+    """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`. The first rank
+    returns it on the CPU, other ranks return None. All ranks must call this function."""
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first_rank()}
     if not is_first_rank():
         return None
@@ -165,18 +166,18 @@ def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
 
 def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
     """Return for each parameter of a model the list of its names; a tied weight has several names."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.values())
+        names_by_parameter.setdefault(parameter, []).append(name)
+    return list(names_by_parameter.values())
 
 
 def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
     """Return the tensors in one list per device mesh, because operations cannot mix different meshes."""
-    groups: dict[DeviceMesh | None, list[T]] = {}
+    tensors_by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(groups.values())
+        tensors_by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(tensors_by_mesh.values())
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -186,12 +187,12 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of `parameters`, whose total norm is `norm`, down to the norm `max_norm`, unless `max_norm`
-    is 0, or their norm is smaller or not finite."""
-    if max_norm > 0 and torch.isfinite(norm):
+def scale_gradients(parameters: Iterable[nn.Parameter], gradient_norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients of `parameters`, whose total norm is `gradient_norm`, down to the norm `max_norm`. Do nothing
+    if `max_norm` is 0, or if `gradient_norm` is smaller or not finite."""
+    if max_norm > 0 and torch.isfinite(gradient_norm):
         for mesh_parameters in group_by_mesh(parameters):
-            torch.nn.utils.clip_grads_with_norm_(mesh_parameters, max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(mesh_parameters, max_norm, gradient_norm)
 
 
 def shard_bounds(tensor: Tensor) -> tuple[slice, ...]:

@@ -40,38 +40,38 @@ class FullTensorGatherer:
         for rank, names in enumerate(all_gather_object(list(tensors))):
             self._owner_ranks = dict.fromkeys(names, rank) | self._owner_ranks
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
-        self._is_shared = not all_reduce_any(not is_on_cpu) and _are_ranks_on_one_machine()
+        self._uses_shared_memory = not all_reduce_any(not is_on_cpu) and _are_ranks_on_one_machine()
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 
-    def full_tensors(self, tensor_specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the requested full tensors by name; their memory is reused when all references to them are gone.
-        `tensor_specs` has tensors of the same shape and dtype, which may be on the meta device."""
-        if self._is_shared and (shared_memory := self._reusable_memory(tensor_specs)) is not None:
-            return self._gather_by_shared_memory(shared_memory, tensor_specs)
-        tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_specs if name in self.tensors}))
-        return {name: tensors[name] for name in tensor_specs}
+    def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the full tensors named in `tensor_templates`; their memory is reused when all references to them
+        are gone. Each template has the shape and dtype of the full tensor, and may be on the meta device."""
+        if self._uses_shared_memory and (shared_memory := self._reusable_memory(tensor_templates)) is not None:
+            return self._gather_by_shared_memory(shared_memory, tensor_templates)
+        tensors = dict(full_tensors({name: self.tensors[name] for name in tensor_templates if name in self.tensors}))
+        return {name: tensors[name] for name in tensor_templates}
 
-    def _reusable_memory(self, tensor_specs: Mapping[str, Tensor]) -> _SharedMemory | None:
-        """Return unreferenced shared memory that fits the requested tensors; None if a rank cannot map it."""
-        num_bytes = sum(_round_up_to_alignment(tensor_spec.nbytes) for tensor_spec in tensor_specs.values())
+    def _reusable_memory(self, tensor_templates: Mapping[str, Tensor]) -> _SharedMemory | None:
+        """Return unused shared memory that is large enough for the requested tensors; None if a rank cannot map it."""
+        num_bytes = sum(_round_up_to_alignment(tensor_template.nbytes) for tensor_template in tensor_templates.values())
         shared_memory = self._shared_memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
         if all_reduce_any(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
-            shared_memory = None  # free the old memory before allocating
+            shared_memory = None  # free the old memory before new memory is allocated
             shared_memory = _open_shared_memory(max(num_bytes, self._max_bytes))
-            self._is_shared = shared_memory is not None
+            self._uses_shared_memory = shared_memory is not None
         self._shared_memories.append(shared_memory)
         return shared_memory
 
     def _gather_by_shared_memory(
-        self, shared_memory: _SharedMemory, tensor_specs: Mapping[str, Tensor]
+        self, shared_memory: _SharedMemory, tensor_templates: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the requested full tensors as views of shared memory that all ranks have filled with their shards."""
         tensors, byte_offset = {}, 0
-        for name, tensor_spec in tensor_specs.items():
-            tensors[name] = shared_memory.tensor(byte_offset, tensor_spec)
-            byte_offset += _round_up_to_alignment(tensor_spec.nbytes)
+        for name, tensor_template in tensor_templates.items():
+            tensors[name] = shared_memory.tensor(byte_offset, tensor_template)
+            byte_offset += _round_up_to_alignment(tensor_template.nbytes)
             if self._should_write_shard(name):
                 tensor = self.tensors[name].detach()
                 tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
@@ -101,13 +101,13 @@ class _SharedMemory:
         # Each tensor that the method `tensor` returned holds a reference to the memory view.
         return sys.getrefcount(self._memory_view) > self._num_references
 
-    def tensor(self, byte_offset: int, tensor_spec: Tensor) -> Tensor:
-        """Return the memory from `byte_offset` on as a tensor of the shape and dtype of `tensor_spec`, uncopied."""
-        numel = tensor_spec.numel()
+    def tensor(self, byte_offset: int, tensor_template: Tensor) -> Tensor:
+        """Return the memory from `byte_offset` on as a tensor of the shape and dtype of `tensor_template`."""
+        numel = tensor_template.numel()
         if not numel:
-            return torch.empty_like(tensor_spec, device="cpu")
-        tensor = torch.frombuffer(self._memory_view, dtype=tensor_spec.dtype, count=numel, offset=byte_offset)
-        return tensor.view(tensor_spec.shape)
+            return torch.empty_like(tensor_template, device="cpu")
+        tensor = torch.frombuffer(self._memory_view, dtype=tensor_template.dtype, count=numel, offset=byte_offset)
+        return tensor.view(tensor_template.shape)
 
 
 def _open_shared_memory(num_bytes: int) -> _SharedMemory | None:
@@ -120,10 +120,10 @@ def _open_shared_memory(num_bytes: int) -> _SharedMemory | None:
         except OSError:
             os.close(file_descriptor)
             file_descriptor = -1
-    pid, first_rank_descriptor = broadcast_object((os.getpid(), file_descriptor))
+    first_rank_pid, first_rank_descriptor = broadcast_object((os.getpid(), file_descriptor))
     with suppress(OSError):
         if first_rank_descriptor >= 0 and not is_first_rank():
-            file_descriptor = os.open(f"/proc/{pid}/fd/{first_rank_descriptor}", os.O_RDWR)
+            file_descriptor = os.open(f"/proc/{first_rank_pid}/fd/{first_rank_descriptor}", os.O_RDWR)
     shared_memory = None if all_reduce_any(file_descriptor < 0) else _SharedMemory(file_descriptor, num_bytes)
     dist.barrier()  # the first rank must not close its descriptor until all ranks have opened it
     if file_descriptor >= 0:

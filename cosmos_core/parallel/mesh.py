@@ -25,7 +25,7 @@ _ARRIVALS_KEY, _HEARTBEATS_KEY = "cosmos/arrivals", "cosmos/heartbeats"
 
 @dataclass(frozen=True)
 class Mesh:
-    """Device meshes of a training that contain this rank; None for a kind of parallelism that is not used."""
+    """Device meshes of a training that contain this rank; None for each kind of parallelism that is not used."""
 
     parallelism: ParallelismConfig
     """Configured size of each axis of the mesh."""
@@ -50,14 +50,14 @@ class Mesh:
         """Return the items of this data-parallel rank: of n data-parallel ranks, each gets every n-th item."""
         return list(items[self.dp.get_local_rank() :: self.dp.size()])
 
-    def all_gather_object(self, value: T) -> list[T]:
+    def all_gather_object(self, local_value: T) -> list[T]:
         """Return the values of all data-parallel ranks, in order; with pipeline parallelism those of the last pipeline
         stage, which computes the outputs."""
-        values = exchange.all_gather(value, self.dp.get_group())
+        values_by_rank = exchange.all_gather(local_value, self.dp.get_group())
         if self.pp:
             group = self.pp.get_group()
-            values = exchange.broadcast(values, dist.get_global_rank(group, self.pp.size() - 1), group)
-        return values
+            values_by_rank = exchange.broadcast(values_by_rank, dist.get_global_rank(group, self.pp.size() - 1), group)
+        return values_by_rank
 
 
 def open_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh | None:
@@ -112,46 +112,46 @@ def is_first_rank() -> bool:
     return rank_number() == 0
 
 
-def broadcast_object(value: T) -> T:
+def broadcast_object(local_value: T) -> T:
     """Return the value of rank 0 on all ranks."""
-    return value if is_single_rank() else exchange.broadcast(value)
+    return local_value if is_single_rank() else exchange.broadcast(local_value)
 
 
-def all_gather_object(value: T) -> list[T]:
+def all_gather_object(local_value: T) -> list[T]:
     """Return the values of all ranks, in the order of ranks."""
-    return [value] if is_single_rank() else exchange.all_gather(value)
+    return [local_value] if is_single_rank() else exchange.all_gather(local_value)
 
 
-def all_reduce_any(flag: bool) -> bool:
-    """Return True on all ranks if `flag` is true on any rank."""
+def all_reduce_any(local_flag: bool) -> bool:
+    """Return True on all ranks if `local_flag` is true on any rank."""
     if is_single_rank():
-        return flag
-    flag_tensor = torch.tensor(int(flag))
+        return local_flag
+    flag_tensor = torch.tensor(int(local_flag))
     dist.all_reduce(flag_tensor, dist.ReduceOp.MAX)
     return bool(flag_tensor)
 
 
-def first_error_of_ranks(message: str | None) -> str | None:
+def first_error_of_ranks(local_message: str | None) -> str | None:
     """Return on all ranks the error message of the lowest rank that has a nonempty one; None: no rank has one."""
-    return next((rank_message for rank_message in all_gather_object(message) if rank_message), None)
+    return next((rank_message for rank_message in all_gather_object(local_message) if rank_message), None)
 
 
-def send_heartbeat(heartbeat: Callable[[], None]) -> None:
-    """Call `heartbeat`, and report to the ranks in `wait_for_ranks` that this rank is alive."""
-    heartbeat()
+def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:
+    """Call `report_heartbeat`, and tell the ranks in `wait_for_ranks` that this rank is alive."""
+    report_heartbeat()
     if not is_single_rank():
         _get_default_store().add(_HEARTBEATS_KEY, 1)
 
 
-def wait_for_ranks(heartbeat: Callable[[], None]) -> None:
-    """Wait until all ranks have called this function, for longer than a collective may take; call `heartbeat` when
+def wait_for_ranks(report_heartbeat: Callable[[], None]) -> None:
+    """Wait until all ranks have called this function, without the timeout of a collective; call `report_heartbeat` when
     another rank has sent a heartbeat."""
     if is_single_rank():
         return
-    store, num_heartbeats = _get_default_store(), 0
-    num_expected_arrivals = -(-store.add(_ARRIVALS_KEY, 1) // num_ranks()) * num_ranks()
-    while store.add(_ARRIVALS_KEY, 0) < num_expected_arrivals:
+    key_value_store, num_heartbeats = _get_default_store(), 0
+    num_expected_arrivals = -(-key_value_store.add(_ARRIVALS_KEY, 1) // num_ranks()) * num_ranks()
+    while key_value_store.add(_ARRIVALS_KEY, 0) < num_expected_arrivals:
         time.sleep(_POLL_SECONDS)
-        if (new_num_heartbeats := store.add(_HEARTBEATS_KEY, 0)) > num_heartbeats:
+        if (new_num_heartbeats := key_value_store.add(_HEARTBEATS_KEY, 0)) > num_heartbeats:
             num_heartbeats = new_num_heartbeats
-            heartbeat()
+            report_heartbeat()

@@ -69,7 +69,7 @@ class _RecordingPlaceholder(OtherStageModule):
 
 
 def stage_layer_indices(stage_index: int, num_stages: int, num_layers: int) -> range:
-    """Return the layer indices of a pipeline stage; if layers are not divisible, first stages have one more."""
+    """Return the layer indices of a pipeline stage. If the stages cannot be equal, the first have one layer more."""
     layers_per_stage, remainder = divmod(num_layers, num_stages)
     first_layer = stage_index * layers_per_stage + min(stage_index, remainder)
     return range(first_layer, first_layer + layers_per_stage + (stage_index < remainder))
@@ -81,9 +81,9 @@ def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
     num_layers = int(model.config.num_hidden_layers)
     num_model_stages = parallelism.num_pipeline_stages(num_layers)
     if num_model_stages > num_layers:
-        setting = f"policy.parallelism.pp_size = {parallelism.pp_size}"
+        size_setting = f"policy.parallelism.pp_size = {parallelism.pp_size}"
         remedy = "lower it, or raise pp_layers_per_stage"
-        raise ModelError(f"{setting} makes {num_model_stages} stages of {num_layers} layers; {remedy}")
+        raise ModelError(f"{size_setting} makes {num_model_stages} stages of {num_layers} layers; {remedy}")
     return num_model_stages
 
 
@@ -133,16 +133,16 @@ def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
 
 def clip_gradients_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
     """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
-    gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
-    trained_parameters = list(gradients)
-    if has_tied_embeddings(model) and pipeline.get_local_rank() > 0:  # count a tied weight only once
-        gradients.pop(model.get_output_embeddings().weight, None)
-    norm = total_norm(gradients.values()) if gradients else torch.zeros((), device=model.device)
-    squared_norm = norm.to(torch.float64).square()
+    weight_gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    trained_parameters = list(weight_gradients)
+    if has_tied_embeddings(model) and pipeline.get_local_rank() > 0:  # only the first rank counts a tied weight
+        weight_gradients.pop(model.get_output_embeddings().weight, None)
+    gradient_norm = total_norm(weight_gradients.values()) if weight_gradients else torch.zeros((), device=model.device)
+    squared_norm = gradient_norm.to(torch.float64).square()
     dist.all_reduce(squared_norm, group=pipeline.get_group())
-    norm = squared_norm.sqrt()
-    scale_gradients(trained_parameters, norm, max_norm)
-    return float(norm)
+    gradient_norm = squared_norm.sqrt()
+    scale_gradients(trained_parameters, gradient_norm, max_norm)
+    return float(gradient_norm)
 
 
 def _shallow_copy(module: M) -> M:
@@ -154,8 +154,8 @@ def _shallow_copy(module: M) -> M:
 
 def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the modules before the layers, and of the modules after the layers, in the pipeline plan."""
-    names = list(model.config.base_model_pp_plan or ())
-    return names[: names.index(_LAYERS_NAME)], names[names.index(_LAYERS_NAME) + 1 :]
+    planned_names = list(model.config.base_model_pp_plan or ())
+    return planned_names[: planned_names.index(_LAYERS_NAME)], planned_names[planned_names.index(_LAYERS_NAME) + 1 :]
 
 
 def _replace_other_stages(
@@ -215,11 +215,11 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
     if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
         raise ModelError(f"{error_prefix}: its plan does not know {unplanned_names[0]}; {remedy}")
     try:
-        reason = _find_compute_outside_plan(model, base_model)
+        unplanned_operation = _find_compute_outside_plan(model, base_model)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-    if reason:
-        raise ModelError(f"{error_prefix} cannot be cut into stages ({reason}); {remedy}")
+        unplanned_operation = " ".join(str(error).split())[:200]
+    if unplanned_operation:
+        raise ModelError(f"{error_prefix} cannot be cut into stages ({unplanned_operation}); {remedy}")
 
 
 @torch.no_grad()
@@ -253,10 +253,10 @@ def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) ->
     return ""
 
 
-def _are_arguments_equal(value: Any, other_value: Any) -> bool:
+def _are_arguments_equal(argument: Any, other_argument: Any) -> bool:
     """Return True if two arguments of a layer are equal, including tensors and tuples or lists of tensors."""
-    if isinstance(value, Tensor) and isinstance(other_value, Tensor):
-        return torch.equal(value, other_value)
-    if isinstance(value, (tuple, list)) and isinstance(other_value, (tuple, list)):
-        return len(value) == len(other_value) and all(map(_are_arguments_equal, value, other_value))
-    return type(value) is type(other_value) and bool(value == other_value)
+    if isinstance(argument, Tensor) and isinstance(other_argument, Tensor):
+        return torch.equal(argument, other_argument)
+    if isinstance(argument, (tuple, list)) and isinstance(other_argument, (tuple, list)):
+        return len(argument) == len(other_argument) and all(map(_are_arguments_equal, argument, other_argument))
+    return type(argument) is type(other_argument) and bool(argument == other_argument)

@@ -49,8 +49,8 @@ class _AllReduceGradientStyle(ParallelStyle):
 
 
 class _ExpertShardingStyle(ParallelStyle):
-    """Parallel style in which each rank holds some whole experts of a layer, processes all tokens, and outputs are
-    summed. The style of transformers would split gate and up projection, which are stored as one matrix."""
+    """Parallel style in which each rank holds some whole experts of a layer and processes all tokens with them; outputs
+    are summed. The style of transformers would split gate and up projection, which are stored as one matrix."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
@@ -93,32 +93,32 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) 
     Raises:
         ModelError: the plan is missing or has an unsupported style, or a size is not divisible by the number of ranks.
     """
-    plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
-    setting, model_name = f"policy.parallelism.tp_size = {mesh.size()}", type(model).__name__
-    if not plan:
-        raise ModelError(f"{setting}: {model_name} has no plan; set it to 1")
+    tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
+    size_setting, model_name = f"policy.parallelism.tp_size = {mesh.size()}", type(model).__name__
+    if not tp_plan:
+        raise ModelError(f"{size_setting}: {model_name} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_head_split(model, "tp_size", mesh.size())
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
     for name, module in list(model.named_modules()):
-        style = next((plan[pattern] for pattern in plan if matches_pattern(pattern, name)), None)
+        style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
         if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
         if style not in _PARALLEL_STYLES or (style == _MOE_TP_STYLE and not hasattr(module, "_is_expert_parallel")):
             problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
-            raise ModelError(f"{setting}: {problem}; set it to 1 and raise dp_shard_size")
+            raise ModelError(f"{size_setting}: {problem}; set it to 1 and raise dp_shard_size")
         if style == _MOE_TP_STYLE:
-            keep_local_experts(module, mesh, f"{setting}: {model_name}")
+            keep_local_experts(module, mesh, f"{size_setting}: {model_name}")
         for submodule in _find_split_modules(module, style):
             check_split_dim(model, name, submodule, style, mesh.size())
             parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
 
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
-    """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of method
-    `probe_hidden_states` of `root_modules`. Otherwise, ranks have different gradients of a weight that the plan does
-    not split, because each rank applies it only to its own heads or features.
+    """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of
+    `probe_hidden_states` of `root_modules`. If an operation is missing in the plan, ranks have different gradients of
+    an unsplit weight, because each rank applies it only to its own heads or features.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
@@ -193,7 +193,7 @@ class _AllReduceGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        summed_gradient = gradients[0].contiguous().clone()
+    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
+        summed_gradient = output_gradients[0].contiguous().clone()
         dist.all_reduce(summed_gradient, group=ctx.group)
         return summed_gradient, None

@@ -22,11 +22,11 @@ class AestheticReward:
                 "the reward 'aesthetic' needs predictor, in [custom.aesthetic] of a recipe or in options of a service: "
                 "the file of LAION's layers over CLIP, such as sac+logos+ava1-l14-linearMSE.pth, or as safetensors"
             )
-        self._clip = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
-        self._linear_layers = _load_linear_layers(predictor_file, self._clip.device)
+        self._clip_model = ClipModel("aesthetic", settings, _DEFAULT_MODEL)
+        self._linear_layers = _load_linear_layers(predictor_file, self._clip_model.device)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        features = self._clip.embed_images([middle_image(item.media) for item in items]).float()
+        features = self._clip_model.embed_images([middle_image(item.media) for item in items]).float()
         # The predictor has only dropout between its linear layers, and no activations.
         for weight, bias in self._linear_layers:
             features = features @ weight.T + bias
@@ -44,6 +44,6 @@ def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
     from safetensors.torch import load_file
 
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    layers = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
-    layers.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
-    return [tuple(weights[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layers]
+    layer_prefixes = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
+    layer_prefixes.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
+    return [tuple(weights[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layer_prefixes]

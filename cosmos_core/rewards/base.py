@@ -47,6 +47,7 @@ RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 ScoreAndMetrics = tuple[float, dict[str, float]]
 
 REWARDS_PACKAGE = "cosmos_core.rewards"
+_RESULT_RULE = "the rule is a number, or (number, dict of numbers)"
 _thread_data = threading.local()
 
 
@@ -58,8 +59,8 @@ class Reward:
     function: Callable[..., Any]
     binding: ParameterBinding
 
-    def __call__(self, fields: Mapping[str, Any]) -> ScoreAndMetrics:
-        """Score one completion from `fields`: `to_be_evaluated`, `reference` and optionally `REWARD_PARAMETERS`.
+    def __call__(self, request_fields: Mapping[str, Any]) -> ScoreAndMetrics:
+        """Score one completion from `request_fields`: `to_be_evaluated`, `reference`, maybe `REWARD_PARAMETERS`.
 
         Raises:
             ValueError: the function did not return a finite number.
@@ -67,8 +68,8 @@ class Reward:
             Exception: any error that the function raises.
         """
         if not self.binding.takes_whole_group:
-            return _parse_score(self._call_function([fields], as_lists=False))
-        [result] = self.score_group([fields])
+            return _parse_score(self._call_function([request_fields], takes_lists=False))
+        [result] = self.score_group([request_fields])
         if not isinstance(result, tuple):
             raise result or ValueError("returned None: it does not apply to this row")
         return result
@@ -77,13 +78,13 @@ class Reward:
         """Score all completions of a prompt in one call. The result of a completion is a `ValueError` if its value is
         not a finite number, and None if the function does not apply to the row, as in TRL. Raise `ValueError` if the
         function did not return a list with one value per completion, and otherwise the errors of `__call__`."""
-        results = self._call_function(fields, as_lists=True)
-        if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor
+        results = self._call_function(fields, takes_lists=True)
+        if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor to a list
             results = results.tolist()
         results = list(results) if isinstance(results, Iterator) else results
         if not isinstance(results, list | tuple) or len(results) != len(fields):
-            content = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
-            raise ValueError(f"returned {content} for {len(fields)} completions; the rule is a list with one for each")
+            returned = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
+            raise ValueError(f"returned {returned} for {len(fields)} completions; the rule is a list with one for each")
         group_results: list[ScoreAndMetrics | ValueError | None] = []
         for result in results:
             try:
@@ -93,8 +94,8 @@ class Reward:
                 group_results.append(error if isinstance(error, ValueError) else ValueError(error_on_one_line(error)))
         return group_results
 
-    def _call_function(self, group: Sequence[Mapping[str, Any]], *, as_lists: bool) -> Any:
-        positional_arguments, keyword_arguments = self.binding.bind_arguments(group, as_lists=as_lists)
+    def _call_function(self, group: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
+        positional_arguments, keyword_arguments = self.binding.bind_arguments(group, takes_lists=takes_lists)
         result = self.function(*positional_arguments, **keyword_arguments)
         return wait_for_result(result) if inspect.isawaitable(result) else result
 
@@ -146,23 +147,23 @@ def load_reward(name: str) -> Reward:
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a unique metric name for each reward: its function name, with file and folders if rewards share it."""
+    """Return a metric name for each reward: its function name, after the file and folder names that make it unique."""
     name_parts_by_reward = {reward: _split_reward_name(reward) for reward in rewards}
     suffix_counts = Counter(tuple(each[i:]) for each in name_parts_by_reward.values() for i in range(len(each)))
-    names = {}
+    metric_name_by_reward = {}
     for reward, name_parts in name_parts_by_reward.items():
         unique_suffix_lengths = (n for n in range(1, len(name_parts)) if suffix_counts[tuple(name_parts[-n:])] == 1)
-        names[reward] = ".".join(name_parts[-next(unique_suffix_lengths, len(name_parts)) :])
-    return names
+        metric_name_by_reward[reward] = ".".join(name_parts[-next(unique_suffix_lengths, len(name_parts)) :])
+    return metric_name_by_reward
 
 
 def _split_reward_name(reward: str) -> list[str]:
-    """Return the folders, the module and the function that name a user-defined reward; else only the reward's name."""
+    """Return the folders, module and function that name a user-defined reward; for a packaged reward, its name."""
     if not is_import_path(reward):
         return [reward]
     module, _, function = reward.rpartition(":")
-    path = module.removesuffix(".py")
-    return [*(path.split("/" if path != module else ".")), function]
+    module_path = module.removesuffix(".py")
+    return [*(module_path.split("/" if module_path != module else ".")), function]
 
 
 def require_reference(reference: str) -> str:
@@ -172,73 +173,71 @@ def require_reference(reference: str) -> str:
     return reference.strip()
 
 
-def to_json_value(value: Any) -> Any:
+def to_json_value(raw_value: Any) -> Any:
     """Return a value as JSON types: numbers of numpy and torch as Python numbers, and non-finite numbers as None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: to_json_value(element) for key, element in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json_value(element) for element in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if hasattr(raw_value, "tolist"):
+        raw_value = raw_value.tolist()
+    if isinstance(raw_value, dict):
+        return {key: to_json_value(element) for key, element in raw_value.items()}
+    if isinstance(raw_value, list | tuple):
+        return [to_json_value(element) for element in raw_value]
+    return None if isinstance(raw_value, float) and not math.isfinite(raw_value) else raw_value
 
 
-def error_on_one_line(error: BaseException, location: str = "") -> str:
-    """Return the class and message of an error on one line of at most 500 characters, with its location."""
+def error_on_one_line(error: BaseException, error_location: str = "") -> str:
+    """Return the class and message of an error on one line of at most 500 characters, then `error_location`."""
     try:
         text = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:  # noqa: BLE001 - the `__str__` of a user's exception may fail
         text = f"{type(error).__name__} without a message"
-    return (text if len(text) <= 500 else text[:497] + "...") + f" ({location})" * bool(location)
+    return (text if len(text) <= 500 else text[:497] + "...") + f" ({error_location})" * bool(error_location)
 
 
-def invalid_scores_error(description: str, scores: Iterable[Score]) -> CosmosError:
-    """Return the error to raise if all scores are invalid: `RewardError`, which is permanent, if a reward function
-    raised an exception for the first invalid score; else `StageFailed`, after which the stage is retried."""
+def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> CosmosError:
+    """Return the error to raise if all scores are invalid: `RewardError` if the first invalid score has a permanent
+    error, such as an exception of the reward function; else `StageFailed`, after which the stage is retried."""
     invalid_score = next((score for score in scores if score.value is None), None)
-    message = f"{description}; the first: {invalid_score.error if invalid_score else 'none is learned from'}"
+    message = f"{problem_summary}; the first: {invalid_score.error if invalid_score else 'none is learned from'}"
     return (
         RewardError(message) if invalid_score is not None and invalid_score.is_permanent_error else StageFailed(message)
     )
 
 
 def _parse_score(result: Any) -> ScoreAndMetrics:
-    if isinstance(result, Mapping) and "score" in result:  # verl's format, of which only finite numbers are metrics
+    if isinstance(result, Mapping) and "score" in result:  # verl's dictionary format: all finite numbers become metrics
         scalars = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items()}
         numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
         result = (result["score"], {k: v for k, v in numbers.items() if k != "score"})
-    value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    raw_score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"returned a tuple with a {type(metrics).__name__}; the rule is a number, or (number, dict of numbers)"
-        )
-    return _to_finite_float(value, "returned"), {
-        str(key): _to_finite_float(metric, f"returned metric {key!r} =") for key, metric in metrics.items()
+        raise ValueError(f"returned a tuple with a {type(metrics).__name__}; {_RESULT_RULE}")
+    return _to_finite_float(raw_score, "returned"), {
+        str(key): _to_finite_float(raw_metric, f"returned metric {key!r} =") for key, raw_metric in metrics.items()
     }
 
 
-def _to_finite_float(value: Any, description: str) -> float:
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        value = value.item()
-    if value is None:
-        raise ValueError(f"{description} nothing; the rule is a number, or (number, dict of numbers)")
-    if not isinstance(value, int | float):
-        raise ValueError(f"{description} a {type(value).__name__}; the rule is a number, or (number, dict of numbers)")
-    if not abs(value) <= sys.float_info.max:  # also true for NaN, and for an integer that no float can hold
-        raise ValueError(f"{description} {value}; the rule is a finite number")
-    return float(value)
+def _to_finite_float(number: Any, message_start: str) -> float:
+    if hasattr(number, "item"):  # convert a scalar of NumPy or torch
+        number = number.item()
+    if number is None:
+        raise ValueError(f"{message_start} nothing; {_RESULT_RULE}")
+    if not isinstance(number, int | float):
+        raise ValueError(f"{message_start} a {type(number).__name__}; {_RESULT_RULE}")
+    if not abs(number) <= sys.float_info.max:  # NaN, infinity, or an integer that no float can hold
+        raise ValueError(f"{message_start} {number}; the rule is a finite number")
+    return float(number)
 
 
-def full_reward(rewards: RewardConfig, source: str = "") -> float | None:
+def full_reward(rewards: RewardConfig, data_source: str = "") -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
     reward function distinguishes completions."""
     if not isinstance(rewards, dict):
         return rewards.max_total_reward
-    weight_by_name = reward_weights_of_source(rewards, source)
+    weight_by_name = reward_weights_of_source(rewards, data_source)
     weights = [weight for name, weight in weight_by_name.items() if name not in PENALTY_REWARDS]
     return sum(weights) if any(weights) else None
 
 
 def has_full_reward(reward: float, full_reward: float) -> bool:
-    """Return whether a reward equals the full reward (see `full_reward`), except for a rounding error."""
+    """Return whether a reward reaches the full reward (see `full_reward`), except for a rounding error."""
     return reward >= full_reward - 1e-9

@@ -75,25 +75,27 @@ class ParameterBinding:
     @property
     def declared_parameters(self) -> tuple[str, ...]:
         """Return the keys of `REWARD_PARAMETERS` that the reward function declares or receives as `**others`."""
-        names = {parameter.name for parameter in self.parameters}
-        return tuple(name for name in REWARD_PARAMETERS if self.takes_any_keyword or name in names)
+        parameter_names = {parameter.name for parameter in self.parameters}
+        return tuple(name for name in REWARD_PARAMETERS if self.takes_any_keyword or name in parameter_names)
 
     @property
     def takes_any_keyword(self) -> bool:
         """Return True if the function has a parameter such as `**others`."""
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters)
 
-    def bind_arguments(self, group: Sequence[RewardFields], *, as_lists: bool) -> tuple[list[Any], dict[str, Any]]:
+    def bind_arguments(self, group: Sequence[RewardFields], *, takes_lists: bool) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and keyword arguments of one call of the reward function: for the only completion in
-        `group`, or with `as_lists` for all completions, as lists. Raise `TypeError` if a parameter is neither a known
-        name nor a column of the row."""
-        get_argument = partial(_group_argument, group=group) if as_lists else partial(_argument_value, fields=group[0])
+        `group`, or with `takes_lists` for all completions, as lists. Raise `TypeError` if a parameter is neither a
+        known name nor a column of the row."""
+        get_argument = partial(_get_argument, request=group[0])
+        if takes_lists:
+            get_argument = partial(_get_list_argument, group=group)
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             try:
-                value = get_argument(parameter.name)
+                argument = get_argument(parameter.name)
             except KeyError:
                 if parameter.default is _NO_DEFAULT:
                     column_names = ", ".join(_row_columns(group[0])) or "none"
@@ -101,11 +103,11 @@ class ParameterBinding:
                         f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
                         f"bound by name, so write {SIGNATURE_EXAMPLES}"
                     ) from None
-                value = parameter.default
+                argument = parameter.default
             if parameter.kind is parameter.POSITIONAL_ONLY:
-                positional_arguments.append(value)
+                positional_arguments.append(argument)
             else:
-                keyword_arguments[parameter.name] = value
+                keyword_arguments[parameter.name] = argument
         if self.takes_any_keyword:
             text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
             declared_names = {parameter.name for parameter in self.parameters}
@@ -114,64 +116,65 @@ class ParameterBinding:
         return positional_arguments, keyword_arguments
 
 
-def bind_parameters(name: str, function: Callable[..., Any]) -> ParameterBinding:
+def bind_parameters(name: str, reward_function: Callable[..., Any]) -> ParameterBinding:
     """Return the binding of a reward function; `name` is its name in the recipe. Raise `RewardError` if the signature
     is not readable, takes no completion, or has an unsupported parameter."""
     try:
-        binding = ParameterBinding(tuple(inspect.signature(function).parameters.values()))
+        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()))
     except (TypeError, ValueError):
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
     named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
     required_parameters = [each for each in binding.parameters if each.default is _NO_DEFAULT]
     for each in required_parameters:
         if each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
-            reason = _UNAVAILABLE_PARAMETERS[each.name]
-            raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {reason}")
+            unavailable_reason = _UNAVAILABLE_PARAMETERS[each.name]
+            raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {unavailable_reason}")
     singular_names = {_SINGULAR_NAME_BY_PLURAL.get(each.name, each.name) for each in named_parameters}
     optional_names = [
         each.name for each in named_parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
     ]
-    # A required parameter with an unknown name, such as `answer`, may be meant as the completion.
-    are_names_known = singular_names <= {*REWARD_PARAMETERS, *_SINGULAR_NAME_BY_PLURAL.values(), *optional_names}
-    if not singular_names & _PER_COMPLETION_PARAMETERS and not (binding.takes_any_keyword and are_names_known):
+    # Refuse `**others` if a required parameter has an unknown name, such as `answer`, that may mean the completion.
+    has_only_known_names = singular_names <= {*REWARD_PARAMETERS, *_SINGULAR_NAME_BY_PLURAL.values(), *optional_names}
+    if not singular_names & _PER_COMPLETION_PARAMETERS and not (binding.takes_any_keyword and has_only_known_names):
         parameter_names = ", ".join(parameter.name for parameter in binding.parameters) or "nothing"
         raise RewardError(f"{name!r} takes {parameter_names}: no parameter is the completion; arguments are bound by "
                           f"name, so write {SIGNATURE_EXAMPLES}")  # fmt: skip
     return binding
 
 
-def _argument_value(name: str, fields: RewardFields) -> Any:
-    """Return the argument for a parameter name and one completion; known names take precedence over columns, and any
-    other name raises KeyError."""
-    columns = _row_columns(fields)
-    if name in _COMPLETION_PARAMETERS:
-        return fields["to_be_evaluated"]
-    if name == "reference":
-        return fields["reference"] or columns.get(name, "")
-    if name in REWARD_PARAMETERS:
-        return fields.get(name)
-    if name in columns:
-        return columns[name]
-    if name == "ground_truth":  # in rows of verl, the value is nested in `reward_model`
-        model = columns.get("reward_model")
-        return model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else fields["reference"]
-    return {"extra_info": {}, "data_source": ""}[name]
+def _get_argument(parameter_name: str, request: RewardFields) -> Any:
+    """Return the argument for a parameter name and one completion. A known name takes precedence over a column of the
+    row; raise KeyError if the name is neither."""
+    row_columns = _row_columns(request)
+    if parameter_name in _COMPLETION_PARAMETERS:
+        return request["to_be_evaluated"]
+    if parameter_name == "reference":
+        return request["reference"] or row_columns.get(parameter_name, "")
+    if parameter_name in REWARD_PARAMETERS:
+        return request.get(parameter_name)
+    if parameter_name in row_columns:
+        return row_columns[parameter_name]
+    if parameter_name == "ground_truth":  # in rows of verl, the value is nested in `reward_model`
+        reward_model = row_columns.get("reward_model")
+        columns = reward_model if isinstance(reward_model, dict) else {}
+        return columns.get("ground_truth", request["reference"])
+    return {"extra_info": {}, "data_source": ""}[parameter_name]
 
 
-def _group_argument(name: str, group: Sequence[RewardFields]) -> Any:
-    """Return the argument for a parameter name and all completions of a prompt."""
-    columns = _row_columns(group[0])
+def _get_list_argument(name: str, group: Sequence[RewardFields]) -> Any:
+    """Return the argument for a parameter name and all completions of a prompt, usually a list."""
+    row_columns = _row_columns(group[0])
     if name in _SINGLE_VALUE_PARAMETERS:
-        return _argument_value(name, group[0])
-    if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in columns):
-        if name == "completions":  # as in TRL, completions are lists of messages if prompts are
-            return [fields["turns"] if isinstance(columns.get("prompt"), list) else fields["to_be_evaluated"]
+        return _get_argument(name, group[0])
+    if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in row_columns):
+        if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is one
+            return [fields["turns"] if isinstance(row_columns.get("prompt"), list) else fields["to_be_evaluated"]
                     for fields in group]  # fmt: skip
         if name == "prompts":
-            return [columns.get("prompt", fields.get("prompt")) for fields in group]
+            return [row_columns.get("prompt", fields.get("prompt")) for fields in group]
         name = _SINGULAR_NAME_BY_PLURAL[name]
-    return [_argument_value(name, fields) for fields in group]
+    return [_get_argument(name, fields) for fields in group]
 
 
-def _row_columns(fields: RewardFields) -> Mapping[str, Any]:
-    return fields.get("metadata") or {}
+def _row_columns(request_fields: RewardFields) -> Mapping[str, Any]:
+    return request_fields.get("metadata") or {}

@@ -10,8 +10,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from cosmos_core.rewards.base import require_reference
 
-# The timeouts of math-verify are signal alarms, which a C loop ignores; the runner enforces a deadline instead. The
-# library's warning about missing timeouts would be one log line per process.
+# Disable the timeouts of math-verify: they are signal alarms, which C loops ignore, and the runner has a deadline.
+# Hide the warning of math-verify about disabled timeouts, which each process would log.
 _NO_TIMEOUT = None
 _LATEX_CONFIG = LatexExtractionConfig()
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -52,16 +52,16 @@ def _keep_last_boxed_answer(text: str) -> str:
     boxed_command_matches = list(_BOXED_COMMAND_PATTERN.finditer(text))
     text = "\\boxed" + text[boxed_command_matches[-1].end() :] if boxed_command_matches else text
     text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
-    text = _SPACED_NUMBER.sub(lambda number: number[0].replace(" ", ""), text)
+    text = _SPACED_NUMBER.sub(lambda number_match: number_match[0].replace(" ", ""), text)
     text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
     text = _REPEATING_DECIMAL.sub(_repeating_decimal_to_fraction, text)
     if not boxed_command_matches:
         return text
-    content, depth = text[len("\\boxed") :], 0
-    for index, character in enumerate(content):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return "\\boxed" + content[:1] + _TRAILING_PUNCTUATION.sub(r"\1", content[1:index]) + content[index:]
+    boxed, brace_depth = text[len("\\boxed") :], 0
+    for index, character in enumerate(boxed):
+        brace_depth += (character == "{") - (character == "}")
+        if brace_depth == 0:
+            return "\\boxed" + boxed[:1] + _TRAILING_PUNCTUATION.sub(r"\1", boxed[1:index]) + boxed[index:]
     return text
 
 
@@ -72,7 +72,7 @@ def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
     return f"\\frac{{{numerator}}}{{{(10 ** len(repeated_digits) - 1) * 10 ** len(fixed_digits)}}}"
 
 
-@lru_cache(maxsize=1024)  # many completions of a prompt give the same answer
+@lru_cache(maxsize=1024)  # cached, because many completions of a prompt have the same answer
 def _grade_completion(completion_end: str, reference: str) -> float:
     reference_expressions = _parse_reference(reference)
     if not reference_expressions:

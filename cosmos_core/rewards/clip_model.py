@@ -53,7 +53,7 @@ class ClipModel:
 
 
 def select_device(settings: RewardModelSettings) -> str:
-    """Return the device for a model: the device in the settings, or the CPU if the machine lacks that GPU."""
+    """Return the device in the settings, or the CPU if that device is a GPU and CUDA is not available."""
     import torch
 
     return "cpu" if settings.device.startswith("cuda") and not torch.cuda.is_available() else settings.device
@@ -61,13 +61,13 @@ def select_device(settings: RewardModelSettings) -> str:
 
 @contextmanager
 def translate_loading_errors(name: str, path: str) -> Iterator[None]:
-    """Raise `RewardError` if the block cannot load the files of a model."""
+    """Convert the errors of the `with` block, which loads the files of a model, to `RewardError`."""
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        error_text = " ".join(str(error).split())[:200]
         raise RewardError(
-            f"the reward {name!r} cannot load {path!r}: {reason}; download it and set model_path to its folder"
+            f"the reward {name!r} cannot load {path!r}: {error_text}; download it and set model_path to its folder"
         ) from error
 
 

@@ -15,10 +15,10 @@ class ClipScoreReward:
     """Reward model that returns the CLIPScore as `clip_score`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        self._clip = ClipModel("clip_score", settings, _DEFAULT_MODEL)
+        self._clip_model = ClipModel("clip_score", settings, _DEFAULT_MODEL)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        cosines = self._clip.text_image_similarities(
+        cosines = self._clip_model.text_image_similarities(
             [item.prompt for item in items], [middle_image(item.media) for item in items]
         )
         return {"clip_score": [_CLIP_SCORE_WEIGHT * max(cosine, 0.0) for cosine in cosines]}

@@ -129,10 +129,10 @@ class CosmosReason1Reward:
         return patches.reshape(math.prod(patch_grid), 3 * patch_frames * patch_size * patch_size), patch_grid
 
 
-def fit_size(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of a factor and at most `max_pixels` pixels."""
-    height, width = (max(factor, round(length / factor) * factor) for length in size)
+def fit_size(original_size: tuple[int, int], multiple: int, max_pixels: int) -> tuple[int, int]:
+    """Return the height and width nearest to a size that are multiples of `multiple`, at most `max_pixels` in total."""
+    height, width = (max(multiple, round(side / multiple) * multiple) for side in original_size)
     if height * width > max_pixels:
-        scale_factor = math.sqrt(size[0] * size[1] / max_pixels)
-        height, width = (max(factor, math.floor(length / scale_factor / factor) * factor) for length in size)
+        scale_factor = math.sqrt(original_size[0] * original_size[1] / max_pixels)
+        height, width = (max(multiple, math.floor(side / scale_factor / multiple) * multiple) for side in original_size)
     return height, width

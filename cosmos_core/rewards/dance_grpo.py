@@ -27,7 +27,7 @@ _DEFAULT_FPS = 16.0
 
 class DanceGrpoReward:
     """Reward model with the normalised scores `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`; `model_path`
-    is the folder of VideoReward."""
+    is the folder of the model VideoReward."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("dance_grpo", _INSTALL_HINT, "torch", "av", "fastvideo")

@@ -14,7 +14,7 @@ _ARTICLE_PATTERN = re.compile(
 
 _MATH_DELIMITER = re.compile(r"((?<!\\)\$|\\[()\[\]])")
 
-# Entries of the three tables of replacements below apply in order: longer strings come before their substrings.
+# The entries of each replacement table are applied in order, so a string must come before its substrings.
 _STRING_REPLACEMENTS = (
     ("\\$", ""), ("\\ ", ""), (" ", ""), (".$", "$"), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -37,10 +37,10 @@ _PATTERN_REPLACEMENTS = (
 
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
-    """Return +1 if the last `Answer: ...` line equals the reference after normalisation, else -1; without such
-    a line, return -1.
+    """Return 1 if the completion's last `Answer: ...` line equals the reference after normalisation, else -1.
 
-    A reference that is empty after normalisation (`ways`) is invalid.
+    Normalisation removes units and some other words. Raise `ValueError` if it removes the whole reference, as it does
+    with "ways".
     """
     normalised_reference = _normalise_answer(require_reference(reference))
     if not normalised_reference:
@@ -50,9 +50,9 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 
 
 def _remove_articles(answer: str) -> str:
-    """Return the answer without articles; in a formula `a` is a variable, as in `$a sin x$`."""
+    """Return the answer without articles, except in formulas, where `a` is a variable (`$a sin x$`)."""
     text_parts = _MATH_DELIMITER.split(answer)
-    starts_in_formula = len(text_parts) % 4 == 3  # removing the text before `=` may have removed a delimiter
+    starts_in_formula = len(text_parts) % 4 == 3  # an odd number of delimiters: the opening one was removed
     return "".join(
         part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(text_parts)
     )

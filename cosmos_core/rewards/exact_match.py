@@ -4,5 +4,5 @@ from cosmos_core.rewards.base import require_reference
 
 
 def exact_match(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if completion and reference are equal after `strip`, else 0; an empty reference is invalid."""
+    """Return 1 if completion and reference are equal after `strip`, else 0; an empty reference raises `ValueError`."""
     return float(to_be_evaluated.strip() == require_reference(reference))

@@ -56,8 +56,8 @@ class ServiceEndpoints:
 
 
 def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> ServiceEndpoints:
-    """Return the reward service in the environment variables; both URLs may be lists, separated by commas. Raise
-    `RewardError` if a variable is missing or invalid."""
+    """Return the endpoints of the reward service from environment variables, which hold one or more URLs, separated by
+    commas. Raise `RewardError` if a variable is missing or invalid."""
     enqueue_urls, fetch_urls = (
         [url for url_entry in environment.get(name, "").split(",") if (url := url_entry.strip())]
         for name in (ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE)
@@ -80,7 +80,7 @@ def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> Servi
     return ServiceEndpoints(replicas, environment.get(TOKEN_VARIABLE, ""), pins_replica)
 
 
-def _normalise_url(name: str, url: str) -> str:
+def _normalise_url(variable_name: str, url: str) -> str:
     """Return a URL without trailing slashes; raise RewardError if the URL lacks a host or a path."""
     try:
         url_parts = urlsplit(url)
@@ -90,18 +90,18 @@ def _normalise_url(name: str, url: str) -> str:
     if not is_valid:
         raise RewardError(f"{url!r} is no URL of a reward service; it begins with http:// or https:// and a host")
     if not (path := url_parts.path.rstrip("/")):
-        raise RewardError(f"{name} = {url!r} has no path; the rule is http://HOST:PORT/api/reward/...")
+        raise RewardError(f"{variable_name} = {url!r} has no path; the rule is http://HOST:PORT/api/reward/...")
     return urlunsplit(url_parts._replace(path=path, fragment=""))
 
 
-def ping(service: ServiceEndpoints, names: Sequence[str]) -> None:
+def ping(service: ServiceEndpoints, reward_names: Sequence[str]) -> None:
     """Check that each replica responds and accepts the token. Raise `RewardError` if a replica does not respond, or
     refuses the token."""
-    form_data = {"info_data": json.dumps({"reward_fn": dict.fromkeys(names, 1.0)})}
-    route_name, tls_context = PING_PATH.rpartition("/")[2], make_tls_verify()
+    form_data = {"info_data": json.dumps({"reward_fn": dict.fromkeys(reward_names, 1.0)})}
+    ping_route, tls_context = PING_PATH.rpartition("/")[2], make_tls_verify()
     for enqueue_url, _ in service.replicas:
         url_parts = urlsplit(enqueue_url)
-        url = urlunsplit(url_parts._replace(path=f"{url_parts.path.rpartition('/')[0]}/{route_name}"))
+        url = urlunsplit(url_parts._replace(path=f"{url_parts.path.rpartition('/')[0]}/{ping_route}"))
         try:
             response = httpx.post(
                 url, data=form_data, timeout=_FETCH_TIMEOUT_SECONDS, headers=service.auth_headers, verify=tls_context
@@ -121,9 +121,9 @@ class ReplicaState:
     cooldown_ends: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
-    def cooldown_seconds(self, replica: int) -> float:
+    def cooldown_seconds(self, replica_index: int) -> float:
         """Return the seconds for which a failed replica is still avoided; 0 if the replica is not avoided."""
-        return max(0.0, self.cooldown_ends.get(replica, 0.0) - time.monotonic())
+        return max(0.0, self.cooldown_ends.get(replica_index, 0.0) - time.monotonic())
 
 
 class MissingScoresError(Exception):
@@ -134,27 +134,27 @@ class ServiceRequest:
     """Request to a reward service, which is enqueued again if the service loses it, until its scores are fetched."""
 
     def __init__(
-        self, service: ServiceEndpoints, client: httpx.AsyncClient, timeout_seconds: float, state: ReplicaState
+        self, service: ServiceEndpoints, client: httpx.AsyncClient, timeout_seconds: float, replica_state: ReplicaState
     ) -> None:
-        self._service, self._client, self._replica_state = service, client, state
+        self._service, self._client, self._replica_state = service, client, replica_state
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
-        self._replica, self._replica_pin = -1, ""
+        self._replica, self._pinned_id = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
-    async def fetch_results(self, request_body: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the response of the service for each reward function in `names`. Raise `MissingScoresError` if the
+    async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the response of the service for each reward in `reward_names`. Raise `MissingScoresError` if the
         deadline passed without scores, and `RewardError` if the service refuses the request."""
-        idempotency_key, results = str(uuid.uuid4()), dict[str, dict[str, Any]]()
+        idempotency_key, result_by_reward = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
             while True:
                 request_id = await self._enqueue(request_body, idempotency_key)
-                for name in (name for name in names if name not in results):
-                    if (response := await self._fetch_score(request_id, name)) is None:
+                for reward_name in (reward_name for reward_name in reward_names if reward_name not in result_by_reward):
+                    if (response := await self._fetch_score(request_id, reward_name)) is None:
                         break  # the service lost the request: enqueue it again
-                    results[name] = response
-                if len(results) == len(names):
-                    return results
+                    result_by_reward[reward_name] = response
+                if len(result_by_reward) == len(reward_names):
+                    return result_by_reward
                 self._pause_seconds, enqueue_pause_seconds = enqueue_pause_seconds, 2 * enqueue_pause_seconds
                 await self._pause_before_retry(None, "the reward service forgets each request that it takes")
         finally:
@@ -172,19 +172,19 @@ class ServiceRequest:
             if response.status_code == 200:
                 response_content = _parse_json_object(response)
                 replica_id = str(response_content.get("replica_id") or "")
-                self._replica_pin = replica_id if replica_id.isascii() and replica_id.isprintable() else ""
+                self._pinned_id = replica_id if replica_id.isascii() and replica_id.isprintable() else ""
                 if isinstance(response_content.get("uuid"), str):
                     return str(response_content["uuid"])
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_describe_response(response)}")
             self._mark_replica_failed(_retry_after_seconds(response))
             if all(self._replica_state.cooldown_seconds(i) for i in range(len(self._service.replicas))):
-                reason = f"the reward service at {url} does not take the request: {_describe_response(response)}"
-                await self._pause_before_retry(response, reason)
+                failure = f"the reward service at {url} does not take the request: {_describe_response(response)}"
+                await self._pause_before_retry(response, failure)
 
     async def _fetch_score(self, request_id: str, name: str) -> dict[str, Any] | None:
         """Return the response of the service for one reward function; None if the service has lost the request."""
-        headers = {REPLICA_HEADER: self._replica_pin} if self._replica_pin and self._service.pins_replica else {}
+        headers = {REPLICA_HEADER: self._pinned_id} if self._pinned_id and self._service.pins_replica else {}
         url = self._service.replicas[self._replica][1]
         self._pause_seconds, num_failed_fetches, form_data = _MIN_PAUSE_SECONDS, 0, {"uuid": request_id, "type": name}
         while True:
@@ -206,32 +206,32 @@ class ServiceRequest:
             if response.headers.get(STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
-            reason = f"no score of {name!r} after {self._timeout_seconds:g} s"
-            reason += "" if response.status_code == 400 else f"; the last response: {response_text}"
-            await self._pause_before_retry(response, reason)
+            failure_reason = f"no score of {name!r} after {self._timeout_seconds:g} s"
+            failure_reason += "" if response.status_code == 400 else f"; the last response: {response_text}"
+            await self._pause_before_retry(response, failure_reason)
 
-    async def _post_or_pause(self, url: str, timeout_seconds: float, **content: Any) -> httpx.Response | None:
+    async def _post_or_pause(self, url: str, timeout_seconds: float, **request_content: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
         remaining_seconds = max(0.1, self._deadline - time.monotonic())
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
             async with asyncio.timeout(remaining_seconds):
-                return await self._client.post(url, timeout=min(timeout_seconds, remaining_seconds), **content)
+                return await self._client.post(url, timeout=min(timeout_seconds, remaining_seconds), **request_content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
-            reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
+            failure_reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
         except TimeoutError:
-            reason = f"the reward service at {url} gives no whole response within {remaining_seconds:.3g} s"
-        if "content" in content:
+            failure_reason = f"the reward service at {url} gives no whole response within {remaining_seconds:.3g} s"
+        if "content" in request_content:
             self._mark_replica_failed()
-        await self._pause_before_retry(None, reason)
+        await self._pause_before_retry(None, failure_reason)
         return None
 
     def _choose_replica(self) -> str:
-        """Return the enqueue URL of the replica of this request; choose a replica with few requests if it has none."""
+        """Return the enqueue URL of this request's replica; if it has none, choose one with few pending requests."""
         state = self._replica_state
         if self._replica < 0:
-            priorities = [(state.cooldown_seconds(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
-            self._replica = min(priorities)[-1]
+            candidates = [(state.cooldown_seconds(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
+            self._replica = min(candidates)[-1]
             state.num_pending[self._replica] += 1
         return self._service.replicas[self._replica][0]
 
@@ -245,15 +245,15 @@ class ServiceRequest:
             self._replica_state.num_pending[self._replica] -= 1
             self._replica = -1
 
-    async def _pause_before_retry(self, response: httpx.Response | None, reason: str) -> None:
+    async def _pause_before_retry(self, response: httpx.Response | None, failure_reason: str) -> None:
         """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response. Raise
-        `MissingScoresError` with the message `reason` if the deadline is before the end of the pause."""
+        `MissingScoresError` with the message `failure_reason` if the deadline is before the end of the pause."""
         pause_seconds = self._pause_seconds * random.uniform(0.5, 1.5)
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         if response is not None:
             pause_seconds = max(pause_seconds, _retry_after_seconds(response) * random.uniform(1.0, 1.25))
         if self._deadline - time.monotonic() <= pause_seconds:
-            raise MissingScoresError(reason)
+            raise MissingScoresError(failure_reason)
         await asyncio.sleep(pause_seconds)
 
 
@@ -272,8 +272,8 @@ def _parse_json_object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _describe_response(response: httpx.Response) -> str:
-    content = _parse_json_object(response)
-    text = str(content.get("message") or content.get("detail") or response.text)
+    response_content = _parse_json_object(response)
+    message_text = str(response_content.get("message") or response_content.get("detail") or response.text)
     if response.is_redirect:
-        text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"
-    return " ".join(f"status {response.status_code}: {text}".split())[:300]
+        message_text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"
+    return " ".join(f"status {response.status_code}: {message_text}".split())[:300]

@@ -21,11 +21,11 @@ _DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
 _TASK_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _COLOR_PROMPTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
-_COCO_CLASS_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
+_COCO_NAME_BY_GENEVAL_NAME = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
 _CONFIDENCE_THRESHOLD, _COUNTING_CONFIDENCE_THRESHOLD, _MAX_OBJECTS_PER_CLASS = 0.3, 0.9, 16
 _POSITION_THRESHOLD = 0.1
-_OTHER_TAG_SCORE = -10.0
+_SCORE_OF_OTHER_TAGS = -10.0
 """Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
 
 
@@ -40,8 +40,8 @@ class Detection:
 
 class GenEvalReward:
     """Reward model with the scores `gen_eval_score` (fraction of requests that the image meets), `gen_eval_reward` (1
-    if all requested objects are present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group` by
-    tag; `options` has `clip`, the CLIP model for colours."""
+    if all requested objects are present), `gen_eval_strict` (1 if their counts are also exact), and `gen_eval_group`
+    (the reward under the tag of the row, -10 under other tags). `options.clip` is the CLIP model for colours."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         install_hint = "pip install 'cosmos-posttrain[gen-eval]' (see pyproject.toml)"
@@ -49,14 +49,14 @@ class GenEvalReward:
         import torch
         from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
 
-        path = settings.model_path or _DEFAULT_DETECTOR
+        detector_path = settings.model_path or _DEFAULT_DETECTOR
         self._device = torch.device(select_device(settings))
-        with translate_loading_errors("gen_eval", path):
-            self._detector = AutoModelForUniversalSegmentation.from_pretrained(path).to(self._device).eval()
-            self._processor = AutoImageProcessor.from_pretrained(path)
+        with translate_loading_errors("gen_eval", detector_path):
+            self._detector = AutoModelForUniversalSegmentation.from_pretrained(detector_path).to(self._device).eval()
+            self._processor = AutoImageProcessor.from_pretrained(detector_path)
         clip_model_path = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
         clip_settings = RewardModelSettings(clip_model_path, dtype=settings.dtype, device=settings.device)
-        self._clip = ClipModel("gen_eval", clip_settings, clip_model_path)
+        self._clip_model = ClipModel("gen_eval", clip_settings, clip_model_path)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
@@ -73,52 +73,52 @@ class GenEvalReward:
                 column.append(value)
             for tag, tag_scores in scores_by_tag.items():
                 is_tag_of_item = tag == item.info.get("tag") and scores[1] is not None
-                tag_scores.append(float(scores[1] or 0.0) if is_tag_of_item else _OTHER_TAG_SCORE)
+                tag_scores.append(float(scores[1] or 0.0) if is_tag_of_item else _SCORE_OF_OTHER_TAGS)
         return {**columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
         include, exclude = row["include"], row.get("exclude") or []
-        threshold = _COUNTING_CONFIDENCE_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
+        confidence_threshold = _COUNTING_CONFIDENCE_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
         class_names = {entry["class"] for entry in (*include, *exclude)}
-        objects = self.detect(image, class_names, threshold)
+        objects = self.detect(image, class_names, confidence_threshold)
         colors = {name: [self.classify_color(image, each, name) for each in objects[name]] for name in class_names}
         has_objects = has_requested_objects(include, exclude, objects, colors) and not row.get("geneval_only_strict")
-        score, is_strict = strict_score(include, objects, colors)
-        return score, float(has_objects), float(is_strict)
+        score, has_exact_counts = strict_score(include, objects, colors)
+        return score, float(has_objects), float(has_exact_counts)
 
-    def detect(self, image: Image.Image, names: set[str], threshold: float) -> dict[str, list[Detection]]:
-        """Return the objects of the classes `names` in an image, by class and in descending order of confidence."""
+    def detect(self, image: Image.Image, class_names: set[str], threshold: float) -> dict[str, list[Detection]]:
+        """Return the objects of the classes `class_names` in an image, by class, in descending order of confidence."""
         import torch
 
         inputs = self._processor(images=image, return_tensors="pt").to(self._device)
         with torch.inference_mode():
             outputs = self._detector(**inputs)
-        [result] = self._processor.post_process_instance_segmentation(
+        [segmentation_result] = self._processor.post_process_instance_segmentation(
             outputs, threshold=threshold, target_sizes=[image.size[::-1]], return_binary_maps=True
         )
-        objects_by_class: dict[str, list[Detection]] = {name: [] for name in names}
-        labels = self._detector.config.id2label
-        masks = result["segmentation"]
-        for i, segment in enumerate(result["segments_info"]):
-            label = labels[segment["label_id"]]
+        objects_by_class: dict[str, list[Detection]] = {class_name: [] for class_name in class_names}
+        label_by_id = self._detector.config.id2label
+        masks = segmentation_result["segmentation"]
+        for i, segment in enumerate(segmentation_result["segments_info"]):
+            detected_label = label_by_id[segment["label_id"]]
             mask = np.asarray(masks[i].cpu(), bool)
-            for name in names:
-                if label in {name, _COCO_CLASS_NAMES.get(name)} and mask.any():
+            for class_name in class_names:
+                if detected_label in {class_name, _COCO_NAME_BY_GENEVAL_NAME.get(class_name)} and mask.any():
                     ys, xs = np.nonzero(mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
-                    objects_by_class[name].append(Detection(box, mask, segment["score"]))
+                    objects_by_class[class_name].append(Detection(box, mask, segment["score"]))
         for objects in objects_by_class.values():
             objects.sort(key=lambda detection: -detection.confidence)
-        return {name: objects[:_MAX_OBJECTS_PER_CLASS] for name, objects in objects_by_class.items()}
+        return {class_name: objects[:_MAX_OBJECTS_PER_CLASS] for class_name, objects in objects_by_class.items()}
 
-    def classify_color(self, image: Image.Image, detection: Detection, name: str) -> str:
-        """Return the colour whose mean CLIP embedding of three templates is most similar to the cropped object."""
+    def classify_color(self, image: Image.Image, detection: Detection, class_name: str) -> str:
+        """Return the colour whose CLIP embedding, a mean over three prompts, is most similar to the cropped object."""
         grey_background = Image.new("RGB", image.size, "#999")
         object_crop = Image.composite(image, grey_background, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
-        texts = [template.format(color=color, name=name) for color in _COLORS for template in _COLOR_PROMPTS]
-        text_embeddings = self._clip.embed_texts(texts).reshape(len(_COLORS), len(_COLOR_PROMPTS), -1).mean(1)
+        texts = [template.format(color=color, name=class_name) for color in _COLORS for template in _COLOR_PROMPTS]
+        text_embeddings = self._clip_model.embed_texts(texts).reshape(len(_COLORS), len(_COLOR_PROMPTS), -1).mean(1)
         text_embeddings = text_embeddings / text_embeddings.norm(dim=-1, keepdim=True)
-        return _COLORS[int((text_embeddings @ self._clip.embed_images([object_crop])[0]).argmax())]
+        return _COLORS[int((text_embeddings @ self._clip_model.embed_images([object_crop])[0]).argmax())]
 
 
 ObjectRequests = Sequence[Mapping[str, Any]]
@@ -128,36 +128,36 @@ ColorsByClass = Mapping[str, Sequence[str]]
 
 
 def has_requested_objects(
-    include: ObjectRequests, exclude: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass
+    requests: ObjectRequests, exclusions: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
     """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
     matches_by_request: list[Sequence[Detection] | None] = []
-    for request in include:
-        name, count = request["class"], request["count"]
-        matched_objects = objects[name][:count]
+    for request in requests:
+        class_name, count = request["class"], request["count"]
+        matched_objects = objects[class_name][:count]
         is_satisfied = len(matched_objects) >= count
         if is_satisfied and "color" in request:
-            is_satisfied = list(colors[name][:count]).count(request["color"]) >= count
+            is_satisfied = list(colors[class_name][:count]).count(request["color"]) >= count
         if is_satisfied and "position" in request:
             is_satisfied = _has_requested_relation(matched_objects, request["position"], matches_by_request)
         matches_by_request.append(matched_objects if is_satisfied else None)
-    return None not in matches_by_request and all(len(objects[each["class"]]) < each["count"] for each in exclude)
+    return None not in matches_by_request and all(len(objects[each["class"]]) < each["count"] for each in exclusions)
 
 
-def strict_score(include: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
+def strict_score(requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
     """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
     whether all requests are met with exact counts."""
     matches_by_request: list[Sequence[Detection] | None] = []
     scores: list[float] = []
-    for request in include:
-        name, count = request["class"], request["count"]
-        matched_objects = objects[name]
+    for request in requests:
+        class_name, count = request["class"], request["count"]
+        matched_objects = objects[class_name]
         has_exact_count = len(matched_objects) == count
         scores.append(1 - abs(count - len(matched_objects)) / count)
         if not has_exact_count and ("color" in request or "position" in request):
             scores.append(0.0)
         if has_exact_count and "color" in request:
-            num_colored = list(colors[name]).count(request["color"])
+            num_colored = list(colors[class_name]).count(request["color"])
             scores.append(1 - abs(count - num_colored) / count)
             has_exact_count = num_colored == count
         if has_exact_count and "position" in request:
@@ -172,18 +172,18 @@ def _has_requested_relation(
 ) -> bool:
     """Return True if each object is in the requested position relative to each object that matches an earlier request;
     `position` has the relation and the index of that request."""
-    relation, target_index = position
-    target_objects = matches_by_request[target_index]
+    relation, target_request_index = position
+    target_objects = matches_by_request[target_request_index]
     return target_objects is not None and all(
-        relation in spatial_relations(first, other) for first in objects for other in target_objects
+        relation in spatial_relations(detection, other) for detection in objects for other in target_objects
     )
 
 
-def spatial_relations(detection: Detection, other: Detection) -> set[str]:
-    """Return the spatial_relations of an object to another (left of, right of, above, below), empty if they overlap."""
-    corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (detection, other))
-    center_offset = corners.mean(0) - other_corners.mean(0)
-    overlap_margin = _POSITION_THRESHOLD * (np.ptp(corners, axis=0) + np.ptp(other_corners, axis=0))
+def spatial_relations(detection: Detection, other_detection: Detection) -> set[str]:
+    """Return the spatial relations of an object to another (left of, right of, above, below), empty if they overlap."""
+    box_corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (detection, other_detection))
+    center_offset = box_corners.mean(0) - other_corners.mean(0)
+    overlap_margin = _POSITION_THRESHOLD * (np.ptp(box_corners, axis=0) + np.ptp(other_corners, axis=0))
     offset_beyond_margin = np.maximum(np.abs(center_offset) - overlap_margin, 0) * np.sign(center_offset)
     if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()

@@ -13,7 +13,7 @@ _DIGIT_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5.
 
-    A reference without `#### number` is invalid; in Cosmos-RL, a completion without a number then counts as right.
+    A reference without `#### number` raises `ValueError`; in Cosmos-RL, a completion without a number is then right.
     """
     reference_number = _extract_number(reference)
     if reference_number is None:
@@ -26,7 +26,7 @@ def _extract_number(text: str) -> Decimal | None:
     if not numbers:
         return None
     sign, number, numerator, denominator = numbers[-1]
-    value = Decimal(sign + number.replace(",", ""))
+    decimal_value = Decimal(sign + number.replace(",", ""))
     if numerator:  # a mixed number, such as 1 1/2
-        return value + Decimal(sign + numerator) / Decimal(denominator)
-    return value / Decimal(denominator) if denominator else value
+        return decimal_value + Decimal(sign + numerator) / Decimal(denominator)
+    return decimal_value / Decimal(denominator) if denominator else decimal_value

@@ -17,16 +17,18 @@ _INSTALL_HINT = "install hpsv2 in its own environment (venv_python), or set mode
 
 
 class Hpsv2Reward:
-    """Reward model with the score `hpsv2`; `model_path` is a CLIP folder; empty: the checkpoint in `download_path`."""
+    """Reward model with the score `hpsv2`; `model_path` is a CLIP folder of transformers or the published checkpoint.
+    If it is empty, the checkpoint is read from `download_path`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         is_clip_folder = bool(settings.model_path) and Path(settings.model_path, "config.json").is_file()
-        self._cosines = (
+        self._compute_cosines = (
             ClipModel("hpsv2", settings, "").text_image_similarities if is_clip_folder else _load_checkpoint(settings)
         )
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        return {"hpsv2": self._cosines([item.prompt for item in items], [middle_image(item.media) for item in items])}
+        prompts, images = [item.prompt for item in items], [middle_image(item.media) for item in items]
+        return {"hpsv2": self._compute_cosines(prompts, images)}
 
 
 def _load_checkpoint(settings: RewardModelSettings) -> Any:

@@ -12,23 +12,23 @@ _INSTALL_HINT = "install hpsv3 in its own environment and name that in venv_pyth
 
 
 class Hpsv3Reward:
-    """Reward model with the score `hpsv3`, the predicted mean; `options` has `sigma` (false), which adds the predicted
-    standard deviation as `hpsv3_sigma`, and `config_path`, a config in the format of the package."""
+    """Reward model with the score `hpsv3`, the predicted mean. If `options.sigma` is true, it also returns the
+    predicted standard deviation as `hpsv3_sigma`; `options.config_path` is a config of the package `hpsv3`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("hpsv3", _INSTALL_HINT, "torch", "hpsv3")
         from hpsv3 import HPSv3RewardInferencer
 
         checkpoint_file = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
-        arguments = {"config_path": settings.options.get("config_path")}
-        arguments["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
-        arguments = {name: value for name, value in arguments.items() if value}
-        self._inferencer = HPSv3RewardInferencer(device=select_device(settings), **arguments)
-        self._has_sigma = bool(settings.options.get("sigma", False))
+        inferencer_arguments = {"config_path": settings.options.get("config_path")}
+        inferencer_arguments["checkpoint_path"] = str(checkpoint_file) if checkpoint_file.is_file() else None
+        inferencer_arguments = {name: value for name, value in inferencer_arguments.items() if value}
+        self._inferencer = HPSv3RewardInferencer(device=select_device(settings), **inferencer_arguments)
+        self._returns_sigma = bool(settings.options.get("sigma", False))
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         images = [middle_image(item.media) for item in items]
         rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
         rows = rewards.float().reshape(len(items), -1).tolist()
         columns: ScoreColumns = {"hpsv3": [row[0] for row in rows]}
-        return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if self._has_sigma and len(rows[0]) > 1 else {})
+        return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if self._returns_sigma and len(rows[0]) > 1 else {})

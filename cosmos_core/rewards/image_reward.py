@@ -35,8 +35,8 @@ _VISION_PARAMETER_NAMES = {
 
 
 class ImageRewardReward:
-    """Reward model with the score `image_reward`; `model_path` is ImageReward.pt, or empty for the file on the Hub;
-    `options` has `tokenizer`, a BERT tokenizer."""
+    """Reward model with the score `image_reward`. `model_path` is the file ImageReward.pt; if it is empty, the file is
+    read from `download_path` or from the Hub. `options.tokenizer` is a BERT tokenizer."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("image_reward", "install torch and transformers", "torch", "transformers")
@@ -85,7 +85,7 @@ def _find_checkpoint(settings: RewardModelSettings) -> Path:
 
 
 def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the image encoder, the text encoder and the linear layers of a checkpoint; tensor shapes are the sizes."""
+    """Return the image encoder, the text encoder and the linear layers of a checkpoint, sized by its tensors."""
     import torch
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
@@ -104,7 +104,7 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             image_size=num_side_patches * patch_weight.shape[-1], patch_size=patch_weight.shape[-1], layer_norm_eps=1e-6
         )
     )  # fmt: skip
-    image_encoder.load_state_dict({_rename_key(name): value for name, value in vision_state_dict.items()})
+    image_encoder.load_state_dict({_convert_parameter_name(name): value for name, value in vision_state_dict.items()})
     vocab_size, hidden_size = text_state_dict["embeddings.word_embeddings.weight"].shape
     text_encoder = BlipTextModel(
         BlipTextConfig(
@@ -125,22 +125,22 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return image_encoder, text_encoder, torch.nn.Sequential(*linear_layers)
 
 
-def _count_layers(state_dict: Mapping[str, Any], pattern: str) -> int:
-    return 1 + max(int(match[1]) for name in state_dict if (match := re.match(pattern, name)))
+def _count_layers(state_dict: Mapping[str, Any], layer_pattern: str) -> int:
+    return 1 + max(int(match[1]) for name in state_dict if (match := re.match(layer_pattern, name)))
 
 
-def _rename_key(name: str) -> str:
-    name = re.sub(r"^norm\.", "post_layernorm.", name)
+def _convert_parameter_name(parameter_name: str) -> str:
+    parameter_name = re.sub(r"^norm\.", "post_layernorm.", parameter_name)
     for old_name, new_name in _VISION_PARAMETER_NAMES.items():
-        name = re.sub(rf"(^|\.){re.escape(old_name)}(?=\.|$)", rf"\g<1>{new_name}", name)
-    return name
+        parameter_name = re.sub(rf"(^|\.){re.escape(old_name)}(?=\.|$)", rf"\g<1>{new_name}", parameter_name)
+    return parameter_name
 
 
-def _preprocess_image(image: Image.Image, size: int) -> np.ndarray:
+def _preprocess_image(image: Image.Image, image_size: int) -> np.ndarray:
     """Return an image as encoder input of shape C, H, W: the shorter side resized, the centre cropped, normalised."""
-    resize_factor = size / min(image.size)
-    width, height = (max(size, int(side_length * resize_factor)) for side_length in image.size)
-    x, y = round((width - size) / 2), round((height - size) / 2)
-    cropped_image = image.resize((width, height), Image.Resampling.BICUBIC).crop((x, y, x + size, y + size))
+    resize_factor = image_size / min(image.size)
+    width, height = (max(image_size, int(side_length * resize_factor)) for side_length in image.size)
+    x, y = round((width - image_size) / 2), round((height - image_size) / 2)
+    cropped_image = image.resize((width, height), Image.Resampling.BICUBIC).crop((x, y, x + image_size, y + image_size))
     pixels = np.asarray(cropped_image, np.float32) / 255
     return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

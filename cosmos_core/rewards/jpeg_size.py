@@ -12,7 +12,7 @@ _BYTES_PER_SCORE_UNIT = 100_000.0
 
 
 class JpegSizeReward:
-    """Reward model with the score `jpeg_size`: minus the size as JPEG, in units of 100 kB; `options.quality`: 95."""
+    """Reward model of `jpeg_size`, minus the size in units of 100 kB; `options.quality` is the JPEG quality."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         self._quality = int(settings.options.get("quality", _DEFAULT_JPEG_QUALITY))

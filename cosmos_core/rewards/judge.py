@@ -26,20 +26,20 @@ async def judge(
     `openai.OpenAIError` if the server refuses the key or the model, or cannot be reached after several attempts."""
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
-        text_fields = [
+        template_fields = [
             {"prompt": _turns_to_text(prompt), "completion": _turns_to_text(completion), "reference": reference}
             for prompt, completion, reference in zip(prompts, completions, references, strict=True)
         ]
-        return list(await asyncio.gather(*(_request_score(client, judge_config, fields) for fields in text_fields)))
+        return list(await asyncio.gather(*(_request_score(client, judge_config, fields) for fields in template_fields)))
 
 
 async def _request_score(
-    client: AsyncOpenAI, config: Mapping[str, Any], text_fields: Mapping[str, str]
+    client: AsyncOpenAI, judge_config: Mapping[str, Any], template_fields: Mapping[str, str]
 ) -> tuple[float, dict[str, float]] | ValueError:
-    request = _build_request(config, text_fields)
-    cache_key = json.dumps([config["endpoint"], request], sort_keys=True)
+    request = _build_request(judge_config, template_fields)
+    cache_key = json.dumps([judge_config["endpoint"], request], sort_keys=True)
     cache_file = user_cache_folder() / "judge" / f"{hashlib.sha256(cache_key.encode()).hexdigest()}.json"
-    reply = read_json_object(cache_file) if config["cache"] else {}
+    reply = read_json_object(cache_file) if judge_config["cache"] else {}
     token_counts = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
     if "text" not in reply:
         try:
@@ -49,49 +49,50 @@ async def _request_score(
             # Only this completion has no score: it is too long for the judge, or the response has no chat message.
             return ValueError(error_on_one_line(error))
         token_counts = {name: float(getattr(response.usage, name, 0) or 0) for name in token_counts}
-    if isinstance(judge_score := _parse_judge_score(reply["text"], config["highest_score"]), ValueError):
+    if isinstance(judge_score := _parse_judge_score(reply["text"], judge_config["highest_score"]), ValueError):
         return judge_score
-    if config["cache"]:
+    if judge_config["cache"]:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(cache_file, json.dumps(reply), fsync=False)
-    return judge_score / config["highest_score"], token_counts
+    return judge_score / judge_config["highest_score"], token_counts
 
 
-def _build_request(config: Mapping[str, Any], text_fields: Mapping[str, str]) -> dict[str, Any]:
+def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str, str]) -> dict[str, Any]:
     # All placeholders are replaced in one pass, because the texts may contain placeholders too.
-    user_message = _PLACEHOLDER_PATTERN.sub(lambda match: text_fields[match[1]], config["template"])
-    score_schema = {"type": "integer", "minimum": 0, "maximum": config["highest_score"]}
+    user_message = _PLACEHOLDER_PATTERN.sub(lambda match: template_fields[match[1]], judge_config["template"])
+    highest_score = judge_config["highest_score"]
+    score_schema = {"type": "integer", "minimum": 0, "maximum": highest_score}
     properties = {"reason": {"type": "string"}, "score": score_schema}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return {
-        "model": config["model"],
+        "model": judge_config["model"],
         "messages": [
-            {"role": "system", "content": config["rubric"] + _REPLY_FORMAT.format(highest=config["highest_score"])},
+            {"role": "system", "content": judge_config["rubric"] + _REPLY_FORMAT.format(highest=highest_score)},
             {"role": "user", "content": user_message},
         ],
-        "temperature": config["temperature"],
-        "max_tokens": config["max_tokens"],
+        "temperature": judge_config["temperature"],
+        "max_tokens": judge_config["max_tokens"],
         "response_format": {"type": "json_schema", "json_schema": {"name": "judgement", "schema": schema}},
     }
 
 
-def _parse_judge_score(text: str, highest_score: int) -> float | ValueError:
+def _parse_judge_score(reply_text: str, highest_score: int) -> float | ValueError:
     """Return the score in a judge's reply, whose JSON may follow reasoning or be in a code block, or a `ValueError`."""
-    text = text.rpartition("</think>")[2]
+    reply_text = reply_text.rpartition("</think>")[2]
     try:
-        score = json.loads(text[text.find("{") : text.rfind("}") + 1])["score"]
+        score = json.loads(reply_text[reply_text.find("{") : reply_text.rfind("}") + 1])["score"]
     except (ValueError, KeyError, TypeError):
-        return ValueError(f"the judge replied {text[:80]!r}, which is no JSON with a score")
+        return ValueError(f"the judge replied {reply_text[:80]!r}, which is no JSON with a score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= highest_score:
         return ValueError(f"the judge gave the score {score!r}; the rule is a number from 0 to {highest_score}")
     return float(score)
 
 
-def _turns_to_text(value: Any) -> str:
-    """Return a prompt or completion as text: a string unchanged, one turn as its content, more turns with roles."""
-    if isinstance(value, str):
-        return value
-    turns = [turn for turn in value if isinstance(turn, Mapping)]
+def _turns_to_text(text_or_turns: Any) -> str:
+    """Return a string unchanged, one turn as its content, and several turns as text with their roles."""
+    if isinstance(text_or_turns, str):
+        return text_or_turns
+    turns = [turn for turn in text_or_turns if isinstance(turn, Mapping)]
     if len(turns) == 1:
         return str(turns[0]["content"])
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)

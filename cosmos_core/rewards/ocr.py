@@ -41,15 +41,15 @@ class OcrReward:
 
 
 def ocr(to_be_evaluated: str, reference: str, *, prompt: str, media: Any) -> float:
-    """Return the fraction of the expected text that the image shows: the reference, or the prompt's text in quotes."""
+    """Return the fraction of a text that the image shows; the text is the reference, else the prompt's quoted text."""
     _load_ocr_engine()
     return _score_item(RewardInput(prompt, media, reference=reference))
 
 
 def text_similarity(recognised_text: str, expected_text: str) -> float:
     """Return 1 - edits / length of the expected text, which may be anywhere in the recognised text; never below 0."""
-    text, target = _normalise_text(recognised_text), _normalise_text(expected_text)
-    num_edits = 0 if target in text else min(_levenshtein_distance(text, target), len(target))
+    ocr_text, true_text = _normalise_text(recognised_text), _normalise_text(expected_text)
+    num_edits = 0 if true_text in ocr_text else min(_levenshtein_distance(ocr_text, true_text), len(true_text))
     return 1.0 - num_edits / max(1, len(expected_text))
 
 
@@ -63,8 +63,10 @@ def _score_item(item: RewardInput) -> float:
 
 
 def _recognise_text(image: Image.Image) -> str:
-    lines, _ = _load_ocr_engine()(np.asarray(image)[..., ::-1])  # the engine takes BGR, like OpenCV
-    return "".join(text for _, text, confidence in lines or [] if float(confidence) > 0)
+    recognised_lines, _ = _load_ocr_engine()(
+        np.asarray(image)[..., ::-1]
+    )  # convert RGB to BGR, which the engine expects
+    return "".join(text for _, text, confidence in recognised_lines or [] if float(confidence) > 0)
 
 
 @lru_cache(maxsize=1)

@@ -16,13 +16,13 @@ class PickscoreReward:
     """Reward model with the score `pickscore`: the logit of text and image, divided by 26 to be about 1."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        self._clip = ClipModel("pickscore", settings, _DEFAULT_MODEL, _DEFAULT_PROCESSOR)
+        self._clip_model = ClipModel("pickscore", settings, _DEFAULT_MODEL, _DEFAULT_PROCESSOR)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        cosines = self._clip.text_image_similarities(
+        cosines = self._clip_model.text_image_similarities(
             [item.prompt for item in items], [middle_image(item.media) for item in items]
         )
-        return {"pickscore": [self._clip.logit_scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
+        return {"pickscore": [self._clip_model.logit_scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
 
 
 def pickscore(

@@ -54,14 +54,14 @@ class WorkerPool(ABC):
         self._pool = None
 
     def _replace_pool(
-        self, initializer: Callable[..., None], *arguments: Any, env: Sequence[str], num_processes: int
+        self, initializer: Callable[..., None], *arguments: Any, env_names: Sequence[str], num_processes: int
     ) -> ProcessPool:
-        """Replace the pool by a new pool, whose processes call `initializer` first, and return it."""
+        """Replace the pool by a new pool, whose processes first call `initializer`, and return the new pool."""
         self.close()
-        context = SpawnContext()
-        context.Process = partial(_WorkerProcess, tuple(env))  # type: ignore[assignment,misc]
-        initargs = (*arguments, env, os.getpid())
-        self._pool = ProcessPool(num_processes, initializer=initializer, initargs=initargs, context=context)
+        spawn_context = SpawnContext()
+        spawn_context.Process = partial(_WorkerProcess, tuple(env_names))  # type: ignore[assignment,misc]
+        initargs = (*arguments, env_names, os.getpid())
+        self._pool = ProcessPool(num_processes, initializer=initializer, initargs=initargs, context=spawn_context)
         return self._pool
 
     def _get_working_pool(self) -> ProcessPool:
@@ -70,7 +70,7 @@ class WorkerPool(ABC):
 
 
 class _WorkerProcess(SpawnProcess):
-    """Worker process that sees the variables `environment_names`, and kills its process group when it ends."""
+    """Worker process with standard environment variables and `environment_names`; its process group ends with it."""
 
     _is_terminated = False
 
@@ -83,10 +83,10 @@ class _WorkerProcess(SpawnProcess):
         return _Popen(process_obj)
 
     def terminate(self) -> None:
-        """Kill the process group with SIGKILL: Python handles SIGTERM, but not during a loop in C."""
+        """Kill the process group with SIGKILL, because Python does not handle SIGTERM during a loop in C code."""
         self._is_terminated = True
         self._kill_process_group()
-        self.kill()  # a process that has just started may not have created its process group yet
+        self.kill()  # kill the process too, because right after its start it may have no process group
 
     def is_alive(self) -> bool:
         """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""
@@ -94,7 +94,7 @@ class _WorkerProcess(SpawnProcess):
         if is_alive and self.pid:
             try:
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # other code in the parent has reaped the child
+            except ChildProcessError:  # other code of the parent has already waited for the child
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated:
@@ -128,11 +128,11 @@ class _Popen(popen_spawn_posix.Popen):
         child_input, parent_output = os.pipe()
         self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, parent_output))  # type: ignore[attr-defined]
         try:
-            command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_input)
-            descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
-            file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in descriptors]
+            python_command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_input)
+            inherited_descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
+            file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in inherited_descriptors]
             environment = environment_for_user_code(process_obj.environment_names)
-            self.pid = os.posix_spawn(spawn.get_executable(), command, environment, file_actions=file_actions)
+            self.pid = os.posix_spawn(spawn.get_executable(), python_command, environment, file_actions=file_actions)
         finally:
             os.close(child_input)
             os.close(child_sentinel)
@@ -140,15 +140,15 @@ class _Popen(popen_spawn_posix.Popen):
             file.write(process_data.getbuffer())
 
 
-def init_worker(env: Sequence[str], parent_pid: int) -> None:
+def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
-    multiprocessing.set_start_method(None, force=True)  # spawned processes could not import the user's file
+    multiprocessing.set_start_method(None, force=True)  # restore fork: a spawned child could not import user files
     os.dup2(2, 1)  # standard output of user code goes to the log
     configure_logging()
     _lower_oom_priority()
-    mask_secrets(env)
+    mask_secrets(environment_names)
 
 
 def _lower_oom_priority() -> None:
@@ -161,12 +161,12 @@ def _lower_oom_priority() -> None:
         file.write("1000")
 
 
-def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, beat: Callable[[], None]) -> bool:
-    """Wait for futures and call `beat` every second; return False if none finishes within `max_idle_seconds`."""
+def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, on_wait: Callable[[], None]) -> bool:
+    """Wait for futures and call `on_wait` every second; return False if none finishes within `max_idle_seconds`."""
     pending_futures, last_progress_time = set(futures), time.monotonic()
     while pending_futures:
         done_futures, pending_futures = wait(pending_futures, _HEARTBEAT_SECONDS)
-        beat()
+        on_wait()
         last_progress_time = time.monotonic() if done_futures else last_progress_time
         if time.monotonic() - last_progress_time > max_idle_seconds:
             return False

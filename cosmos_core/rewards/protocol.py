@@ -36,7 +36,7 @@ _SUPPORTED_DTYPES = {"|u1", "<f2", "<f4", "<f8"}
 
 
 class ProtocolError(ValueError):
-    """Error for a body that does not have the format of the protocol; the message describes the problem on one line."""
+    """Error for an HTTP body that violates the protocol; the message describes the problem on one line."""
 
 
 def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
@@ -67,10 +67,10 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     return fields, array
 
 
-def decode_array(content: memoryview) -> np.ndarray:
+def decode_array(npy_bytes: memoryview) -> np.ndarray:
     """Return the array in a file of numpy's format, without unpickling. Raise `ProtocolError` if the content is no
     array of numbers, or its length differs from its header."""
-    stream = io.BytesIO(bytes(content[: _MAX_NPY_HEADER_BYTES + 16]))
+    stream = io.BytesIO(bytes(npy_bytes[: _MAX_NPY_HEADER_BYTES + 16]))
     header_error = "no array in numpy's format follows the JSON: "
     with convert_errors(lambda error: ProtocolError(header_error + type(error).__name__), ProtocolError):
         version = np.lib.format.read_magic(stream)
@@ -83,20 +83,20 @@ def decode_array(content: memoryview) -> np.ndarray:
     if not 1 <= len(shape) <= _MAX_AXES or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
     data_offset, num_bytes = stream.tell(), math.prod(shape) * dtype.itemsize
-    if len(content) - data_offset != num_bytes:
-        raise ProtocolError(f"the array has {len(content) - data_offset} bytes; its shape and dtype make {num_bytes}")
-    flat_array = np.frombuffer(content, dtype, offset=data_offset)
+    if len(npy_bytes) - data_offset != num_bytes:
+        raise ProtocolError(f"the array has {len(npy_bytes) - data_offset} bytes; its shape and dtype make {num_bytes}")
+    flat_array = np.frombuffer(npy_bytes, dtype, offset=data_offset)
     try:
         return flat_array.reshape(shape, order="F" if is_fortran_order else "C")
-    except ValueError as error:  # the axes of an empty array exceed the limits of numpy
+    except ValueError as error:  # an empty array whose axes exceed the limits of NumPy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
 
-def _parse_json_fields(line: bytes) -> dict[str, Any]:
-    if _json_depth(line) > _MAX_JSON_DEPTH:
+def _parse_json_fields(json_line: bytes) -> dict[str, Any]:
+    if _json_depth(json_line) > _MAX_JSON_DEPTH:
         raise ProtocolError(f"the JSON is nested more than {_MAX_JSON_DEPTH} deep")
     try:
-        fields = json.loads(line, parse_constant=_refuse_json_constant, parse_float=_parse_finite_float)
+        fields = json.loads(json_line, parse_constant=_refuse_json_constant, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(fields, dict):
@@ -104,30 +104,30 @@ def _parse_json_fields(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _json_depth(line: bytes) -> int:
-    """Return an upper bound of the nesting depth of JSON text: the number of brackets if there are few."""
-    num_brackets = line.count(b"[") + line.count(b"{")
+def _json_depth(json_line: bytes) -> int:
+    """Return the nesting depth of JSON text, or an upper bound, the number of its brackets, if there are few."""
+    num_brackets = json_line.count(b"[") + json_line.count(b"{")
     if num_brackets <= _MAX_JSON_DEPTH:
         return num_brackets
-    max_depth = depth = 0
+    max_depth = current_depth = 0
     is_in_string = is_escaped = False
-    for byte in line:
+    for byte in json_line:
         if is_in_string:
             is_in_string, is_escaped = is_escaped or byte != 0x22, not is_escaped and byte == 0x5C
         elif byte == 0x22:
             is_in_string = True
         elif byte in b"[{":
-            depth += 1
-            max_depth = max(max_depth, depth)
+            current_depth += 1
+            max_depth = max(max_depth, current_depth)
         elif byte in b"]}":
-            depth -= 1
+            current_depth -= 1
     return max_depth
 
 
-def _parse_finite_float(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse_json_constant(text[:40])
+def _parse_finite_float(number_text: str) -> float:
+    number = float(number_text)
+    return number if math.isfinite(number) else _refuse_json_constant(number_text[:40])
 
 
-def _refuse_json_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+def _refuse_json_constant(constant_name: str) -> Any:
+    raise ValueError(f"{constant_name} is no number of JSON")

@@ -25,5 +25,5 @@ def reasoning_gym(to_be_evaluated: str, metadata: Mapping[str, Any]) -> float:
 
 
 @cache
-def _create_dataset(generator: str, arguments: str) -> Any:
-    return create_dataset(generator, **json.loads(arguments))
+def _create_dataset(generator_name: str, generator_arguments: str) -> Any:
+    return create_dataset(generator_name, **json.loads(generator_arguments))

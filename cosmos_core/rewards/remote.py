@@ -56,21 +56,21 @@ _RequestAndScores = tuple[Mapping[str, Any], _CompletionScores]
 
 
 class RemoteRewards:
-    """Client that scores completions by the functions of a reward service; `beat` is called while it waits."""
+    """Client that scores completions by the functions of a reward service; `on_wait` is called while it waits."""
 
     def __init__(
-        self, config: RemoteRewardConfig, service: ServiceEndpoints, *, beat: Callable[[], None] = lambda: None
+        self, config: RemoteRewardConfig, service: ServiceEndpoints, *, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        self._config, self._service, self._heartbeat = config, service, beat
+        self._config, self._service, self._on_wait = config, service, on_wait
         self._replica_state = ReplicaState([0] * len(service.replicas))
-        self._vae: WanVae | None = None
+        self._video_vae: WanVae | None = None
         self._vae_lock = threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion; see `score` for errors."""
         requests = [make_reward_request(group, k) for group in groups for k in range(len(group.completions))]
-        scores = iter(self.score(requests))
-        group_scores = [tuple(itertools.islice(scores, len(group.completions))) for group in groups]
+        all_scores = iter(self.score(requests))
+        group_scores = [tuple(itertools.islice(all_scores, len(group.completions))) for group in groups]
         return [ScoredGroup(*each) for each in zip(groups, map(_invalidate_partial_group, group_scores), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
@@ -83,39 +83,39 @@ class RemoteRewards:
             if not unscored_indices:
                 break
             if attempt:
-                message = "%d completions have no score (%s); they are sent again"
-                log.warning(message, len(unscored_indices), scores[unscored_indices[0]].error)
+                log_message = "%d completions have no score (%s); they are sent again"
+                log.warning(log_message, len(unscored_indices), scores[unscored_indices[0]].error)
             for i in unscored_indices:
                 scores[i] = _CompletionScores()
             self._run_in_thread(self._score_batches([(requests[i], scores[i]) for i in unscored_indices]))
             unscored_indices = [i for i in unscored_indices if scores[i].error]
         if unscored_indices and config.missing_score == "fail":
             raise StageFailed(f"{len(unscored_indices)} completions have no score: {scores[unscored_indices[0]].error}")
-        return [self._total_score(request_scores) for request_scores in scores]
+        return [self._compute_total_score(request_scores) for request_scores in scores]
 
     def _run_in_thread(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in a separate thread and call `beat` while it runs."""
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="remote rewards", daemon=True)
+        """Run a coroutine in a separate thread and call `on_wait` while it runs."""
+        event_loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=event_loop.run_forever, name="remote rewards", daemon=True)
         thread.start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, event_loop)
         try:
-            wait_for_futures([future], math.inf, self._heartbeat)
+            wait_for_futures([future], math.inf, self._on_wait)
             future.result()
         except BaseExceptionGroup as error_group:
             raise error_group.exceptions[0] from error_group
         finally:
-            asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
+            asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), event_loop).result()
+            event_loop.call_soon_threadsafe(event_loop.stop)
             thread.join()
-            loop.close()
+            event_loop.close()
 
-    def _total_score(self, scores: _CompletionScores) -> Score:
-        if scores.error:
-            return Score(None, scores.metrics, scores.error, scores.is_service_error)
-        weighted_score = sum(function.weight * score for function, score in scores.scores.items())
+    def _compute_total_score(self, completion_scores: _CompletionScores) -> Score:
+        if completion_scores.error:
+            return Score(None, completion_scores.metrics, completion_scores.error, completion_scores.is_service_error)
+        weighted_score = sum(function.weight * score for function, score in completion_scores.scores.items())
         weighted_score = min(max(weighted_score, self._config.reward_clip_min), self._config.reward_clip_max)
-        return Score(self._config.scale * weighted_score, scores.metrics)
+        return Score(self._config.scale * weighted_score, completion_scores.metrics)
 
     async def _score_batches(self, items: Sequence[_RequestAndScores]) -> None:
         request_semaphore = asyncio.Semaphore(self._config.max_in_flight)
@@ -136,46 +136,46 @@ class RemoteRewards:
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
                 function_names = dict.fromkeys(item.name for item in self._config.reward_fns)
-                results = await service_request.fetch_results(request_body, list(function_names))
+                result_by_function = await service_request.fetch_results(request_body, list(function_names))
             except MissingScoresError as error:
                 for scores in batch_scores:
                     scores.error = str(error)
                 return
-            for function in self._config.reward_fns:
-                _record_metrics(function, results[function.name], batch_scores)
-            for function, metric in self._config.metric_names.items():
-                _record_scores(function, metric, results[function.name], batch_scores)
+            for reward_function in self._config.reward_fns:
+                _record_metrics(reward_function, result_by_function[reward_function.name], batch_scores)
+            for reward_function, metric_name in self._config.metric_names.items():
+                _record_scores(reward_function, metric_name, result_by_function[reward_function.name], batch_scores)
 
     def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
         """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C,
         T, H, W; texts within the JSON."""
         media: list[Any] = [request.get("media") for request in requests]
         # Send positive weights, because the service skips functions whose weight is not above 0.
-        weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
+        sent_weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
         fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests]}
-        fields["reward_fn"] = weights
+        fields["reward_fn"] = sent_weights
         if media[0] is None:
-            array = np.zeros((len(media), 0), np.uint8)
+            media_array = np.zeros((len(media), 0), np.uint8)
             fields |= {"media_type": "text", "completions": [request["to_be_evaluated"] for request in requests]}
             for name in ("num_tokens", "finish_reason", "turns"):
                 if any(name in request for request in requests):
                     fields[name] = [request.get(name) for request in requests]
         elif isinstance(media[0], np.ndarray):
-            fields["media_type"], array = self._encode_videos(media)
+            fields["media_type"], media_array = self._encode_videos(media)
             frame_rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
             fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
         else:
-            fields["media_type"], array = "image", np.stack([np.asarray(item.convert("RGB")) for item in media])
+            fields["media_type"], media_array = "image", np.stack([np.asarray(item.convert("RGB")) for item in media])
         if any(request.get("reference") for request in requests):
             fields["references"] = [request.get("reference") or "" for request in requests]
-        return encode_request(to_json_value(fields | _metadata_fields(requests)), array)
+        return encode_request(to_json_value(fields | _build_metadata_fields(requests)), media_array)
 
     def _encode_videos(self, videos: Sequence[np.ndarray]) -> tuple[str, np.ndarray]:
         if not self._config.video_vae:
             return "video", np.stack([np.moveaxis(video, -1, 0) for video in videos])
         with self._vae_lock:
-            self._vae = self._vae or WanVae("remote_reward.video_vae", self._config.video_vae, "cuda")
-            return "latent", self._vae.encode(videos)
+            self._video_vae = self._video_vae or WanVae("remote_reward.video_vae", self._config.video_vae, "cuda")
+            return "latent", self._video_vae.encode(videos)
 
 
 async def _cancel_other_tasks() -> None:
@@ -186,47 +186,47 @@ async def _cancel_other_tasks() -> None:
 
 
 def _split_into_batches(items: Sequence[Any], batch_size: int) -> list[list[Any]]:
-    """Return the items in batches of limited size, each with media of one shape."""
+    """Return batches of at most `batch_size` items, whose media have the same shape within a batch."""
     batches_by_shape: dict[Any, list[Any]] = {}
     for item in items:
         media = item[0].get("media")
         is_video = isinstance(media, np.ndarray)
-        shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
-        batches_by_shape.setdefault(shape, []).append(item)
+        media_shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
+        batches_by_shape.setdefault(media_shape, []).append(item)
     return [each[i : i + batch_size] for each in batches_by_shape.values() for i in range(0, len(each), batch_size)]
 
 
-def _metadata_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _build_metadata_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the request fields with the columns of the rows: `metadata`, and the fields for the reward `gen_eval`."""
     rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
-    fields: dict[str, Any] = {}
+    gen_eval_fields: dict[str, Any] = {}
     if all("include" in row and "tag" in row for row in rows):
-        fields = {f"geneval_{name}s": [row.pop(name) for row in rows] for name in ("tag", "include")}
+        gen_eval_fields = {f"geneval_{name}s": [row.pop(name) for row in rows] for name in ("tag", "include")}
         if any("exclude" in row for row in rows):
-            fields["geneval_excludes"] = [row.pop("exclude", []) for row in rows]
-    return fields | ({"metadata": rows} if any(rows) else {})
+            gen_eval_fields["geneval_excludes"] = [row.pop("exclude", []) for row in rows]
+    return gen_eval_fields | ({"metadata": rows} if any(rows) else {})
 
 
 def _record_metrics(
-    function: RewardFunctionConfig, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
+    reward_function: RewardFunctionConfig, response: Mapping[str, Any], batch_scores: Sequence[_CompletionScores]
 ) -> None:
     """Record the numbers of a response of the service, other than the reward itself, as metrics, without clipping."""
-    scores = response.get("scores")
-    for name, column in scores.items() if isinstance(scores, dict) else ():
-        for i, completion_scores in enumerate(batch):
-            value = _finite_number_at(column, i, len(batch))
-            if value is not None and name != function.name:
-                completion_scores.metrics[f"{function.name}/{name}"] = value
+    score_columns = response.get("scores")
+    for score_key, column in score_columns.items() if isinstance(score_columns, dict) else ():
+        for i, completion_scores in enumerate(batch_scores):
+            number = _read_finite_number(column, i, len(batch_scores))
+            if number is not None and score_key != reward_function.name:
+                completion_scores.metrics[f"{reward_function.name}/{score_key}"] = number
 
 
 def _record_scores(
-    function: RewardFunctionConfig, metric: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
+    function: RewardFunctionConfig, metric_name: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
 ) -> None:
     """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        is_service_error = bool(error) and not response.get("is_lost")  # a retry may help after a process was lost
+        is_service_error = bool(error) and not response.get("is_lost")  # if a process was lost, a retry may help
         for each in batch:
             each.record_missing_score(
                 function, error or "the response has no scores", is_service_error=is_service_error
@@ -242,18 +242,18 @@ def _record_scores(
             f"{', '.join(sorted(scores))}, or to several with +"
         )
     for i, each in enumerate(batch):
-        values = [None if _is_failed_item(scores, i) else _finite_number_at(scores[k], i, len(batch)) for k in keys]
-        if None in values:
+        numbers = [None if _has_item_failed(scores, i) else _read_finite_number(scores[k], i, len(batch)) for k in keys]
+        if None in numbers:
             reason = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
             each.record_missing_score(function, reason or "the response has no number for it", is_service_error=True)
             continue
-        score = math.fsum(v for v in values if v is not None)
+        score = math.fsum(v for v in numbers if v is not None)
         each.scores[function] = function.clip_score(score)
         # A function of weight 0 is only logged, so its score is not clipped.
-        each.metrics[metric] = each.scores[function] if function.weight else score
+        each.metrics[metric_name] = each.scores[function] if function.weight else score
 
 
-def _is_failed_item(scores: Mapping[str, Any], i: int) -> bool:
+def _has_item_failed(scores: Mapping[str, Any], i: int) -> bool:
     """Return True if item `i` failed in Cosmos-RL's service: its prediction is `Error`, or its video scores are -1."""
     column = scores.get("prediction")
     if isinstance(column, list) and i < len(column) and column[i] == "Error":
@@ -262,13 +262,13 @@ def _is_failed_item(scores: Mapping[str, Any], i: int) -> bool:
     return all(isinstance(column, list) and i < len(column) and column[i] == -1.0 for column in score_columns)
 
 
-def _finite_number_at(column: Any, i: int, num_items: int) -> float | None:
-    """Return entry `i` of a list of `num_items` values as a float; None if it is no finite number, or no such list."""
-    value = column[i] if isinstance(column, list) and len(column) == num_items else None
-    if not isinstance(value, int | float) or isinstance(value, bool):
+def _read_finite_number(score_column: Any, i: int, num_items: int) -> float | None:
+    """Return entry `i` of a score column as a float; None if it is not finite, or the column has another length."""
+    raw_number = score_column[i] if isinstance(score_column, list) and len(score_column) == num_items else None
+    if not isinstance(raw_number, int | float) or isinstance(raw_number, bool):
         return None
     try:
-        number = float(value)
+        number = float(raw_number)
     except OverflowError:  # an integer that exceeds the range of a float
         return None
     return number if math.isfinite(number) else None

@@ -17,7 +17,7 @@ from inspect import isclass
 from typing import Any, Protocol, cast
 
 from cosmos_core.errors import RewardError
-from cosmos_core.registry import import_user_code, list_defined_names, load_named, suggest_names
+from cosmos_core.registry import import_user_code, list_defined_names, load_class, suggest_names
 from cosmos_core.rewards.base import REWARDS_PACKAGE, Reward, error_on_one_line, load_reward, to_json_value
 
 _OPTION_PARAMETERS = ("max_tokens", "overlong")
@@ -64,41 +64,41 @@ class FunctionReward:
     """Reward model that calls a reward function once per item."""
 
     def __init__(self, name: str, reward: Reward, settings: RewardModelSettings) -> None:
-        self._name, self._reward, self._custom = name, reward, dict(settings.options)
+        self._reward_name, self._reward, self._custom = name, reward, dict(settings.options)
         self._option_values = {name: self._custom[name] for name in _OPTION_PARAMETERS if name in self._custom}
         self.errors: list[str] = []
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the values of the reward function for all items, with each further metric under a separate key."""
-        columns: ScoreColumns = {self._name: [None] * len(items)}
+        columns: ScoreColumns = {self._reward_name: [None] * len(items)}
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
-            fields = {
+            request_fields = {
                 **item.info, **self._option_values, "to_be_evaluated": item.to_be_evaluated,
                 "reference": item.reference,
                 "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._custom,
             }  # fmt: skip
             try:
-                value, metrics = self._reward(fields)
+                reward_value, metrics = self._reward(request_fields)
             except Exception as error:  # noqa: BLE001 - user code may raise any error; the client receives its text
                 self.errors[i] = error_on_one_line(error, self._reward.find_user_code_location(error))
                 continue
-            columns[self._name][i] = value
-            for key, metric in metrics.items():
-                columns.setdefault(key, [None] * len(items))[i] = metric
+            columns[self._reward_name][i] = reward_value
+            for metric_name, metric in metrics.items():
+                columns.setdefault(metric_name, [None] * len(items))[i] = metric
         return columns
 
 
-def load_scorer(name: str, entry: str, settings: RewardModelSettings) -> Scorer:
-    """Load a reward model by name, or by the import path `entry` of user code. Raise `RewardError` if the reward is
+def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> Scorer:
+    """Load a reward model by name, or by the `import_path` of user code. Raise `RewardError` if the reward is
     missing or cannot be loaded; the message names the packages to install."""
-    if entry:
-        user_object = import_user_code(entry)
+    if import_path:
+        user_object = import_user_code(import_path)
         if isclass(user_object):
             return cast(Callable[[RewardModelSettings], Scorer], user_object)(settings)
-        return FunctionReward(name, load_reward(entry), settings)
+        return FunctionReward(name, load_reward(import_path), settings)
     if has_model(name):
-        scorer = load_named(name, REWARDS_PACKAGE, "Reward")(settings)
+        scorer = load_class(name, REWARDS_PACKAGE, "Reward")(settings)
         return scorer
     reward_names = sorted({*list_defined_names(REWARDS_PACKAGE, "Reward"), *list_defined_names(REWARDS_PACKAGE)})
     if name not in reward_names:
@@ -125,15 +125,15 @@ def replace_nonfinite(columns: ScoreColumns, num_items: int) -> tuple[ScoreColum
     return {key: _nonfinite_to_none(key, column, num_items, errors) for key, column in columns.items()}, errors
 
 
-def _nonfinite_to_none(key: str, column: Any, num_items: int, errors: list[str]) -> Any:
+def _nonfinite_to_none(score_name: str, column: Any, num_items: int, item_errors: list[str]) -> Any:
     if isinstance(column, dict):
-        return {k: _nonfinite_to_none(f"{key}.{k}", v, num_items, [""] * num_items) for k, v in column.items()}
+        return {k: _nonfinite_to_none(f"{score_name}.{k}", v, num_items, [""] * num_items) for k, v in column.items()}
     json_values = to_json_value(column)
     if not isinstance(json_values, list) or len(json_values) != num_items:
-        raise ValueError(f"returned no list of {num_items} values as {key!r}")
-    for i, (value, json_value) in enumerate(zip(column, json_values, strict=True)):
-        if json_value is None and value is not None:
-            errors[i] = errors[i] or f"{key} is {value}"
+        raise ValueError(f"returned no list of {num_items} values as {score_name!r}")
+    for i, (raw_value, json_value) in enumerate(zip(column, json_values, strict=True)):
+        if json_value is None and raw_value is not None:
+            item_errors[i] = item_errors[i] or f"{score_name} is {raw_value}"
     return json_values
 
 
@@ -143,33 +143,33 @@ def require_packages(name: str, install_hint: str, *module_names: str) -> None:
         raise RewardError(f"the reward {name!r} needs {', '.join(missing_names)}, not installed here; {install_hint}")
 
 
-def has_model(name: str) -> bool:
+def has_model(reward_name: str) -> bool:
     """Return whether a built-in reward function scores with a model, which `open_model` loads."""
-    return name in list_defined_names(REWARDS_PACKAGE, "Reward")
+    return reward_name in list_defined_names(REWARDS_PACKAGE, "Reward")
 
 
-def open_model(name: str, custom: Mapping[str, Any] | None) -> Scorer:
+def open_model(reward_name: str, custom: Mapping[str, Any] | None) -> Scorer:
     """Return the model of a built-in reward with the settings in `[custom.NAME]`, loaded once per process, or raise
     `RewardError`."""
-    settings = dict((custom or {}).get(name) or {})
-    cache_key = (name, repr(sorted(settings.items())))
+    settings = dict((custom or {}).get(reward_name) or {})
+    cache_key = (reward_name, repr(sorted(settings.items())))
     if cache_key not in _loaded_models:
         settings_fields = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
         options = settings | dict(settings_fields.pop("options", {}))
         model_settings = RewardModelSettings(**settings_fields, options=options)
-        _loaded_models[cache_key] = load_named(name, REWARDS_PACKAGE, "Reward")(model_settings)
+        _loaded_models[cache_key] = load_class(reward_name, REWARDS_PACKAGE, "Reward")(model_settings)
     return _loaded_models[cache_key]
 
 
-def score_item(name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
+def score_item(reward_name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
     """Return the score of one item by the model of a built-in reward, see `open_model`. Raise `ValueError` if the item
     has no score."""
-    columns, errors = replace_nonfinite(open_model(name, custom).score([item]), 1)
-    metric_values = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
-    value = metric_values.pop(next(iter(columns)), None)
-    if value is None:
+    columns, errors = replace_nonfinite(open_model(reward_name, custom).score([item]), 1)
+    numbers = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    score = numbers.pop(next(iter(columns)), None)
+    if score is None:
         raise ValueError(errors[0] or "it has no score")
-    return float(value), {k: float(v) for k, v in metric_values.items()}
+    return float(score), {k: float(v) for k, v in numbers.items()}
 
 
 _loaded_models: dict[tuple[str, str], Scorer] = {}

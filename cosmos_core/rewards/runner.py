@@ -40,13 +40,13 @@ ScoreGroups = Callable[[Sequence[Group]], list[ScoredGroup]]
 log = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 900.0  # maximum number of seconds to load the rewards, which may first download their models
-_MAX_BROKEN_POOLS = 3  # maximum number of process pools that may break per call of `score`, as idle processes may die
+_MAX_BROKEN_POOLS = 3  # maximum number of broken pools per call of `score`; an idle process that dies breaks its pool
 _MAX_TIMEOUTS = 4
 """Number of calls of a reward, per process, that may time out before its other calls are cancelled."""
 
 
 class _RewardResult(NamedTuple):
-    """Result of one reward for one completion; if both value and error are missing, it does not apply to the row."""
+    """Result of one reward for one completion; if value and error are missing, the reward does not apply to the row."""
 
     value: float | None = None
     metrics: Mapping[str, float] = {}
@@ -69,10 +69,10 @@ class RewardRunner(WorkerPool):
 
     `timeout_seconds` is the deadline of each call of a reward function, unless `timeout_by_reward` has another; a
     call that ends its process is retried up to `retries` times. `constant_fields` are the values of
-    `base.REWARD_PARAMETERS` that are the same for each completion; `beat` is called while the runner waits. If the
-    first calls of a reward all time out, the rest is cancelled. The processes see standard environment variables and
-    the variables in `env`. With `calls_per_group`, user functions are called once for all completions of a prompt, with
-    one deadline; if the call fails, all these completions are invalid. Calls from several threads run one at a time.
+    `base.REWARD_PARAMETERS` that are the same for each completion; `on_wait` is called while the runner waits. If the
+    first calls of a reward all time out, its other calls are cancelled. The processes see standard environment
+    variables and `env_names`. With `calls_per_group`, user functions are called once for all completions of a prompt,
+    with one deadline; if the call fails, these completions are all invalid. Calls from several threads run in turn.
     Entering the runner, and a call that replaces all processes, raise `RewardError` if a reward cannot be loaded.
     """
 
@@ -85,26 +85,26 @@ class RewardRunner(WorkerPool):
         num_workers: int | None = None,
         retries: int = 1,
         constant_fields: Mapping[str, Any] | None = None,
-        env: Sequence[str] = (),
-        beat: Callable[[], None] = lambda: None,
+        env_names: Sequence[str] = (),
+        on_wait: Callable[[], None] = lambda: None,
         calls_per_group: bool = False,
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
         self._weights = weights
         self._group_functions = {name for name in weights if calls_per_group and is_import_path(name)}
-        self._names = metric_names(weights)
-        self._timeout, self._retries, self._env, self._beat = timeout_seconds, retries, tuple(env), beat
-        self._timeouts = timeout_by_reward or {}
+        self._metric_names = metric_names(weights)
+        self._default_timeout, self._retries, self._has_loaded = timeout_seconds, retries, False
+        self._timeout_by_reward = timeout_by_reward or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._constant_fields = {"custom": {}, **(constant_fields or {})}
-        self._has_loaded, self._lock = False, threading.Lock()
+        self._env_names, self._on_wait, self._scoring_lock = tuple(env_names), on_wait, threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
         requests = [[make_reward_request(group, k) for k in range(len(group.completions))] for group in groups]
-        sources = [group.prompt.source for group in groups]
-        return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests, sources), strict=True)]
+        data_sources = [group.prompt.source for group in groups]
+        return [ScoredGroup(*each) for each in zip(groups, self._score_requests(requests, data_sources), strict=True)]
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Return one score per request, in order. A request has `to_be_evaluated`, `reference`, and may have
@@ -112,40 +112,41 @@ class RewardRunner(WorkerPool):
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
     def _score_requests(
-        self, groups: Sequence[Sequence[Mapping[str, Any]]], sources: Sequence[str] = ()
+        self, groups: Sequence[Sequence[Mapping[str, Any]]], data_sources: Sequence[str] = ()
     ) -> list[tuple[Score, ...]]:
-        """Return the scores of the requests of each prompt; `sources` are the data sets of the prompts."""
+        """Return the scores of the requests of each prompt; `data_sources` are the data sets of the prompts."""
         calls = []
         get_weights = partial(reward_weights_of_source, self._weights)
-        group_weights = list(map(get_weights, sources or [""] * len(groups)))
+        group_weights = list(map(get_weights, data_sources or [""] * len(groups)))
         for group, weights in zip(groups, group_weights, strict=True):
             for name in weights:
                 request_batches = [group] if name in self._group_functions else [[request] for request in group]
                 calls += [_RewardCall(name, batch, name in self._group_functions) for batch in request_batches if batch]
-        with cleanup_on_error(self.close), self._lock:  # after an error, kill processes that still score old requests
+        with cleanup_on_error(self.close), self._scoring_lock:  # after an error, kill processes that still run calls
             results = itertools.chain.from_iterable(self._run_reward_calls(calls))
         scores = []
         for group, weights in zip(groups, group_weights, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
-            scores.append(tuple(self._weighted_sum(each, weights) for each in zip(*results_by_reward, strict=True)))
+            scores.append(tuple(self._combine_results(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
 
     def _start_pool(self) -> ProcessPool:
-        """Start the processes and wait until one of them has loaded the rewards. Raise `StageFailed` if loading timed
-        out or the process was killed; for any other error `RewardError`, or `StageFailed` if an earlier pool of this
-        runner has loaded the same rewards."""
+        """Start the processes and wait until one of them has loaded the rewards. Raise `RewardError` if a reward cannot
+        be loaded, or the process exits. Raise `StageFailed` if loading times out, if a signal kills the process, or if
+        the process exits although an earlier pool of this runner has loaded the rewards."""
         names = list(self._weights)
-        arguments = (names, self._constant_fields)
-        pool = self._replace_pool(_start_worker, *arguments, env=self._env, num_processes=self._num_workers)
+        pool = self._replace_pool(
+            _start_worker, names, self._constant_fields, env_names=self._env_names, num_processes=self._num_workers
+        )
         try:
             with cleanup_on_error(self.close):
                 load_future = pool.schedule(_load_rewards, args=(names,))
-                if not wait_for_futures([load_future], _LOAD_SECONDS, self._beat):
+                if not wait_for_futures([load_future], _LOAD_SECONDS, self._on_wait):
                     raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {_LOAD_SECONDS:g} s")
                 self._group_functions |= load_future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
-            is_transient = self._has_loaded or getattr(error, "exitcode", 0) < 0
-            raise (StageFailed if is_transient else RewardError)(
+            is_transient_exit = self._has_loaded or getattr(error, "exitcode", 0) < 0
+            raise (StageFailed if is_transient_exit else RewardError)(
                 f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
             ) from error
         self._has_loaded = True
@@ -164,8 +165,8 @@ class RewardRunner(WorkerPool):
                 for i in pending_indices
             }
             cancelled_rewards: set[str] = set()
-            named_futures = [(calls[i].reward, future) for i, future in futures.items()]
-            cancel_hanging_rewards = partial(self._cancel_hanging_rewards, named_futures, cancelled_rewards)
+            reward_futures = [(calls[i].reward, future) for i, future in futures.items()]
+            cancel_hanging_rewards = partial(self._cancel_hanging_rewards, reward_futures, cancelled_rewards)
             max_timeout = max(self._get_timeout(calls[i].reward) for i in pending_indices)
             if not wait_for_futures(futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging_rewards):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
@@ -176,11 +177,11 @@ class RewardRunner(WorkerPool):
                     results[i] = future.result(timeout=0)
                 except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
                     is_pool_broken |= isinstance(error, BrokenProcessPool)
-                    reason = self._describe_failure(error, reward)
-                    results[i] = [_RewardResult(error=reason)] * len(calls[i].requests)
+                    failure = self._describe_failure(error, reward)
+                    results[i] = [_RewardResult(error=failure)] * len(calls[i].requests)
                     if reward not in cancelled_rewards:
                         pending_indices.append(i)
-                        log.warning("reward %s: %s (attempt %d of %d)", reward, reason, attempt, self._retries + 1)
+                        log.warning("reward %s: %s (attempt %d of %d)", reward, failure, attempt, self._retries + 1)
             for reward in cancelled_rewards:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
                             reward, self._max_timeouts, self._get_timeout(reward))  # fmt: skip
@@ -188,9 +189,9 @@ class RewardRunner(WorkerPool):
         return results
 
     def _cancel_hanging_rewards(self, futures: Sequence[tuple[str, Future[Any]]], cancelled_rewards: set[str]) -> None:
-        """Call `beat`, and cancel the remaining calls of each reward whose first calls have all timed out, because each
-        call would occupy a process until its deadline; add the names of these rewards to `cancelled_rewards`."""
-        self._beat()
+        """Call `on_wait`, and cancel the remaining calls of each reward whose first calls have all timed out, because
+        each would occupy a process until its deadline; add the names of these rewards to `cancelled_rewards`."""
+        self._on_wait()
         for reward in {name for name, _ in futures} - cancelled_rewards:
             reward_futures = [future for name, future in futures if name == reward]
             exceptions = [future.exception() for future in reward_futures if future.done()]
@@ -200,34 +201,34 @@ class RewardRunner(WorkerPool):
                     future.cancel()
 
     def _get_timeout(self, reward: str) -> float:
-        return self._timeouts.get(reward, self._timeout)
+        return self._timeout_by_reward.get(reward, self._default_timeout)
 
     def _describe_failure(self, error: Exception, reward: str) -> str:
         if isinstance(error, BrokenProcessPool | ProcessExpired):
             return describe_exit(error)
-        reason = f"not done in {self._get_timeout(reward):g} s"
+        timeout_text = f"not done in {self._get_timeout(reward):g} s"
         if isinstance(error, CancelledError):
-            return f"given up, because the {self._max_timeouts} calls before were {reason}"
-        return reason
+            return f"given up, because the {self._max_timeouts} calls before were {timeout_text}"
+        return timeout_text
 
-    def _weighted_sum(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
-        total, metrics, errors, is_permanent_error = 0.0, {}, [], False
+    def _combine_results(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
+        weighted_sum, metrics, error_texts, is_permanent_error = 0.0, {}, [], False
         weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
         if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
             return Score(None, error="no reward applies to it: each returned None", is_permanent_error=True)
         for (reward, weight), result in zip(weights.items(), results, strict=True):
-            name = self._names[reward]
+            metric_name = self._metric_names[reward]
             if result.value is None:
                 if weight and result.error:
-                    errors.append(f"{name}: {result.error}")
+                    error_texts.append(f"{metric_name}: {result.error}")
                     is_permanent_error |= result.is_permanent_error
                 continue
-            total += weight * result.value
-            metrics[name] = result.value
-            metrics |= {f"{name}/{key}": metric for key, metric in result.metrics.items()}
-        if not errors and not math.isfinite(total):
-            errors.append(f"the weighted sum is {total}")
-        return Score(None if errors else total, metrics, "; ".join(errors), is_permanent_error)
+            weighted_sum += weight * result.value
+            metrics[metric_name] = result.value
+            metrics |= {f"{metric_name}/{key}": metric for key, metric in result.metrics.items()}
+        if not error_texts and not math.isfinite(weighted_sum):
+            error_texts.append(f"the weighted sum is {weighted_sum}")
+        return Score(None if error_texts else weighted_sum, metrics, "; ".join(error_texts), is_permanent_error)
 
 
 # The code below runs in the worker processes.
@@ -238,17 +239,17 @@ _logged_errors: set[tuple[str, type]] = set()
 
 
 def _start_worker(names: Sequence[str], field_values: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
-    """Prepare a worker process and load the rewards; ignore a `RewardError`, which `_load_rewards` raises again."""
+    """Prepare a worker process and load the rewards; ignore `RewardError`, which `_load_rewards` raises again."""
     init_worker(env, parent_pid)
     _constant_fields.update(field_values)
     with suppress(RewardError):
         _load_rewards(names)
 
 
-def _load_rewards(names: Sequence[str]) -> set[str]:
+def _load_rewards(reward_names: Sequence[str]) -> set[str]:
     """Load the rewards with their models, and return the names of rewards whose parameters require lists."""
-    group_functions = {name for name in names if _load_cached_reward(name).binding.takes_whole_group}
-    for name in filter(has_model, names):
+    group_functions = {name for name in reward_names if _load_cached_reward(name).binding.takes_whole_group}
+    for name in filter(has_model, reward_names):
         open_model(name, _constant_fields["custom"])
     return group_functions
 
@@ -258,20 +259,20 @@ _load_cached_reward = cache(load_reward)
 
 def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_RewardResult]:
     reward = _load_cached_reward(name)
-    fields = [{**request, **_constant_fields} for request in requests]
+    all_fields = [{**request, **_constant_fields} for request in requests]
     try:
-        results = reward.score_group(fields) if takes_lists else [reward(item) for item in fields]
+        results = reward.score_group(all_fields) if takes_lists else [reward(item) for item in all_fields]
         return [
-            _error_result(reward, each) if isinstance(each, ValueError) else _RewardResult(*(each or ()))
+            _make_error_result(reward, each) if isinstance(each, ValueError) else _RewardResult(*(each or ()))
             for each in results
         ]
     except BaseException as error:  # noqa: BLE001 - user code may raise any error, and the parent needs a result
         if (name, type(error)) not in _logged_errors:
             print_exception(error)
         _logged_errors.add((name, type(error)))
-        return [_error_result(reward, error)] * len(requests)
+        return [_make_error_result(reward, error)] * len(requests)
 
 
-def _error_result(reward: Reward, error: BaseException) -> _RewardResult:
+def _make_error_result(reward: Reward, error: BaseException) -> _RewardResult:
     error_text = error_on_one_line(error, reward.find_user_code_location(error))
     return _RewardResult(error=mask_text(error_text), is_permanent_error=not is_transient(error))

@@ -8,14 +8,14 @@ _ANSWER_PATTERN = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def single_choice(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the first `<answer>..</answer>` of both texts is equal without whitespace and case, else 0.
+    """Return 1 if both texts have the same content in their first `<answer>..</answer>`, else 0.
 
-    A text without the tags is compared as a whole. Unlike in Cosmos-RL, an empty reference is invalid and does not
-    match an empty answer.
+    Case and surrounding whitespace are ignored. A text without the tags is compared as a whole. An empty reference
+    raises `ValueError`, whereas in Cosmos-RL it matches an empty answer.
     """
     return float(_extract_choice(to_be_evaluated) == require_reference(_extract_choice(reference)))
 
 
 def _extract_choice(text: str) -> str:
-    match = _ANSWER_PATTERN.search(text)
-    return (match.group(1) if match else text).strip().lower()
+    answer_match = _ANSWER_PATTERN.search(text)
+    return (answer_match.group(1) if answer_match else text).strip().lower()

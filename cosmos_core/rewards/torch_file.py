@@ -21,7 +21,7 @@ ZIP_SIGNATURE = b"PK\x03\x04"
 _DIRECTORY_SEARCH_BYTES = 16 * 2**10
 """Number of bytes at the end of the archive that contain its directory."""
 _MAX_PICKLE_BYTES = 4096
-_DTYPES: dict[str, np.dtype[Any]] = {
+_DTYPE_BY_STORAGE_TYPE: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
     "FloatStorage": np.dtype("<f4"), "DoubleStorage": np.dtype("<f8"),
 }  # fmt: skip
@@ -53,10 +53,10 @@ class _PickledCall:
     arguments: tuple[Any, ...]
 
 
-def read_tensor(content: memoryview) -> np.ndarray:
-    """Return the tensor in a file, as a view of the file if possible; bfloat16 values as pairs of uint8. Raise
+def read_tensor(file_bytes: memoryview) -> np.ndarray:
+    """Return the tensor in a file, as a view of the file if possible; bfloat16 numbers become uint8 bytes. Raise
     `NotATensorError` if the file is not one tensor of numbers."""
-    archive_files = _read_zip_files(content)
+    archive_files = _read_zip_files(file_bytes)
     [archive_root] = {name.partition("/")[0] for name in archive_files}
     if (pickle_bytes := archive_files.get(f"{archive_root}/data.pkl")) is None or len(pickle_bytes) > _MAX_PICKLE_BYTES:
         raise NotATensorError("it has no description of a tensor")
@@ -65,7 +65,7 @@ def read_tensor(content: memoryview) -> np.ndarray:
     error_prefix = "its description is none of a tensor: "
     with convert_errors(lambda error: NotATensorError(error_prefix + type(error).__name__), NotATensorError):
         storage, offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
-    dtype = _DTYPES[storage.type_name]
+    dtype = _DTYPE_BY_STORAGE_TYPE[storage.type_name]
     tensor_bytes = archive_files.get(f"{archive_root}/data/{storage.key}")
     if tensor_bytes is None or len(tensor_bytes) != storage.num_elements * dtype.itemsize:
         raise NotATensorError("its numbers are not there, or not as many as it says")
@@ -78,84 +78,84 @@ def read_tensor(content: memoryview) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
 
 
-def _read_zip_files(content: memoryview) -> dict[str, memoryview]:
+def _read_zip_files(file_bytes: memoryview) -> dict[str, memoryview]:
     """Return the files in an uncompressed zip archive by name, from the directory at its end."""
-    archive_tail = content[-_DIRECTORY_SEARCH_BYTES:]
+    archive_tail = file_bytes[-_DIRECTORY_SEARCH_BYTES:]
     with convert_errors(lambda error: NotATensorError("it has no directory, or a damaged one"), NotATensorError):
-        entries = zipfile.ZipFile(io.BytesIO(archive_tail)).infolist()
+        zip_entries = zipfile.ZipFile(io.BytesIO(archive_tail)).infolist()
     archive_files: dict[str, memoryview] = {}
-    for entry in entries:
-        if entry.compress_type or entry.compress_size != entry.file_size:
+    for zip_entry in zip_entries:
+        if zip_entry.compress_type or zip_entry.compress_size != zip_entry.file_size:
             raise NotATensorError("it is packed")
-        header_offset = entry.header_offset + len(content) - len(archive_tail)
-        archive_files[entry.filename] = _read_zip_member(content, header_offset, entry.file_size)
+        header_offset = zip_entry.header_offset + len(file_bytes) - len(archive_tail)
+        archive_files[zip_entry.filename] = _read_zip_member(file_bytes, header_offset, zip_entry.file_size)
     if len({name.partition("/")[0] for name in archive_files}) != 1:
         raise NotATensorError("it is an archive of something else")
     return archive_files
 
 
-def _read_zip_member(content: memoryview, header_offset: int, file_size: int) -> memoryview:
-    signature = bytes(content[header_offset : header_offset + 4])
-    if not 0 <= header_offset <= len(content) - 30 or signature != ZIP_SIGNATURE:
+def _read_zip_member(file_bytes: memoryview, header_offset: int, file_size: int) -> memoryview:
+    header_signature = bytes(file_bytes[header_offset : header_offset + 4])
+    if not 0 <= header_offset <= len(file_bytes) - 30 or header_signature != ZIP_SIGNATURE:
         raise NotATensorError("its directory is wrong")
-    name_length, extra_field_length = struct.unpack_from("<2H", content, header_offset + 26)
+    name_length, extra_field_length = struct.unpack_from("<2H", file_bytes, header_offset + 26)
     data_offset = header_offset + 30 + name_length + extra_field_length
-    if data_offset + file_size > len(content):
+    if data_offset + file_size > len(file_bytes):
         raise NotATensorError("it is cut off")
-    return content[data_offset : data_offset + file_size]
+    return file_bytes[data_offset : data_offset + file_size]
 
 
 def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
     """Return storage, offset, shape and strides in the pickled description of a tensor."""
-    result = _interpret_pickle(pickle_bytes)
-    if not isinstance(result, _PickledCall) or result.function.name != _REBUILD_TENSOR_FUNCTION:
+    pickled_call = _interpret_pickle(pickle_bytes)
+    if not isinstance(pickled_call, _PickledCall) or pickled_call.function.name != _REBUILD_TENSOR_FUNCTION:
         raise NotATensorError("it holds something else than one tensor")
-    storage, offset, shape, strides, _, hooks = result.arguments[:6]
+    storage, storage_offset, shape, strides, _, hooks = pickled_call.arguments[:6]
     if not isinstance(hooks, _PickledCall) or hooks.function.name != _HOOKS_DICT_TYPE or hooks.arguments:
         raise NotATensorError("its tensor has hooks")
-    if storage.type_name not in _DTYPES:
+    if storage.type_name not in _DTYPE_BY_STORAGE_TYPE:
         raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
-    dimensions = (offset, storage.num_elements, *shape, *strides)
-    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in dimensions):
+    all_numbers = (storage_offset, storage.num_elements, *shape, *strides)
+    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in all_numbers):
         raise NotATensorError("its shape is none")
-    return storage, offset, tuple(shape), tuple(strides)
+    return storage, storage_offset, tuple(shape), tuple(strides)
 
 
 def _interpret_pickle(pickle_bytes: bytes) -> Any:
     """Return the result of pickle opcodes, with names and calls represented as data."""
-    stack: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for opcode, argument, _ in pickletools.genops(pickle_bytes):
+    pickle_stack: list[Any] = []
+    pickle_memo: dict[Any, Any] = {}
+    for opcode, opcode_argument, _ in pickletools.genops(pickle_bytes):
         match opcode.name:
             case "PROTO" | "FRAME" | "STOP":  # `genops` ends with the first STOP, and raises an error without one
                 pass
             case "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
+                pickle_memo[opcode_argument] = pickle_stack[-1]
             case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
+                pickle_stack.append(pickle_memo[opcode_argument])
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                stack.append(_PICKLE_CONSTANTS[opcode.name])
+                pickle_stack.append(_PICKLE_CONSTANTS[opcode.name])
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
-                stack.append(argument)
+                pickle_stack.append(opcode_argument)
             case "GLOBAL":
-                stack.append(_PickledGlobal(tuple(str(argument).split(" "))))
+                pickle_stack.append(_PickledGlobal(tuple(str(opcode_argument).split(" "))))
             case "MARK":
-                stack.append(_PICKLE_MARK)
+                pickle_stack.append(_PICKLE_MARK)
             case "TUPLE":
-                mark_index = next(i for i in reversed(range(len(stack))) if stack[i] is _PICKLE_MARK)
-                stack[mark_index:] = [tuple(stack[mark_index + 1 :])]
+                mark_index = next(i for i in reversed(range(len(pickle_stack))) if pickle_stack[i] is _PICKLE_MARK)
+                pickle_stack[mark_index:] = [tuple(pickle_stack[mark_index + 1 :])]
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 tuple_size = int(opcode.name[-1])
-                stack[-tuple_size:] = [tuple(stack[-tuple_size:])]
+                pickle_stack[-tuple_size:] = [tuple(pickle_stack[-tuple_size:])]
             case "BINPERSID":
-                id_type, storage, key, _, count = stack.pop()
-                if id_type != "storage" or storage.name[0] != "torch":
+                id_type, storage_type, storage_key, _, num_elements = pickle_stack.pop()
+                if id_type != "storage" or storage_type.name[0] != "torch":
                     raise NotATensorError("its numbers are kept elsewhere")
-                stack.append(_StorageReference(storage.name[1], key, count))
+                pickle_stack.append(_StorageReference(storage_type.name[1], storage_key, num_elements))
             case "REDUCE":
-                arguments = stack.pop()
-                stack[-1] = _PickledCall(stack[-1], arguments)
+                call_arguments = pickle_stack.pop()
+                pickle_stack[-1] = _PickledCall(pickle_stack[-1], call_arguments)
             case name:
                 raise NotATensorError(f"its description does more than to describe a tensor ({name})")
-    [result] = stack
+    [result] = pickle_stack
     return result

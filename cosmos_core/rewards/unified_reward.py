@@ -29,7 +29,8 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class UnifiedRewardReward:
-    """Reward model with the score `unified_reward`; options: `model`, `question` with `{prompt}`, `concurrent` (8)."""
+    """Reward model with the score `unified_reward`; `options` has `model`, `question` (a template with `{prompt}`), and
+    `concurrent`, the maximum number of concurrent requests (8 by default)."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         if not settings.endpoint_url.startswith(("http://", "https://")):
@@ -53,12 +54,12 @@ class UnifiedRewardReward:
     def _request_score(self, item: RewardInput) -> tuple[float | None, str]:
         stream = BytesIO()
         middle_image(item.media).save(stream, format="PNG")
-        url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
-        content: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": url}},
+        image_url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        message_content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": image_url}},
             {"type": "text", "text": self._question.replace("{prompt}", item.prompt)},
         ]
-        request = {"model": self._model, "messages": [{"role": "user", "content": content}], "temperature": 0}
+        request = {"model": self._model, "messages": [{"role": "user", "content": message_content}], "temperature": 0}
         try:
             response = self._client.post("chat/completions", json=request).raise_for_status()
             reply_text = response.json()["choices"][0]["message"]["content"]

@@ -26,7 +26,7 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 _POLL_SECONDS = 0.5
 
 StepStatus = Literal["waiting", "stale", "whole"]
-"""State of a step's groups: some are missing, engines need newer weights to generate them, or all are scored."""
+"""Status of a step's groups: all are scored (`whole`), an engine has no weights (`stale`), or groups are missing."""
 
 
 @dataclass
@@ -45,12 +45,12 @@ class AsyncGroupSource:
     max_lag: int
     """Maximum number of steps by which the weights that generate a group may be older than its train step."""
     send_missing_weights: Callable[[int], object]
-    """Function that sends the current weights, as the version of a train step, to engines without weights."""
+    """Function of the current train step that sends the current weights to engines without weights."""
     on_wait: Callable[[], None] = lambda: None
     """Function called while the source waits for groups; it may raise an error to end the training."""
     num_extra_prompts: int = 0
-    """Number of prompts that engines get beyond those that `max_lag` allows, to stay busy; groups that become too old
-    are generated again. With a filter, at most the groups that it is expected to drop, estimated from recent steps."""
+    """Number of prompts that engines get in addition to those that `max_lag` allows, to stay busy; groups that become
+    too old are generated again. A filter lowers the number to that of the groups that it is expected to drop."""
     max_steps_ahead: int | None = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
     filter: GroupFilter | None = None
@@ -69,15 +69,15 @@ class AsyncGroupSource:
     _futures: dict[int, Future[Group]] = field(default_factory=dict)
     _scored_groups: dict[int, ScoredGroup] = field(default_factory=dict)
     _condition: threading.Condition = field(default_factory=threading.Condition)
-    _error: BaseException | None = None
-    _thread: threading.Thread | None = None
+    _rollout_error: BaseException | None = None
+    _rollout_thread: threading.Thread | None = None
     _is_closed: bool = False
     _is_training_waiting: bool = False
     _num_outdated_groups: int = 0
-    _counts_at_last_step: tuple[int, int] = (0, 0)
-    """Numbers of outdated groups and of engine restarts in the metrics of earlier steps."""
+    _event_counts_at_last_step: tuple[int, int] = (0, 0)
+    """Total numbers of outdated groups and of engine restarts at the end of the last train step."""
     _sampled_per_kept: float = 1.0
-    """Moving average over recent steps of sampled groups per kept group."""
+    """Number of sampled groups for each group that the filter kept, as a moving average over recent train steps."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -91,10 +91,10 @@ class AsyncGroupSource:
             self._num_groups_needed = num_groups
             if self.filter is None:
                 self._train_position = self.group_plan.first_position(step)
-        if self._thread is None and is_first_rank():
+        if self._rollout_thread is None and is_first_rank():
             self._next_position = self._train_position
-            self._thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
-            self._thread.start()
+            self._rollout_thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
+            self._rollout_thread.start()
         self.progress.phase("generate")
         self.fleet.wake()
         self._is_training_waiting = True
@@ -118,15 +118,15 @@ class AsyncGroupSource:
         if not sampled_groups:
             return [], {}
         self._sampled_per_kept = (self._sampled_per_kept + len(sampled_groups) / max(1, len(kept_groups))) / 2
-        previous_counts = self._counts_at_last_step
-        self._counts_at_last_step = (self._num_outdated_groups, self.fleet.num_restarts)
+        previous_event_counts = self._event_counts_at_last_step
+        self._event_counts_at_last_step = (self._num_outdated_groups, self.fleet.num_restarts)
         return kept_groups, {
             **group_metrics(sampled_groups),
             **(filter_metrics(self.filter, sampled_groups) if self.filter else {}),
             "time/wait": time.perf_counter() - start_time,
             **lag_metrics(kept_groups or sampled_groups, step),
-            "rollout/outdated": float(self._counts_at_last_step[0] - previous_counts[0]),
-            "rollout/restarts": float(self._counts_at_last_step[1] - previous_counts[1]),
+            "rollout/outdated": float(self._event_counts_at_last_step[0] - previous_event_counts[0]),
+            "rollout/restarts": float(self._event_counts_at_last_step[1] - previous_event_counts[1]),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -136,10 +136,10 @@ class AsyncGroupSource:
         self._train_position = self._next_position = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
-        """End the thread that scores groups."""
+        """End the thread that requests and scores groups."""
         self._is_closed = True
-        if self._thread is not None:
-            self._thread.join()
+        if self._rollout_thread is not None:
+            self._rollout_thread.join()
 
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
@@ -147,10 +147,10 @@ class AsyncGroupSource:
         """Return the status of train step `step` and, if it is `whole`, its kept groups and all its sampled groups."""
         with self._condition:
             self._condition.wait_for(
-                lambda: self._find_step_groups(step) or self._error or self.fleet.needs_weights, _POLL_SECONDS
+                lambda: self._find_step_groups(step) or self._rollout_error or self.fleet.needs_weights, _POLL_SECONDS
             )
-            if self._error is not None:
-                raise self._error
+            if self._rollout_error is not None:
+                raise self._rollout_error
             groups = self._find_step_groups(step)
         self.fleet.raise_thread_error()
         if groups is None:
@@ -193,8 +193,8 @@ class AsyncGroupSource:
                 self._futures[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
 
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
-        """Request the completions of the prompt at `position`. Seeds are those of the step that would use the group if
-        no group were dropped; a prompt that the step samples twice, in two epochs, gets different seeds."""
+        """Request the completions of the prompt at `position`. The seeds depend on the train step that would use the
+        group if no group were dropped; a prompt that this step samples twice, in two epochs, gets different seeds."""
         step = self.group_plan.step_of_group(position)
         first_position = self.group_plan.first_position(step)
         num_repeats = sum(p.id == prompt.id for p in self.take_prompts(first_position, position - first_position))
@@ -207,7 +207,7 @@ class AsyncGroupSource:
                 self._score_finished_groups()
         except BaseException as error:  # noqa: BLE001 - raised again in the training, which waits for this thread
             with self._condition:
-                self._error = error
+                self._rollout_error = error
                 self._condition.notify_all()
 
     def _send_prompts(self) -> None:
@@ -222,8 +222,8 @@ class AsyncGroupSource:
 
     def _max_prefetched_prompts(self) -> int:
         """Return how many prompts after `_train_position` may be sent to the engines before training needs them."""
-        last_step = self.fleet.version + self.max_lag  # the last step for groups of the current weights
-        num_prompts = self._num_groups_of_steps(last_step - self._next_step + 1)
+        last_allowed_step = self.fleet.version + self.max_lag  # last step that may use groups of these weights
+        num_prompts = self._num_groups_of_steps(last_allowed_step - self._next_step + 1)
         max_prompts = math.inf if self.max_steps_ahead is None else self._num_groups_of_steps(self.max_steps_ahead)
         if self.filter is None:
             return int(min(num_prompts + self.num_extra_prompts, max_prompts))
@@ -236,22 +236,22 @@ class AsyncGroupSource:
         return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_expected_drops), max_groups))
 
     def _num_groups_of_steps(self, num_steps: int) -> int:
-        """Return the number of groups that the next `num_steps` steps need; at most 0 if `num_steps` is."""
-        step, plan = self._next_step, self.group_plan
-        num_groups = plan.first_position(step + num_steps) - plan.first_position(step)
+        """Return how many groups the next `num_steps` train steps need; not above 0 if `num_steps` is not positive."""
+        step, group_plan = self._next_step, self.group_plan
+        num_groups = group_plan.first_position(step + num_steps) - group_plan.first_position(step)
         if num_steps <= 0 or self._num_groups_needed is None:
             return num_groups
-        return num_groups + self._num_groups_needed - plan.num_groups(step)
+        return num_groups + self._num_groups_needed - group_plan.num_groups(step)
 
     def _score_finished_groups(self) -> None:
         """Wait up to 50 ms for a generated group, and score all groups that are generated but not scored."""
         with self._condition:
-            futures = dict(self._futures)
-        if not futures:
+            group_futures = dict(self._futures)
+        if not group_futures:
             time.sleep(0.02)
             return
-        wait(futures.values(), timeout=0.05, return_when=FIRST_COMPLETED)
-        finished_groups = {position: future.result() for position, future in futures.items() if future.done()}
+        wait(group_futures.values(), timeout=0.05, return_when=FIRST_COMPLETED)
+        finished_groups = {position: future.result() for position, future in group_futures.items() if future.done()}
         if not finished_groups:
             return
         scored_groups = self.score(list(finished_groups.values()))
@@ -268,8 +268,8 @@ def prompts_by_position(
     """Return a function of position and count that returns prompts in the order of the data. `get_step_prompts` returns
     the `num_groups` prompts of a train step."""
 
-    def take_prompts(start_position: int, count: int) -> list[Any]:
-        end_position = min(start_position + count, num_steps * num_groups)
+    def take_prompts(start_position: int, num_prompts: int) -> list[Any]:
+        end_position = min(start_position + num_prompts, num_steps * num_groups)
         if end_position <= start_position:
             return []
         steps = range(start_position // num_groups, -(-end_position // num_groups))

@@ -36,14 +36,15 @@ the LoRA factors, because the engine has the base weights; `shared`: no weights,
 
 @dataclass(frozen=True)
 class EngineDenoiser:
-    """Denoiser of the trainer, as the engine of a diffusion model uses it, with a choice of named weights."""
+    """The trainer's denoiser, with which the engine of a diffusion model samples, and a switch between its weights."""
 
     model: "DiffusionModel"
     predict_velocity: Callable[..., Tensor]
     """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
     which is 0 in conditioning frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
-    """Function that returns a context manager in which the denoiser uses named weights, no dropout and no gradients."""
+    """Function that returns a context manager in which the denoiser uses the weights of this name, such as `policy`,
+    without dropout and gradients."""
     device: torch.device
     mesh: Mesh | None = None
     null_text: dict[str, Tensor] = field(default_factory=dict)
@@ -65,13 +66,13 @@ class EngineSettings:
     dtype: torch.dtype
     """Dtype that the engine computes in."""
     custom: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe's `[custom]` table, for user-defined engines, and with limits of the sizes of images."""
+    """The recipe's `[custom]` table, for user-defined engines; its entry `vision` limits the sizes of images."""
     is_separate: bool = False
     """Whether the engine runs in a process without the trainer's weights, where `model` has only shapes."""
     vision: ImageReader | None = None
     """Processor for the images of prompts; None if no prompt has images."""
     flow: EngineDenoiser | None = None
-    """Denoiser and named weights that the engine of a diffusion model samples with; None for a text model."""
+    """Denoiser with which the engine of a diffusion model samples; None for a text model."""
     beat: Callable[[], None] = lambda: None
     """Function to call during waits, such as for tools; an engine without progress is killed."""
 
@@ -83,11 +84,11 @@ class LoadReceipt:
     version: int
     num_tensors: int
 
-    def verify(self, version: int, num_sent_tensors: int, engine: str) -> None:
-        """Raise a `StageFailed` if `engine`, a name for messages, did not load all tensors of `version`."""
+    def verify(self, version: int, num_sent_tensors: int, engine_name: str) -> None:
+        """Raise a `StageFailed` if the engine `engine_name` did not load all tensors of `version`."""
         if (self.version, self.num_tensors) != (version, num_sent_tensors):
             raise StageFailed(
-                f"weight sync: {engine} acknowledges {self.num_tensors} tensors of version {self.version}, not "
+                f"weight sync: {engine_name} acknowledges {self.num_tensors} tensors of version {self.version}, not "
                 f"{num_sent_tensors} of version {version}"
             )
 
@@ -99,8 +100,8 @@ class Engine(Protocol):
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
     `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
     one forward pass that returns finished groups as `completed` does, `abort()`, which discards requests in flight, and
-    `link`, which receives weights without host memory (`vllm_link.VllmWeightLink`). Weights can then be loaded between
-    two passes rather than between two groups.
+    `link`, which receives weights by NCCL or CUDA IPC (`vllm_link.VllmWeightLink`). An engine with `step` can load
+    weights between two forward passes, other engines only between two groups.
     """
 
     name: str
@@ -142,15 +143,15 @@ class Engine(Protocol):
 
 
 class EngineWrapper:
-    """Base class of engines that wrap another engine; other methods than `submit` and `completed` are forwarded."""
+    """Base class of engines that wrap another engine; methods other than `submit` and `completed` are forwarded."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.name, self.weight_format = engine.name, engine.weight_format
         self.ranks_per_engine = engine.ranks_per_engine
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    def __getattr__(self, attribute_name: str) -> Any:
+        return getattr(self._engine, attribute_name)
 
 
 class ModuleEngine:
@@ -159,7 +160,7 @@ class ModuleEngine:
     ranks_per_engine = 1
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._beat, self._max_samples_per_pass = settings.beat, settings.rollout.n_generation_mini_batch
+        self._send_heartbeat, self._max_samples_per_pass = settings.beat, settings.rollout.n_generation_mini_batch
         self._version = 0
         self._submissions: deque[tuple[Sequence[Prompt], Sampling, int]] = deque()
 
@@ -196,12 +197,12 @@ def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step
 
 def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
     """Return the seed of completion `k` of a prompt in a train step; it depends on no other completion or process."""
-    digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, since vLLM and torch take seeds as int64
+    seed_digest = hashlib.sha256(f"{seed}/{step}/{prompt_id}/{k}".encode()).digest()
+    return int.from_bytes(seed_digest[:8], "big") >> 1  # 63 bits, since vLLM and torch take seeds as int64
 
 
 def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
-    """Return sampling settings with another seed for a prompt that the step has sampled `num_repeats` times."""
+    """Return sampling settings with another seed if the train step has sampled the prompt `num_repeats` > 0 times."""
     return replace(sampling, seed=request_seed(sampling.seed, -num_repeats, 0, 0)) if num_repeats else sampling
 
 
@@ -233,7 +234,8 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
-    `earlier_versions`: the number of tokens at the end of each earlier version of the weights, and the version."""
+    `earlier_versions` has a pair for each earlier weight version: the number of tokens when it was replaced, and the
+    version."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
@@ -258,7 +260,8 @@ class UnfinishedGroup:
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     earlier_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each completion, number of tokens at the end of each earlier version of the weights, and the version."""
+    """For each completion, a pair for each earlier weight version: the number of tokens when it was replaced, and the
+    version."""
 
     def to_group(self) -> Group | None:
         """Return the group if all its completions are finished, else None."""

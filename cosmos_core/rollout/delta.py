@@ -16,7 +16,7 @@ _MAX_CHANGED_FRACTION = 0.25
 
 
 class ChangedWords(NamedTuple):
-    """Words of two bytes of an array that differ from those of the array before."""
+    """Two-byte words of a bucket's array that differ from the previous version of the array, and their positions."""
 
     positions: np.ndarray[Any, np.dtype[np.uint32]]
     words: np.ndarray[Any, np.dtype[np.uint16]]
@@ -26,14 +26,14 @@ class ChangedWords(NamedTuple):
         """Return the number of bytes of positions and words."""
         return self.positions.nbytes + self.words.nbytes
 
-    def apply(self, data: ByteArray) -> None:
-        """Overwrite the words in `data`, which must have the content of the array before."""
-        data.view(np.uint16)[self.positions] = self.words
+    def apply(self, previous_data: ByteArray) -> None:
+        """Write the changed words into `previous_data`, which must contain the previous version of the array."""
+        previous_data.view(np.uint16)[self.positions] = self.words
 
 
 def find_changed_words(old_data: ByteArray, new_data: ByteArray) -> ChangedWords | None:
-    """Return the words of `new_data` that differ from `old_data`; None if they are too many, or the arrays have an odd
-    number of bytes or different sizes."""
+    """Return the words of `new_data` that differ from `old_data`; None if too many words differ, or if the arrays have
+    different sizes or an odd number of bytes."""
     if old_data.size != new_data.size or new_data.size % 2:
         return None
     new_words = new_data.view(np.uint16)

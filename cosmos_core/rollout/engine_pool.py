@@ -61,7 +61,7 @@ class _Request:
     prompt: Prompt
     sampling: Sampling
     step: int
-    group: Future[Group] = field(compare=False)
+    group_future: Future[Group] = field(compare=False)
     version: int | None = None
     """Version of the weights that must generate the group; None: any version."""
 
@@ -79,17 +79,17 @@ class PooledEngine:
     description: EngineDescription | None = None
     """Description of the engine; None until it is open."""
     version: int | None = None
-    """Version of the engine's weights; None if no version was sent to it."""
+    """Version of the engine's weights; None: the engine has no weights from the trainer yet."""
     num_process_deaths: int = 0
     """Number of deaths since the engine last returned a group."""
     requests: dict[tuple[int, int, int], _Request] = field(default_factory=dict)
     """Requests that the engine is generating, by key; a second request with the same key waits in the queue."""
-    reply: Future[Any] | None = None
+    pending_reply: Future[Any] | None = None
     """Pending reply to `begin_session` or `completed`; None: the engine was unreachable and will be called again."""
     last_death_time: float = -math.inf
     """Monotonic time in seconds when the engine was last seen dead; -inf: never."""
-    error: ConnectionError | None = None
-    """Error with which a call in another thread found the engine dead; None: no error since the engine was opened."""
+    connection_error: ConnectionError | None = None
+    """Error of a call in another thread that shows that the engine is dead; None: no such error since it was opened."""
     num_forward_passes: int = 0
     last_progress_time: float = 0.0
     """Monotonic time in seconds of the last observed progress of the engine."""
@@ -109,7 +109,7 @@ class EnginePool:
         timeout_seconds: float,
         send_heartbeat: Callable[[], None],
     ) -> None:
-        self._get_handles, self._max_groups, self._beat = get_handles, max_groups, send_heartbeat
+        self._get_handles, self._max_groups, self._send_heartbeat = get_handles, max_groups, send_heartbeat
         self.timeout_seconds = timeout_seconds
         self._session_id = uuid.uuid4().hex
         self._waiting_requests: deque[_Request] = deque()
@@ -120,7 +120,7 @@ class EnginePool:
         self._thread_error: Exception | None = None
         self.lock = threading.RLock()
         self.engines: dict[EngineHandle, PooledEngine] = {}
-        self.is_loading = False
+        self.is_loading_weights = False
         """Whether engines are loading weights and therefore make no forward passes."""
         self.is_closed = False
         self.num_restarts = 0
@@ -143,47 +143,47 @@ class EnginePool:
         request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
             if self._thread_error is not None:
-                request.group.set_exception(self._thread_error)
+                request.group_future.set_exception(self._thread_error)
             elif version is not None:
                 self._versioned_requests.append(request)
             else:
                 (self._waiting_requests.appendleft if is_urgent else self._waiting_requests.append)(request)
-        return request.group
+        return request.group_future
 
     def open_engines(self) -> list[PooledEngine]:
         """Return the engines that are open and not known to be dead."""
         with self.lock:
-            return [engine for engine in self.engines.values() if engine.description and not engine.error]
+            return [engine for engine in self.engines.values() if engine.description and not engine.connection_error]
 
     def loaded_engines(self) -> list[PooledEngine]:
         """Return the engines that have weights and are not known to be dead."""
         with self.lock:
-            return [engine for engine in self.engines.values() if engine.version is not None and not engine.error]
+            return [e for e in self.engines.values() if e.version is not None and not e.connection_error]
 
     def mark_dead(self, engine: PooledEngine, description: EngineDescription | None, error: ConnectionError) -> None:
         """Stop using an engine, because a call in another thread failed with `error`: its process is dead.
         `description` identifies the process that was called, which a new process may have replaced."""
         with self.lock:
             if engine.description is description and description is not None:
-                engine.error = error
+                engine.connection_error = error
 
-    def await_all(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
+    def await_replies(self, replies: Sequence[tuple[PooledEngine, Future[Any]]]) -> None:
         """Wait until each engine has replied or failed; kill engines without progress for `timeout_seconds`."""
-        progress = {id(engine): (time.monotonic(), engine.num_forward_passes) for engine, _ in replies}
+        last_progress_by_id = {id(engine): (time.monotonic(), engine.num_forward_passes) for engine, _ in replies}
         while pending_replies := [(engine, reply) for engine, reply in replies if not reply.done()]:
             self.raise_thread_error()
             wait([reply for _, reply in pending_replies], timeout=POLL_SECONDS)
-            self._beat()
+            self._send_heartbeat()
             current_time = time.monotonic()
             for engine, reply in pending_replies:
-                last_progress_time, num_forward_passes = progress[id(engine)]
+                last_progress_time, num_forward_passes = last_progress_by_id[id(engine)]
                 is_timed_out = current_time - last_progress_time > self.timeout_seconds and not reply.done()
                 if engine.num_forward_passes == num_forward_passes and is_timed_out:
                     message = "an engine did not reply for %.0f s; it is ended and started again"
                     logger.warning(message, self.timeout_seconds)
                     engine.handle.kill()
                 if engine.num_forward_passes != num_forward_passes or is_timed_out:
-                    progress[id(engine)] = current_time, engine.num_forward_passes
+                    last_progress_by_id[id(engine)] = current_time, engine.num_forward_passes
 
     def _run_communication(self) -> None:
         try:
@@ -200,8 +200,8 @@ class EnginePool:
             logger.exception("the thread that talks to the engines has ended")
             with self.lock:
                 self._thread_error = error
-                requests = (request for engine in self.engines.values() for request in engine.requests.values())
-                _fail_requests((*self._waiting_requests, *self._versioned_requests, *requests), error)
+                sent_requests = (request for engine in self.engines.values() for request in engine.requests.values())
+                _fail_requests((*self._waiting_requests, *self._versioned_requests, *sent_requests), error)
 
     def _update_engines(self) -> None:
         """Add engines with new handles to the pool, and remove engines whose handles were removed."""
@@ -214,9 +214,9 @@ class EnginePool:
             self._requeue_requests(self.engines.pop(handle))
 
     def _open_engine(self, engine: PooledEngine) -> None:
-        engine.description, engine.version, engine.num_forward_passes, engine.error = None, None, 0, None
+        engine.description, engine.version, engine.num_forward_passes, engine.connection_error = None, None, 0, None
         engine.last_progress_time = time.monotonic()
-        engine.reply = engine.handle.call("begin_session", self._session_id)
+        engine.pending_reply = engine.handle.call("begin_session", self._session_id)
 
     def _requeue_requests(self, engine: PooledEngine) -> None:
         """Move the requests in flight of an engine back to the front of their queues."""
@@ -227,15 +227,15 @@ class EnginePool:
 
     def _handle_engine_reply(self, engine: PooledEngine) -> None:
         current_time = time.monotonic()
-        if engine.reply is None:
+        if engine.pending_reply is None:
             if current_time - engine.last_progress_time > _RETRY_INTERVAL_SECONDS:
                 self._open_engine(engine)
             return
-        if not engine.reply.done():
-            timeout_seconds = math.inf  # no limit for an engine that does not generate
+        if not engine.pending_reply.done():
+            timeout_seconds = math.inf  # engines that do not generate have no time limit
             if engine.description is None:
                 timeout_seconds = _OPEN_TIMEOUT_SECONDS
-            elif engine.requests and not self.is_loading:
+            elif engine.requests and not self.is_loading_weights:
                 timeout_seconds = self.timeout_seconds
             if current_time - engine.last_progress_time > timeout_seconds:
                 logger.warning("an engine did nothing for %.0f s; it is ended and started again", timeout_seconds)
@@ -243,11 +243,11 @@ class EnginePool:
                 engine.last_progress_time = current_time
             return
         try:
-            result = engine.reply.result()
+            reply_value = engine.pending_reply.result()
         except ConnectionError as error:
-            is_starting = isinstance(error, ConnectionRefusedError) and engine.description is None
-            if is_starting and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
-                engine.reply, engine.last_progress_time = None, current_time
+            is_opening = isinstance(error, ConnectionRefusedError) and engine.description is None
+            if is_opening and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
+                engine.pending_reply, engine.last_progress_time = None, current_time
                 return
             self._reopen_dead_engine(engine, error)
             return
@@ -257,23 +257,23 @@ class EnginePool:
             # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
-            engine.description, engine.last_progress_time = result, current_time
-            logger.info("rollout engine %s, process %d, is open", result.name, result.pid)
+            engine.description, engine.last_progress_time = reply_value, current_time
+            logger.info("rollout engine %s, process %d, is open", reply_value.name, reply_value.pid)
         else:
-            groups, num_forward_passes = result
+            groups, num_forward_passes = reply_value
             if num_forward_passes != engine.num_forward_passes or groups or not engine.requests:
                 engine.num_forward_passes, engine.last_progress_time = num_forward_passes, current_time
-            elif not self.is_loading and current_time - engine.last_progress_time > self.timeout_seconds:
+            elif not self.is_loading_weights and current_time - engine.last_progress_time > self.timeout_seconds:
                 engine.handle.kill()
             for group in groups:
                 request_key = (group.step, group.prompt.id, len(group.completions))
                 if (request := engine.requests.pop(request_key, None)) is not None:
                     engine.num_process_deaths = 0
-                    request.group.set_result(group)
-            if engine.error is not None:
-                self._reopen_dead_engine(engine, engine.error)
+                    request.group_future.set_result(group)
+            if engine.connection_error is not None:
+                self._reopen_dead_engine(engine, engine.connection_error)
                 return
-        engine.reply = engine.handle.call("completed", self._session_id, POLL_SECONDS)
+        engine.pending_reply = engine.handle.call("completed", self._session_id, POLL_SECONDS)
 
     def _reopen_dead_engine(self, engine: PooledEngine, error: ConnectionError) -> None:
         """Open an engine again after its process died; the process manager starts the new process."""
@@ -291,7 +291,7 @@ class EnginePool:
         """Send waiting requests to the least loaded engines."""
         ready_engines = self.loaded_engines()
         self._send_to_engines(ready_engines, self._waiting_requests)
-        if not self._versioned_requests or self.is_loading:
+        if not self._versioned_requests or self.is_loading_weights:
             return
         version = self._versioned_requests[0].version or 0
         matching_engines = [engine for engine in ready_engines if engine.version == version]
@@ -305,8 +305,8 @@ class EnginePool:
 
     def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
         while request_queue and ready_engines:
-            candidates = [engine for engine in ready_engines if request_queue[0].group_key not in engine.requests]
-            engine = min(candidates, key=lambda engine: len(engine.requests), default=None)
+            free_engines = [engine for engine in ready_engines if request_queue[0].group_key not in engine.requests]
+            engine = min(free_engines, key=lambda engine: len(engine.requests), default=None)
             if engine is None or len(engine.requests) >= self._max_groups:
                 return
             max_groups = min(self._max_groups - len(engine.requests), -(-len(request_queue) // len(ready_engines)))
@@ -320,8 +320,9 @@ class EnginePool:
     def _handle_submit_reply(
         self, engine: PooledEngine, description: EngineDescription | None, batch: Sequence[_Request], reply: Future[Any]
     ) -> None:
-        """Set the error of a failed submission on the futures of its requests. This method runs in a thread of Ray, for
-        which `kill` waits with the pool's lock, so it must not acquire the lock."""
+        """Handle a failed submission: queue the engine if its process has died, else set the error on the requests'
+        futures. This method runs in a thread of Ray, and must not acquire the pool's lock: `kill` may wait for this
+        thread while another thread holds the lock."""
         error = reply.exception()
         if isinstance(error, ConnectionError):
             self._failed_submissions.put((engine, description, error))
@@ -332,20 +333,20 @@ class EnginePool:
 def _fail_requests(requests: Iterable[_Request], error: BaseException) -> None:
     """Set an error on the futures of the requests whose groups of completions are not complete."""
     for request in requests:
-        if not request.group.done():
-            request.group.set_exception(error)
+        if not request.group_future.done():
+            request.group_future.set_exception(error)
 
 
 def _take_request_batch(
-    request_queue: deque[_Request], max_groups: int, requests: dict[tuple[int, int, int], _Request]
+    request_queue: deque[_Request], max_groups: int, requests_by_key: dict[tuple[int, int, int], _Request]
 ) -> list[_Request]:
-    """Move requests with equal step and sampling, which engines may batch, from the queue into `requests`."""
+    """Move requests of equal step and sampling, which an engine may batch, from the queue into `requests_by_key`."""
     step, sampling = request_queue[0].step, request_queue[0].sampling
-    batch: list[_Request] = []
-    while request_queue and len(batch) < max_groups and request_queue[0].group_key not in requests:
+    request_batch: list[_Request] = []
+    while request_queue and len(request_batch) < max_groups and request_queue[0].group_key not in requests_by_key:
         if (request_queue[0].step, request_queue[0].sampling) != (step, sampling):
             break
         request = request_queue.popleft()
-        batch.append(request)
-        requests[request.group_key] = request
-    return batch
+        request_batch.append(request)
+        requests_by_key[request.group_key] = request
+    return request_batch

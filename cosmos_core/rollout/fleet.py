@@ -52,13 +52,14 @@ class EngineFleet:
         `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
         one engine. An engine without a forward pass for `timeout_seconds` is killed. `weight_sync_mode`: value of
         `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and sleep during training.
-        `weight_transfer` sends weights natively, or those that changed; None: all are copied through host memory.
+        `weight_transfer` sends weights by NCCL or CUDA IPC, or only the values that changed; None: all weights are
+        copied through host memory.
         """
-        self._weight_sync_mode, self._sleeps_in_training, self._beat = weight_sync_mode, sleeps_in_training, beat
-        self._weight_transfer = weight_transfer
+        self._weight_sync_mode, self._sleeps_in_training = weight_sync_mode, sleeps_in_training
+        self._weight_transfer, self._send_heartbeat = weight_transfer, beat
         self._pool = EnginePool(get_handles, max_groups, timeout_seconds, beat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
-        self._loads_only_new = False
+        self._loads_new_only = False
         self.has_new_engine = False
         """Whether the last weight load was the first load of at least one engine."""
         self.sleep_level = 0
@@ -103,19 +104,19 @@ class EngineFleet:
     @contextmanager
     def loading_new_engines(self) -> Iterator[None]:
         """Return a context manager in which weights are loaded only into engines that have no weights yet."""
-        self._loads_only_new = True
+        self._loads_new_only = True
         try:
             yield
         finally:
-            self._loads_only_new = False
+            self._loads_new_only = False
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         if is_first_rank():
             self._submissions += [(prompt, self.request(prompt, sampling, step, is_urgent=True)) for prompt in prompts]
 
     def completed(self) -> list[Group]:
-        """Wait for all submitted groups, and return them at once; engines that restart get the weights again."""
-        while True:  # each poll broadcasts, so that no rank exceeds a collective's timeout
+        """Wait for all submitted groups, and return them together; engines that restart get the weights again."""
+        while True:  # poll by short collectives, so that no rank exceeds the timeout of a collective
             groups, error_record, needs_load = broadcast_object(self._poll_submissions() if is_first_rank() else None)  # type: ignore[misc]
             self._raise_on_all_ranks(error_record)
             if groups is not None:
@@ -124,16 +125,16 @@ class EngineFleet:
                 self.send_missing_weights()
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
-        """Load weights into every open engine, except those that die meanwhile; see `Engine.load_weights`."""
+        """Load weights into all open engines except those that die during the load; see `Engine.load_weights`."""
         self._release_cached_memory()
-        engines = self._pool.open_engines()  # empty on ranks other than the first
-        processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
+        engines = self._pool.open_engines()  # only the first rank has engines
+        processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_new_only]
         num_sent_tensors, weight_load = 0, WeightLoad(self._pool, processes)
-        uses_host_link = self._loads_only_new and isinstance(self._weight_transfer, NativeWeightTransfer)
+        uses_host_link = self._loads_new_only and isinstance(self._weight_transfer, NativeWeightTransfer)
         weight_transfer = None if uses_host_link else self._weight_transfer
         weight_link = weight_transfer.open_link(weight_load) if weight_transfer else HostWeightLink(weight_load)
         if is_first_rank():
-            self._pool.is_loading = True
+            self._pool.is_loading_weights = True
             load_replies = self._call_engine_processes(
                 weight_load.processes, "begin_weight_load", version,
                 loads_in_background=self._weight_sync_mode != "disabled", timeout_seconds=self._pool.timeout_seconds,
@@ -148,7 +149,7 @@ class EngineFleet:
             weight_link.end_weight_load()
         if is_first_rank():
             self._end_weight_load(version, weight_load.processes, num_sent_tensors)
-            weight_link.confirm()
+            weight_link.confirm_weight_load()
         engine_versions = [engine.version for engine in self._pool.loaded_engines() if engine.version is not None]
         self.version, self.has_new_engine = broadcast_object((min(engine_versions, default=version), has_new_engine))
         self.sleep_level = 0
@@ -164,9 +165,9 @@ class EngineFleet:
         if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
             replies = [(engine, engine.handle.call("logprobs", engine.version, token_ids)) for engine in engines]
-            self._pool.await_all(replies)
+            self._pool.await_replies(replies)
             for _, reply in replies:
-                with suppress(ConnectionError):  # the communication thread handles a dead engine
+                with suppress(ConnectionError):  # skip dead engines, which the communication thread handles
                     logprobs.append(reply.result())
         return broadcast_object(logprobs)
 
@@ -174,7 +175,7 @@ class EngineFleet:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
         self._call_colocated_engines("sleep")
-        self._release_cached_memory()  # no rank trains before the engine on its GPU has released memory
+        self._release_cached_memory()  # also a barrier: no rank trains before all engines have released memory
 
     def wake(self) -> None:
         self._release_cached_memory()
@@ -205,7 +206,7 @@ class EngineFleet:
         try:
             wait([future for _, future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.raise_thread_error()
-            self._beat()
+            self._send_heartbeat()
             groups = [future.result() for _, future in self._submissions if future.done()]
             if len(groups) < len(self._submissions):
                 return None, None, self.needs_weights
@@ -228,7 +229,7 @@ class EngineFleet:
         try:
             needs_all_engines, pool = self._sleeps_in_training, self._pool
             while len(engines := pool.open_engines()) < max(1, len(pool.engines) * needs_all_engines):
-                self._beat()
+                self._send_heartbeat()
                 self.raise_thread_error()
                 time.sleep(0.05)
         except Exception as error:  # noqa: BLE001 - the error is raised on all ranks
@@ -237,22 +238,22 @@ class EngineFleet:
         return engines[0].description.name, engines[0].description.weight_format, None
 
     def _call_engine_processes(
-        self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **keywords: Any
+        self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **kwargs: Any
     ) -> list[tuple[EngineProcess, Any]]:
         """Call a method of each engine process and return the replies; processes that died are marked as lost."""
-        futures = [(process, process.engine.handle.call(method, *arguments, **keywords)) for process in processes]
-        self._pool.await_all([(process.engine, reply_future) for process, reply_future in futures])
-        replies = []
-        for process, reply_future in futures:
+        reply_futures = [(process, process.engine.handle.call(method, *arguments, **kwargs)) for process in processes]
+        self._pool.await_replies([(process.engine, reply_future) for process, reply_future in reply_futures])
+        process_replies = []
+        for process, reply_future in reply_futures:
             try:
-                replies.append((process, reply_future.result()))
+                process_replies.append((process, reply_future.result()))
             except ConnectionError as error:
                 self._pool.mark_dead(*process, error)
-        return replies
+        return process_replies
 
     def _end_weight_load(self, version: int, processes: Sequence[EngineProcess], num_sent_tensors: int) -> None:
-        mode = self._weight_sync_mode
-        load_options = {"loads_in_background": mode != "disabled", "drains": mode == "generation"}
+        sync_mode = self._weight_sync_mode
+        load_options = {"loads_in_background": sync_mode != "disabled", "drains": sync_mode == "generation"}
         try:
             for process, receipt in self._call_engine_processes(processes, "end_weight_load", version, **load_options):
                 receipt.verify(version, num_sent_tensors, "an engine")
@@ -261,6 +262,6 @@ class EngineFleet:
                         process.engine.version, process.engine.last_progress_time = version, time.monotonic()
         finally:
             with self._pool.lock:
-                self._pool.is_loading = False
+                self._pool.is_loading_weights = False
                 for engine in self._pool.engines.values():
                     engine.last_progress_time = time.monotonic()

@@ -52,29 +52,30 @@ class SamplingPath:
     def to_diffusion_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
         """Return sample `sample_index` of the batch as a `DiffusionSample`."""
 
-        def stack_steps(tensors: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack([tensor[sample_index] for tensor in tensors]) if tensors else None
+        def stack_steps(step_tensors: Sequence[Tensor]) -> Tensor | None:
+            return torch.stack([tensor[sample_index] for tensor in step_tensors]) if step_tensors else None
 
         logprobs = tuple(log_prob[sample_index].item() for log_prob in self.log_probs)
         num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
         tensors = (self.latents_before, self.latents_after, self.transition_means)
-        old_latents, new_latents, means = map(stack_steps, tensors)
+        latents_before, latents_after, transition_means = map(stack_steps, tensors)
         latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
-        transitions = (self.steps, old_latents, new_latents, means, logprobs)
-        return DiffusionSample(pixels, latents, sigmas, version, *transitions, num_frames)
+        transition_fields = (self.steps, latents_before, latents_after, transition_means, logprobs)
+        return DiffusionSample(pixels, latents, sigmas, version, *transition_fields, num_frames)
 
 
 def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
-    """Return the noise levels of a named schedule or, by default, of the pipeline's scheduler."""
+    """Return the noise levels of `sampling.schedule` or, if it is empty, of the scheduler of the diffusion pipeline."""
     if not sampling.schedule:
         return model.set_scheduler_timestep(sampling.num_steps)
     return flow.SCHEDULES[sampling.schedule](sampling.num_steps, model.timestep_shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
-    """Return the stochastic sampling steps of a train step; noise in the last step would remain in the sample."""
+    """Return the sampling steps that are stochastic in train step `step`. The last sampling step is never stochastic,
+    because its noise would remain in the sample."""
     last_step, step_window = sampling.num_steps - 1, sampling.window
-    if not sampling.kernel:
+    if not sampling.stochastic_solver:
         return range(0)
     if step_window is None:
         return range(last_step)
@@ -99,9 +100,9 @@ class ConditioningFrames:
         return torch.where(flow.trained_frames_mask(x, self.num_frames_B), x, self.latents.to(x))
 
 
-def num_conditioning_frames(frame_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
+def num_conditioning_frames(count_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
     """Draw the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
-    min_count, max_count = (min(count, max_frames) for count in frame_range)
+    min_count, max_count = (min(count, max_frames) for count in count_range)
     return min_count + int(shuffled_indices(max_count - min_count + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 
 
@@ -117,13 +118,14 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
     """Return the sampling path from noise to clean latents.
 
     `velocity` returns the model's velocity for float32 latents and their noise levels; `noise`, of unit variance, are
-    the latents at the first of the N + 1 noise levels `sigmas_N`. `sampling` has solver, kernel, and the steps to
+    the latents at the first of the N + 1 noise levels `sigmas_N`. `sampling` has the solvers, and the steps to
     record. The stochastic steps `stochastic_step_range` draw noise from `generators`, one per sample. The clean first
     frames `conditioning_frames` are inserted at each step; None: no conditioning frames.
     """
     insert_conditioning = conditioning_frames.insert_frames if conditioning_frames else lambda latents: latents
     x, solver = insert_conditioning(noise.float()), DpmSolver2M(sigmas_N)
-    path = SamplingPath(x, tuple(i for i in stochastic_step_range if i in sampling.trained_steps), [], [], [], [])
+    recorded_steps = tuple(i for i in stochastic_step_range if i in sampling.trained_steps)
+    sampling_path = SamplingPath(x, recorded_steps, [], [], [], [])
     for i in range(len(sigmas_N) - 1):
         v = velocity(x, sigmas_N[i].expand(len(x))).float()
         if i not in stochastic_step_range:
@@ -131,16 +133,16 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
             continue
         solver.reset()
         noise_levels = NoiseLevels(sigmas_N[i], sigmas_N[i + 1], sigmas_N[1])
-        transition = compute_step_distribution(sampling.kernel, x, v, noise_levels, sampling.eta)
+        transition = compute_step_distribution(sampling.stochastic_solver, x, v, noise_levels, sampling.noise_scale)
         step_noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
         next_latents = insert_conditioning(transition.mean + transition.std.to(x) * step_noise.to(x))
-        if i in path.steps:
-            path.latents_before.append(x.cpu())
-            path.latents_after.append(next_latents.cpu())
+        if i in sampling_path.steps:
+            sampling_path.latents_before.append(x.cpu())
+            sampling_path.latents_after.append(next_latents.cpu())
             mask = flow.trained_frames_mask(x, conditioning_frames.num_frames_B) if conditioning_frames else None
-            path.log_probs.append(log_prob(transition, next_latents, mask).cpu())
+            sampling_path.log_probs.append(log_prob(transition, next_latents, mask).cpu())
             if sampling.keeps_transition_means:
-                path.transition_means.append(transition.mean.cpu())
+                sampling_path.transition_means.append(transition.mean.cpu())
         x = next_latents
     num_conditioning_B = conditioning_frames.num_frames_B if conditioning_frames else None
-    return replace(path, latents=insert_conditioning(x).cpu(), num_conditioning_B=num_conditioning_B)
+    return replace(sampling_path, latents=insert_conditioning(x).cpu(), num_conditioning_B=num_conditioning_B)

@@ -38,18 +38,18 @@ class FlowSamplerEngine(ModuleEngine):
         if settings.flow is None:
             raise ConfigError("rollout.backend = 'flow_sampler' draws images and videos; take 'vllm' for text")
         super().__init__(settings)
-        self._source = settings.flow
+        self._denoiser = settings.flow
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        count = sampling.num_completions
-        rows = [(prompt, k) for prompt in prompts for k in range(count)]
+        group_size = sampling.num_completions
+        rows = [(prompt, k) for prompt in prompts for k in range(group_size)]
         prompts_per_rank = -(-len(prompts) // self._num_ranks)
-        num_rows = prompts_per_rank * min(self._max_samples_per_pass or count, count) * self._num_ranks
-        batches = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
-        samples = (sample for batch in batches for sample in self._sample_by_shape(batch, sampling, step))
+        rows_per_batch = prompts_per_rank * min(self._max_samples_per_pass or group_size, group_size) * self._num_ranks
+        row_batches = (rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch))
+        samples = (sample for batch in row_batches for sample in self._sample_by_shape(batch, sampling, step))
         completions = [Completion((), "stop", "", diffusion_sample=sample) for sample in samples]
-        group_starts = range(0, len(rows), count)
-        return [Group(p, tuple(completions[k : k + count]), step) for p, k in zip(prompts, group_starts, strict=True)]
+        groups = zip(prompts, range(0, len(rows), group_size), strict=True)
+        return [Group(prompt, tuple(completions[start : start + group_size]), step) for prompt, start in groups]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Record the version of the weights, which are those of the trainer's denoiser."""
@@ -61,14 +61,14 @@ class FlowSamplerEngine(ModuleEngine):
 
     @property
     def _num_ranks(self) -> int:
-        return self._source.mesh.dp.size() if self._source.mesh else 1
+        return self._denoiser.mesh.dp.size() if self._denoiser.mesh else 1
 
     def _sample_by_shape(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Return the samples of `rows`, in order, on all ranks; rows are batched by the shapes of their embeddings."""
         indices_by_shape: dict[tuple[Any, ...], list[int]] = {}
         for i, (prompt, _) in enumerate(rows):
-            shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(prompt.embedding.items()))
-            indices_by_shape.setdefault(shapes, []).append(i)
+            embedding_shapes = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(prompt.embedding.items()))
+            indices_by_shape.setdefault(embedding_shapes, []).append(i)
         samples: dict[int, DiffusionSample] = {}
         for indices in indices_by_shape.values():
             samples |= zip(indices, self._sample_on_ranks([rows[i] for i in indices], sampling, step), strict=True)
@@ -77,7 +77,7 @@ class FlowSamplerEngine(ModuleEngine):
     def _sample_on_ranks(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Distribute rows over the ranks, and return all samples, in order, on all ranks. A rank without a row samples
         the first row, because all ranks take part in each call of the denoiser."""
-        mesh = self._source.mesh
+        mesh = self._denoiser.mesh
         if mesh is None:
             return self._sample_locally(rows, sampling, step)
         local_rows = mesh.select_local_items(rows)
@@ -93,52 +93,52 @@ class FlowSamplerEngine(ModuleEngine):
         assert sampling.flow is not None
         if len(latent_shape) != 4:
             return None
-        max_frames = min(self._source.model.max_conditioning_frames, latent_shape[1] - 1)
-        clips, frame_range = [prompt.conditioning_clip for prompt, _ in rows], sampling.flow.conditioning_frame_range
-        if not max_frames or not frame_range[1] or any(clip is None for clip in clips):
+        max_frames = min(self._denoiser.model.max_conditioning_frames, latent_shape[1] - 1)
+        conditioning_clips, count_range = [p.conditioning_clip for p, _ in rows], sampling.flow.conditioning_frame_range
+        if not max_frames or not count_range[1] or any(clip is None for clip in conditioning_clips):
             return None
-        if other_shapes := {tuple(clip.shape) for clip in clips} - {tuple(latent_shape)}:
+        if other_shapes := {tuple(clip.shape) for clip in conditioning_clips} - {tuple(latent_shape)}:
             raise DataError(
                 f"a clip has latents of shape {min(other_shapes)} and what is drawn {tuple(latent_shape)}: frames "
                 f"can be given of clips of one size alone; set policy.diffusers.train_frames to inference_frames, or "
                 f"policy.diffusers.flow_rl.max_conditional_frames to 0"
             )
-        counts = [num_conditioning_frames(frame_range, max_frames, sampling.seed, step, p.id) for p, _ in rows]
-        device = self._source.device
-        return ConditioningFrames(torch.stack(clips).to(device), torch.tensor(counts, device=device))
+        frame_counts = [num_conditioning_frames(count_range, max_frames, sampling.seed, step, p.id) for p, _ in rows]
+        device = self._denoiser.device
+        return ConditioningFrames(torch.stack(conditioning_clips).to(device), torch.tensor(frame_counts, device=device))
 
     def _sample_locally(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
-        """Generate a sample for each of `rows` on this rank, without the other ranks."""
+        """Generate a sample for each of `rows` on this rank, without distributing the rows over other ranks."""
         assert sampling.flow is not None
-        settings, model = sampling.flow, self._source.model
-        sigmas_N = get_noise_levels(model, settings)
-        num_frames = settings.num_frames if model.is_video else 1
-        latent_shape = model.latent_shape(*settings.size, num_frames)
+        flow_sampling, model = sampling.flow, self._denoiser.model
+        sigmas_N = get_noise_levels(model, flow_sampling)
+        num_frames = flow_sampling.num_frames if model.is_video else 1
+        latent_shape = model.latent_shape(*flow_sampling.size, num_frames)
         generators = [_make_generator(sampling.seed, step, prompt.id, k) for prompt, k in rows]
         noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in generators])
-        if settings.has_common_initial_noise:
+        if flow_sampling.has_common_initial_noise:
             group_generators = [_make_generator(sampling.seed, step, p.id, SHARED_NOISE_INDEX) for p, _ in rows]
             noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in group_generators])
-        device, is_guided = self._source.device, settings.guidance_scale > 1
+        device, is_guided = self._denoiser.device, flow_sampling.guidance_scale > 1
         text_embedding = _stack_embeddings([prompt.embedding for prompt, _ in rows], device)
-        null_embedding = _stack_embeddings([self._source.null_text] * len(rows), device) if is_guided else {}
-        steps = stochastic_steps(settings, sampling.seed, step)
+        null_embedding = _stack_embeddings([self._denoiser.null_text] * len(rows), device) if is_guided else {}
+        steps = stochastic_steps(flow_sampling, sampling.seed, step)
         conditioning_frames = self._make_conditioning_frames(rows, sampling, step, latent_shape)
         num_conditioning_B = conditioning_frames.num_frames_B if conditioning_frames else None
 
-        def sample(predict: Callable[..., Tensor]) -> SamplingPath:
+        def sample(predict_velocity: Callable[..., Tensor]) -> SamplingPath:
             def velocity(x: Tensor, sigma_B: Tensor) -> Tensor:
-                self._beat()
-                text_velocity = predict(x, sigma_B, text_embedding, num_conditioning_B)
+                self._send_heartbeat()
+                text_velocity = predict_velocity(x, sigma_B, text_embedding, num_conditioning_B)
                 if not is_guided:
                     return text_velocity
-                null_velocity = predict(x, sigma_B, null_embedding, num_conditioning_B)
-                return model.apply_guidance(text_velocity, null_velocity, settings.guidance_scale)
+                null_velocity = predict_velocity(x, sigma_B, null_embedding, num_conditioning_B)
+                return model.apply_guidance(text_velocity, null_velocity, flow_sampling.guidance_scale)
 
-            return denoise(velocity, noise.to(device), sigmas_N, settings, generators, steps, conditioning_frames)
+            return denoise(velocity, noise.to(device), sigmas_N, flow_sampling, generators, steps, conditioning_frames)
 
-        with self._source.use_weights(settings.weights), torch.no_grad():
-            sampling_path = model.pipeline_with_logprob(sample, self._source.predict_velocity)
+        with self._denoiser.use_weights(flow_sampling.weights_name), torch.no_grad():
+            sampling_path = model.pipeline_with_logprob(sample, self._denoiser.predict_velocity)
             pixels = decode_latents(model, sampling_path.latents, device)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
@@ -147,14 +147,14 @@ class FlowSamplerEngine(ModuleEngine):
 
 
 def decode_latents(model: Any, latents: Tensor, device: torch.device) -> Tensor:
-    """Decode latents on `device`, and return uint8 pixels on the CPU (see `to_bytes`). A GPU decodes one sample at a
-    time, because a VAE needs gigabytes of memory for each sample."""
+    """Decode latents on `device`, and return pixels as `to_uint8_pixels` does. A GPU decodes one sample at a time,
+    because a VAE needs gigabytes of memory for each sample."""
     decode_batch_size = len(latents) if device.type == "cpu" else 1
     with model.component_offload.keep_on_device():
-        return torch.cat([to_bytes(model.decode(latent_batch)) for latent_batch in latents.split(decode_batch_size)])
+        return torch.cat([to_uint8_pixels(model.decode(batch)) for batch in latents.split(decode_batch_size)])
 
 
-def to_bytes(pixels: Tensor) -> Tensor:
+def to_uint8_pixels(pixels: Tensor) -> Tensor:
     """Return pixels (B, 3, [F,] H, W) in [-1, 1] as uint8 (B, [F,] H, W, 3) on the CPU."""
     scaled_pixels = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
     return scaled_pixels.movedim(1, -1).contiguous()

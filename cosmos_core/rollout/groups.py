@@ -100,25 +100,25 @@ class SyncGroupSource:
         self.sleep_until_next_step(step)
         generation_seconds = time.perf_counter() - start_time
         self.sampled_groups = scored_groups = self.score_groups(groups)
-        throughput = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
-        return scored_groups, group_metrics(scored_groups) | throughput | lag_metrics(scored_groups, step)
+        throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
+        return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
 
     def generate_repeated(self, prompts: Sequence[Prompt], step: int, sample_counts: Counter[int]) -> list[Group]:
         """Generate the groups of `prompts`, in order. `sample_counts` counts by prompt id how often the step has
         sampled a prompt: a repeated prompt (at a boundary of epochs or in a mixture of data sets) gets other seeds."""
-        batches: dict[int, list[int]] = {}
+        indices_by_num_repeats: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            batches.setdefault(sample_counts[prompt.id], []).append(i)
+            indices_by_num_repeats.setdefault(sample_counts[prompt.id], []).append(i)
             sample_counts[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
         prompts_per_batch = self.batch_size * num_ranks()
         self.progress.phase("generate")
-        for num_repeats, indices in batches.items():
+        for num_repeats, indices in indices_by_num_repeats.items():
             sampling = reseed(self.sampling, num_repeats)
             for start in range(0, len(indices), prompts_per_batch):
-                batch = indices[start : start + prompts_per_batch]
-                groups = generate(self.engine, [prompts[i] for i in batch], sampling, step)
-                groups_by_index |= zip(batch, groups, strict=True)
+                batch_indices = indices[start : start + prompts_per_batch]
+                groups = generate(self.engine, [prompts[i] for i in batch_indices], sampling, step)
+                groups_by_index |= zip(batch_indices, groups, strict=True)
                 self.progress.beat()
                 self.on_wait()
         return [groups_by_index[i] for i in range(len(prompts))]
@@ -150,10 +150,10 @@ class GroupFilter:
 
     def has_learning_signal(self, group: ScoredGroup) -> bool:
         """Return whether the valid completions of a group differ in a metric of `metrics`, or in their reward if the
-        group's rewards report none of these metrics. In a mixture, each data set may have other rewards."""
-        names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
-        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= names]
-        return len({tuple(score.metrics[name] for name in names) or score.value for score in valid_scores}) > 1
+        group's rewards report none of these metrics. In a mixture of data sets, rewards may differ by data set."""
+        metric_names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
+        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= metric_names]
+        return len({tuple(score.metrics[name] for name in metric_names) or score.value for score in valid_scores}) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
         """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""
@@ -231,9 +231,9 @@ def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str
     if all(score.value is None for score in scores):
         raise invalid_scores_error(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
     metric_names = sorted({name for score in scores for name in score.metrics})
-    # In a mixture, a step may have no group of the data set whose reward reports the metric.
-    is_mixture = any(group.group.prompt.source for group in groups)
-    expected_metrics = [name for name in metrics if not is_mixture or name.partition("/")[0] in metric_names]
+    # A step may lack a data set of a mixture; then no metric of the reward functions of this data set is expected.
+    has_dataset_mixture = any(group.group.prompt.source for group in groups)
+    expected_metrics = [name for name in metrics if not has_dataset_mixture or name.partition("/")[0] in metric_names]
     if unknown_metrics := [name for name in expected_metrics if name not in metric_names]:
         raise RewardError(
             f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown_metrics))}; "
@@ -255,36 +255,36 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def filter_metrics(filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the number of sampled groups, and the fractions dropped with rewards above 0 and at most 0."""
+    """Return the number of sampled groups, and the fractions dropped whose largest reward is above 0 or at most 0."""
     dropped_groups = [group for group in sampled_groups if not filter.has_learning_signal(group)]
     valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
-    rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
+    max_rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
     return {
         "rollout/sampled_groups": float(len(sampled_groups)),
-        "rollout/filtered_positive": sum(reward > 0 for reward in rewards) / len(sampled_groups),
-        "rollout/filtered_negative": sum(reward <= 0 for reward in rewards) / len(sampled_groups),
+        "rollout/filtered_positive": sum(reward > 0 for reward in max_rewards) / len(sampled_groups),
+        "rollout/filtered_negative": sum(reward <= 0 for reward in max_rewards) / len(sampled_groups),
     }
 
 
 def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     """Return the maximum and mean age, in train steps, of the sampling weights, and the number of groups by age."""
-    lags = [step - scored_group.group.version for scored_group in groups]
+    version_lags = [step - scored_group.group.version for scored_group in groups]
     return {
-        "rollout/version_lag": float(max(lags)),
-        "rollout/version_lag_mean": float(np.mean(lags)),
-        **{f"rollout/groups_of_lag_{lag}": float(lags.count(lag)) for lag in range(max(lags) + 1)},
+        "rollout/version_lag": float(max(version_lags)),
+        "rollout/version_lag_mean": float(np.mean(version_lags)),
+        **{f"rollout/groups_of_lag_{lag}": float(version_lags.count(lag)) for lag in range(max(version_lags) + 1)},
     }
 
 
 def _throughput_metrics(groups: Sequence[ScoredGroup], generation_seconds: float, seconds: float) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-    name, count = "tokens", sum(completion.num_sampled for completion in completions)
+    unit_name, num_units = "tokens", sum(completion.num_sampled for completion in completions)
     if completions[0].diffusion_sample is not None:
-        name, count = "samples", len(completions)
+        unit_name, num_units = "samples", len(completions)
     return {
         "time/generate": generation_seconds,
         "time/score": seconds - generation_seconds,
-        f"throughput/generated_{name}_per_second": count / max(1e-9, generation_seconds),
+        f"throughput/generated_{unit_name}_per_second": num_units / max(1e-9, generation_seconds),
     }
 
 
@@ -303,10 +303,10 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         }
     if len(reward_values):
         metrics |= {"reward/mean": float(reward_values.mean()), "reward/std": float(reward_values.std())}
-    by_dataset = {f"reward/{name}/mean": mean for name, mean in dataset_means(groups).items()}
-    rewards = {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
-    # `rewards` come first, so that a reward function named `mean` cannot overwrite the mean of all rewards.
-    return rewards | metrics | turn_metrics(completions) | by_dataset
+    dataset_metrics = {f"reward/{name}/mean": mean for name, mean in dataset_means(groups).items()}
+    reward_metrics = {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    # `reward_metrics` come first, so that a reward function named `mean` cannot overwrite the mean of all rewards.
+    return reward_metrics | metrics | turn_metrics(completions) | dataset_metrics
 
 
 def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -44,7 +44,7 @@ from cosmos_core.types import Completion, Group, Prompt, Sampling
 
 _MIN_CACHE_GROWTH_TOKENS = 64
 _MAX_HALF_PRECISION_DIFFERENCE = 0.5
-"""Difference of logits in half precision, as a fraction of the largest logit, that is more than rounding."""
+"""Difference of logits in half precision, as a fraction of the largest logit, that rounding cannot explain."""
 
 
 class HfEngine(ModuleEngine):
@@ -55,8 +55,8 @@ class HfEngine(ModuleEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         uses_trainer_model = is_single_rank() and not settings.is_separate
-        is_adapter = trains_only_linear_factors(settings.model)
-        self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if is_adapter else "module"
+        sends_adapter = trains_only_linear_factors(settings.model)
+        self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if sends_adapter else "module"
         self._model = settings.model if uses_trainer_model else _load_replica(settings)
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
@@ -73,20 +73,20 @@ class HfEngine(ModuleEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         groups_by_index: dict[int, Group] = {}
-        for indices in _group_batchable(prompts, self._batching.has_padding):
-            batch = self._generate_batch([prompts[i] for i in indices], sampling, step)
-            groups_by_index |= zip(indices, batch, strict=True)
+        for indices in _group_into_batches(prompts, self._batching.has_padding):
+            batch_groups = self._generate_batch([prompts[i] for i in indices], sampling, step)
+            groups_by_index |= zip(indices, batch_groups, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the groups of `prompts`, at most `_max_samples_per_pass` completions of each group at a time."""
-        all_ks = range(sampling.num_completions)
-        chunk_size = self._max_samples_per_pass or len(all_ks)
+        completion_ks = range(sampling.num_completions)
+        completions_per_pass = self._max_samples_per_pass or len(completion_ks)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for ks in (all_ks[k : k + chunk_size] for k in all_ks[::chunk_size]):
+        for ks in (completion_ks[k : k + completions_per_pass] for k in completion_ks[::completions_per_pass]):
             with self._inference_mode():
-                rows = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
-            for row, (tokens, logprobs, length) in enumerate(zip(*rows, strict=True)):
+                output_rows = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
+            for row, (tokens, logprobs, length) in enumerate(zip(*output_rows, strict=True)):
                 row_completion = completion(
                     self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
                     ends_with_stop=tokens[length - 1] in self._stop_ids, vision=self._vision,
@@ -115,8 +115,8 @@ class HfEngine(ModuleEngine):
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference_mode():
-            outputs = LogprobScorer(self._model)(inputs, torch.arange(len(token_ids) - 1))
-            logprobs: list[float] = outputs["logprobs"].tolist()
+            scorer_outputs = LogprobScorer(self._model)(inputs, torch.arange(len(token_ids) - 1))
+            logprobs: list[float] = scorer_outputs["logprobs"].tolist()
         return logprobs
 
     @contextmanager
@@ -154,10 +154,10 @@ class HfEngine(ModuleEngine):
             else self._batching.inputs(mask_PT, positions_PT)
         )
         logits_PV = self._forward(input_ids_PT, cache, inputs)
-        # One forward pass over the prompt serves all completions of a group. Only `reorder_cache` also repeats
-        # recurrent states.
+        # One forward pass over the prompt serves all completions of a group, so the rows of the cache are repeated.
+        # Unlike the cache's other methods, `reorder_cache` also repeats the states of recurrent layers.
         cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(k))  # type: ignore[arg-type]
-        last_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
+        new_token_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
         is_used_token_BV = _used_token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
@@ -192,7 +192,7 @@ class HfEngine(ModuleEngine):
                 positions_B, max_new_tokens_B = positions_B[kept_rows_B], max_new_tokens_B[kept_rows_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
             inputs = self._batching.inputs(mask_BT, positions_B.unsqueeze(-1))
-            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, last_image_inputs if image_inputs else inputs)
+            logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, new_token_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
     def _image_inputs(self, prompts: Sequence[Prompt], input_ids_PT: Tensor) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class HfEngine(ModuleEngine):
             Sample(np.array(p.token_ids, dtype=np.int64), np.zeros(len(p.token_ids), dtype=np.uint8), images=p.images)
             for p in prompts
         ]
-        inputs, dtype = self._vision.inputs(samples, input_ids_PT.cpu()), self._model.dtype
+        inputs, dtype = self._vision.make_image_inputs(samples, input_ids_PT.cpu()), self._model.dtype
         return {
             name: tensor.to(self._model.device, dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in inputs.items()
@@ -212,30 +212,31 @@ class HfEngine(ModuleEngine):
 
     def _forward(self, input_ids: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits at the last position of each row; `inputs` holds masks, positions and images."""
-        self._beat()
-        cache_input = {self._cache_argument: cache}
-        output = self._model(input_ids=input_ids, **cache_input, use_cache=True, logits_to_keep=1, **inputs)
-        return output.logits[:, -1]
+        self._send_heartbeat()
+        cache_kwargs = {self._cache_argument: cache}
+        model_output = self._model(input_ids=input_ids, **cache_kwargs, use_cache=True, logits_to_keep=1, **inputs)
+        return model_output.logits[:, -1]
 
     def _choose_batching(self) -> "_PromptBatching":
-        """Return how to batch prompts so that logits equal those without a cache; raise ConfigError if no way does. In
-        half precision, rounding may change logits: the way with the smallest difference counts, if it is not large."""
-        differences: dict[_PromptBatching, float] = {}
+        """Return the fastest of `_PROMPT_BATCHINGS` whose logits with a cache equal those without; raise ConfigError if
+        there is none. In half precision, where rounding changes logits, the smallest difference must only be small."""
+        logit_differences: dict[_PromptBatching, float] = {}
         with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             for batching in _PROMPT_BATCHINGS:
                 cached_logits, expected_logits = self._compute_probe_logits(batching)
                 if is_close(cached_logits, expected_logits, self._model.dtype):
                     return batching
                 difference = (cached_logits.float() - expected_logits.float()).abs().max().nan_to_num(math.inf).item()
-                differences[batching] = difference / max(expected_logits.abs().max().item(), 1e-9)
-        best_batching = min(differences, key=differences.__getitem__)
-        if self._model.dtype == torch.float32 or not differences[best_batching] < _MAX_HALF_PRECISION_DIFFERENCE:
+                logit_differences[batching] = difference / max(expected_logits.abs().max().item(), 1e-9)
+        best_batching = min(logit_differences, key=logit_differences.__getitem__)
+        if self._model.dtype == torch.float32 or not logit_differences[best_batching] < _MAX_HALF_PRECISION_DIFFERENCE:
             problem = f"{type(self._model).__name__} computes other logits with a cache than without"
             raise ConfigError(f"rollout.backend = 'hf': {problem}; use a model of another family")
         return best_batching
 
     def _compute_probe_logits(self, batching: "_PromptBatching") -> tuple[Tensor, Tensor]:
-        """Return the logits of a token after cached, repeated prompts, and the logits without a cache."""
+        """Compute the logits after a probe prompt in two ways. Return those with a cache whose rows are repeated, as in
+        `_sample` (shape 2V, for two copies of the prompt), and those of one forward pass without a cache (shape V)."""
         model, num_padding = self._model, PROBE_TOKENS // 2 if batching.has_padding else 0
         ids_T = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device)  # no pad tokens
         input_ids_BT = (ids_T % model.config.get_text_config().vocab_size).view(2, -1)
@@ -250,7 +251,7 @@ class HfEngine(ModuleEngine):
         return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding:], use_cache=False).logits[0, -1]
 
     def _make_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self._model.config)  # layers with sliding windows or fixed states stay as they are
+        cache = DynamicCache(config=self._model.config)  # sliding-window and recurrent layers are kept
         cache.layers = [_PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache
 
@@ -261,11 +262,11 @@ class _PromptBatching(NamedTuple):
     has_padding: bool
     """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""
     has_positions: bool
-    """Whether the model gets the positions of tokens; otherwise it computes them, such as from its padding token."""
+    """Whether the model gets the positions of tokens; otherwise it computes them, for example from padding tokens."""
 
     def inputs(self, mask_BT: Tensor, positions_BT: Tensor) -> dict[str, Tensor]:
-        mask = {"attention_mask": mask_BT} if self.has_padding else {}
-        return mask | ({"position_ids": positions_BT} if self.has_positions else {})
+        mask_input = {"attention_mask": mask_BT} if self.has_padding else {}
+        return mask_input | ({"position_ids": positions_BT} if self.has_positions else {})
 
 
 _PROMPT_BATCHINGS = (_PromptBatching(True, True), _PromptBatching(False, True), _PromptBatching(False, False))
@@ -298,39 +299,39 @@ class _PreallocatedCacheLayer(DynamicLayer):
         self._buffers = None
 
 
-def _allocate(old_states: Tensor | None, states: Tensor, capacity: int) -> Tensor:
-    """Return a cache tensor with memory for `capacity` tokens, which begins with a copy of `old_states`, if any."""
-    cache_buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
+def _allocate(old_states: Tensor | None, new_states: Tensor, num_allocated_tokens: int) -> Tensor:
+    """Return a cache tensor for `num_allocated_tokens` tokens, which begins with a copy of `old_states`, if any."""
+    cache_buffer = new_states.new_empty(*new_states.shape[:-2], num_allocated_tokens, new_states.shape[-1])
     if old_states is not None and old_states.numel():
         cache_buffer[..., : old_states.shape[-2], :] = old_states
     return cache_buffer
 
 
 def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], k: int) -> dict[str, Tensor]:
-    """Return the image inputs of new tokens, which attend to the image tiles of the prompt's last token."""
+    """Return the image inputs of new tokens, which attend to the same image tiles as the prompt's last token."""
     name = "cross_attention_mask"
     return {name: image_inputs[name][:, -1:].repeat_interleave(k, 0)} if name in image_inputs else {}
 
 
 def find_cache_argument(model_class: Any) -> str:
     """Return the name under which a model takes a cache; raise ConfigError if it takes none of transformers' caches."""
-    names = inspect.signature(model_class.forward).parameters.keys() & {"past_key_values", "cache_params"}
-    if not names or not model_class._supports_default_dynamic_cache():
+    argument_names = inspect.signature(model_class.forward).parameters.keys() & {"past_key_values", "cache_params"}
+    if not argument_names or not model_class._supports_default_dynamic_cache():
         raise ConfigError(
             f"rollout.backend = 'hf': {model_class.__name__} takes no DynamicCache of transformers; use another family"
         )
-    return names.pop()
+    return argument_names.pop()
 
 
-def _group_batchable(prompts: Sequence[Prompt], supports_padding: bool) -> list[list[int]]:
+def _group_into_batches(prompts: Sequence[Prompt], supports_padding: bool) -> list[list[int]]:
     """Return the indices of prompts by batch. A batch has only text, or prompts with equally many images and tokens,
     because with padding the model could not compute the positions of images. Without `supports_padding`, all prompts
     of a batch have equally many tokens."""
-    batches: dict[tuple[int, int], list[int]] = {}
+    indices_by_batch_key: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        length = len(prompt.token_ids) if prompt.images or not supports_padding else 0
-        batches.setdefault((len(prompt.images), length), []).append(i)
-    return list(batches.values())
+        required_length = len(prompt.token_ids) if prompt.images or not supports_padding else 0
+        indices_by_batch_key.setdefault((len(prompt.images), required_length), []).append(i)
+    return list(indices_by_batch_key.values())
 
 
 def _load_replica(settings: EngineSettings) -> PreTrainedModel:
@@ -352,8 +353,8 @@ def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampli
     penalty applies."""
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1.0:
-        penalty = sampling.repetition_penalty
-        penalised_logits_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+        repetition_penalty = sampling.repetition_penalty
+        penalised_logits_BV = torch.where(logits_BV < 0, logits_BV * repetition_penalty, logits_BV / repetition_penalty)
         logits_BV = torch.where(is_used_token_BV, penalised_logits_BV, logits_BV)
     if sampling.temperature == 0:
         return logits_BV.log_softmax(-1)
@@ -374,6 +375,6 @@ def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: i
 
 def _used_token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
     """Return a mask (shape PV) of the vocabulary entries that each prompt contains, without padding."""
-    num_columns = max(vocab_size, int(input_ids_PT.max()) + 1)  # Llama 3.2 Vision's output lacks the image token
-    token_counts_PV = torch.zeros(len(input_ids_PT), num_columns, dtype=mask_PT.dtype, device=input_ids_PT.device)
+    padded_vocab_size = max(vocab_size, int(input_ids_PT.max()) + 1)  # Llama 3.2 Vision has no logit of image tokens
+    token_counts_PV = torch.zeros(len(input_ids_PT), padded_vocab_size, dtype=mask_PT.dtype, device=input_ids_PT.device)
     return token_counts_PV.scatter_add_(-1, input_ids_PT, mask_PT)[:, :vocab_size] > 0

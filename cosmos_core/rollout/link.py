@@ -1,4 +1,4 @@
-"""Code for both ends of a native weight transfer: the header of a bucket, and time limits for calls that may hang."""
+"""Code for both ends of a weight transfer by NCCL or CUDA IPC: the header of a bucket, and calls with a time limit."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 
 class TransferFailed(Exception):
-    """Error raised if a native link did not deliver a bucket; the bucket can be sent again through host memory."""
+    """Error raised if a bucket did not arrive by NCCL or CUDA IPC; it can be sent again through host memory."""
 
 
 class BucketHeader(NamedTuple):
@@ -29,7 +29,7 @@ class BucketHeader(NamedTuple):
     dtype_names: list[str]
     shapes: list[list[int]]
     aliases: dict[str, str]
-    """Names of tied weights by alias; their data are sent only under the name in the value."""
+    """For each further name of a tied weight, the name under which its data are sent once."""
     transport_fields: dict[str, Any]
     """Further fields of vLLM's update info, which depend on the transport."""
 

@@ -55,7 +55,7 @@ class WeightPublisher:
     bucket_bytes: int = BUCKET_BYTES
     _probed_sleep_levels: set[int] = field(default_factory=set)
     """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
-    _weights: _WeightBuckets | None = None
+    _weight_buckets: _WeightBuckets | None = None
 
     def publish(self, version: int) -> dict[str, float]:
         """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
@@ -63,10 +63,10 @@ class WeightPublisher:
         start_time = time.perf_counter()
         num_sent_tensors = num_bytes = 0
 
-        def count_buckets() -> Iterator[Bucket]:
+        def cast_and_count_buckets() -> Iterator[Bucket]:
             nonlocal num_sent_tensors, num_bytes
-            assert self._weights is not None
-            for bucket in self._weights.buckets():
+            assert self._weight_buckets is not None
+            for bucket in self._weight_buckets.buckets():
                 cast_tensors = {  # tied weights have one entry and are cast once
                     storage_key(tensor): tensor.to(dtype=self.transfer_dtype if tensor.is_floating_point() else None)
                     for _, tensor in bucket
@@ -78,14 +78,15 @@ class WeightPublisher:
         if self.engine.weight_format == "shared":
             self.engine.load_weights(version, ())
         else:
-            if self._weights is None:
-                self._weights = _WeightBuckets(self.model, self.meta_copy, self.engine.weight_format, self.bucket_bytes)
+            if self._weight_buckets is None:
+                weight_format = self.engine.weight_format
+                self._weight_buckets = _WeightBuckets(self.model, self.meta_copy, weight_format, self.bucket_bytes)
             sleep_level = getattr(self.engine, "sleep_level", 0)
-            self.engine.load_weights(version, count_buckets()).verify(version, num_sent_tensors, "the engine")
+            self.engine.load_weights(version, cast_and_count_buckets()).verify(version, num_sent_tensors, "the engine")
             has_new_engine = isinstance(self.engine, EngineFleet) and self.engine.has_new_engine
             # The version number determines the probes, not a counter, so that a resumed run probes the same versions.
-            is_due = version % self.probe_interval == 0
-            if sleep_level not in self._probed_sleep_levels or has_new_engine or is_due:
+            is_probe_due = version % self.probe_interval == 0
+            if sleep_level not in self._probed_sleep_levels or has_new_engine or is_probe_due:
                 self._probe_engines(version)
             self._probed_sleep_levels.add(sleep_level)
         sync_seconds = time.perf_counter() - start_time
@@ -96,15 +97,15 @@ class WeightPublisher:
 
     def _probe_engines(self, version: int) -> None:
         """Compare the trainer's log-probabilities with those of each engine that has weights of `version`."""
-        token_ids = probe_tokens(self.model.config.get_text_config().vocab_size)
-        expected_logprobs = self.compute_trainer_logprobs(token_ids).detach().cpu().float()
+        token_ids = make_probe_token_ids(self.model.config.get_text_config().vocab_size)
+        trainer_logprobs = self.compute_trainer_logprobs(token_ids).detach().cpu().float()
         tolerance = logprob_tolerance(self.dtype, self.transfer_dtype)
         if isinstance(self.engine, EngineFleet):
             logprobs_per_engine = self.engine.logprobs_per_engine(token_ids, version)
         else:
             logprobs_per_engine = [self.engine.logprobs(token_ids)]
-        for logprobs in logprobs_per_engine:
-            difference = (expected_logprobs - torch.tensor(logprobs)).abs().mean().item()
+        for engine_logprobs in logprobs_per_engine:
+            difference = (trainer_logprobs - torch.tensor(engine_logprobs)).abs().mean().item()
             if not difference <= tolerance:  # `not <=` also rejects a difference of NaN
                 raise StageFailed(
                     f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
@@ -118,15 +119,15 @@ def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) ->
     return max(_LOGPROB_TOLERANCES[d] for d in (dtype, transfer_dtype) if d is not None)
 
 
-def probe_tokens(vocab_size: int) -> list[int]:
+def make_probe_token_ids(vocab_size: int) -> list[int]:
     """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
     return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # multiples of a prime, spread over all ids
 
 
 @dataclass
-class _WeightUnit:
-    """Weights of sibling modules that one bucket must contain: engines fuse some of them, such as query, key and value,
-    and merging adapters and splitting fused experts need several tensors."""
+class _WeightGroup:
+    """Weights of sibling modules that must be in the same bucket: engines fuse some of them, such as query, key and
+    value, and merging an adapter or splitting fused experts needs several tensors."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors to gather, on the meta device if the model is sharded, by key in the state dict."""
@@ -147,81 +148,83 @@ class _WeightBuckets:
         self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._weight_format = model, weight_format
-        units = (_make_lora_factor_units if weight_format == "adapter" else _make_module_units)(full_model or model)
+        group_weights = _group_lora_factors if weight_format == "adapter" else _group_weights_by_module
+        weight_groups = group_weights(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        self._bucket_units = _pack_buckets(units, bucket_bytes if full_model is None else bucket_bytes // 2)
-        max_bytes = max(sum(unit.num_bytes for unit in bucket_units) for bucket_units in self._bucket_units)
+        self._bucket_contents = _pack_buckets(weight_groups, bucket_bytes if full_model is None else bucket_bytes // 2)
+        max_bytes = max(sum(group.num_bytes for group in contents) for contents in self._bucket_contents)
         is_sharded = full_model is not None
         self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bytes) if is_sharded else None
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets of all weights that the engine loads; the next bucket reuses the memory of a bucket."""
+        """Yield the buckets of all weights that the engine loads; each bucket may reuse the memory of the last one."""
         state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state_dict
-        for units in self._bucket_units:
-            yield self._gather_bucket(units, state_dict)
+        for weight_groups in self._bucket_contents:
+            yield self._gather_bucket(weight_groups, state_dict)
 
     @torch.no_grad()
-    def _gather_bucket(self, units: Sequence[_WeightUnit], state: dict[str, Tensor]) -> Bucket:
-        tensors = {key: tensor for unit in units for key, tensor in unit.tensors.items()}
-        unsharded = self._gatherer.full_tensors(tensors) if self._gatherer else {k: state[k].detach() for k in tensors}
+    def _gather_bucket(self, weight_groups: Sequence[_WeightGroup], tensor_by_key: dict[str, Tensor]) -> Bucket:
+        tensors = {key: tensor for weight_group in weight_groups for key, tensor in weight_group.tensors.items()}
+        gatherer = self._gatherer
+        full_tensors = gatherer.full_tensors(tensors) if gatherer else {k: tensor_by_key[k].detach() for k in tensors}
         weights: dict[str, Tensor] = {}
-        for unit in units:
-            for name, layer in unit.adapted_layers.items():
-                unsharded |= _merge_layer(name, layer, unsharded if self._gatherer else None)
-            weights |= {name: unsharded[key] for name, key in unit.key_by_name.items()}
+        for weight_group in weight_groups:
+            for name, layer in weight_group.adapted_layers.items():
+                full_tensors |= _merge_layer(name, layer, full_tensors if gatherer else None)
+            weights |= {name: full_tensors[key] for name, key in weight_group.key_by_name.items()}
         if self._weight_format == "checkpoint":
             weights = revert_weight_conversion(self._model, weights)
         return list(weights.items())
 
 
-def _make_module_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
-    state_dict, adapter_layers = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
-    unit_by_module: dict[str, _WeightUnit] = {}
+def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
+    state_dict, adapted_layer_by_name = full_model.state_dict(keep_vars=True), adapted_layers(full_model)
+    group_by_parent_module: dict[str, _WeightGroup] = {}
     first_key_by_tensor: dict[Tensor, str] = {}
-    unit_by_name: dict[str, _WeightUnit] = {}
-    names = keys_without_adapter(full_model)
+    group_by_key: dict[str, _WeightGroup] = {}
+    name_by_key = keys_without_adapter(full_model)
     for key in state_dict:
-        name = names.get(key, "")
-        adapted_layer = next((layer for layer in adapter_layers if key.startswith(f"{layer}.")), "")
+        name = name_by_key.get(key, "")
+        adapted_layer = next((layer for layer in adapted_layer_by_name if key.startswith(f"{layer}.")), "")
         tied_key = first_key_by_tensor.setdefault(state_dict[key], key)
-        if tied_key != key:  # a tied weight belongs to the unit of its first name
-            unit = unit_by_name[tied_key]
+        if tied_key != key:  # a tied weight belongs to the group of its first name
+            weight_group = group_by_key[tied_key]
         else:
-            # A layer with an adapter belongs to the unit of its parent, a weight to that of its module's parent.
+            # The key is the parent of the adapted layer or of the weight's module, so that siblings share a group.
             parent_name = (adapted_layer or (name or key).rpartition(".")[0]).rpartition(".")[0]
-            unit = unit_by_module.setdefault(parent_name, _WeightUnit())
-            unit.tensors[key] = state_dict[key]
-        unit_by_name[key] = unit
+            weight_group = group_by_parent_module.setdefault(parent_name, _WeightGroup())
+            weight_group.tensors[key] = state_dict[key]
+        group_by_key[key] = weight_group
         if adapted_layer:
-            unit.adapted_layers[adapted_layer] = adapter_layers[adapted_layer]
+            weight_group.adapted_layers[adapted_layer] = adapted_layer_by_name[adapted_layer]
         if name:
-            unit.key_by_name[name] = tied_key
-    return list(unit_by_module.values())
+            weight_group.key_by_name[name] = tied_key
+    return list(group_by_parent_module.values())
 
 
-def _make_lora_factor_units(full_model: PreTrainedModel) -> list[_WeightUnit]:
-    """Return a unit for each factor of the LoRA adapter, under the key of the state dict."""
-    state, names = full_model.state_dict(keep_vars=True), keys_without_adapter(full_model)
-    return [_WeightUnit({key: state[key]}, {key: key}) for key, name in names.items() if not name]
+def _group_lora_factors(full_model: PreTrainedModel) -> list[_WeightGroup]:
+    """Return one group for each factor of the LoRA adapter, named by its key in the state dict."""
+    state_dict, name_by_key = full_model.state_dict(keep_vars=True), keys_without_adapter(full_model)
+    return [_WeightGroup({key: state_dict[key]}, {key: key}) for key, name in name_by_key.items() if not name]
 
 
-def _pack_buckets(units: Sequence[_WeightUnit], bucket_bytes: int) -> list[list[_WeightUnit]]:
-    """Group weights, in their order, into buckets of at most `bucket_bytes`."""
-    buckets: list[list[_WeightUnit]] = []
+def _pack_buckets(weight_groups: Sequence[_WeightGroup], bucket_bytes: int) -> list[list[_WeightGroup]]:
+    """Distribute weight groups, in order, over buckets of at most `bucket_bytes`; a larger group is a bucket alone."""
+    buckets: list[list[_WeightGroup]] = []
     remaining_bytes = 0
-    for unit in units:
-        if not buckets or unit.num_bytes > remaining_bytes:
+    for weight_group in weight_groups:
+        if not buckets or weight_group.num_bytes > remaining_bytes:
             buckets.append([])
             remaining_bytes = bucket_bytes
-        buckets[-1].append(unit)
-        remaining_bytes -= unit.num_bytes
+        buckets[-1].append(weight_group)
+        remaining_bytes -= weight_group.num_bytes
     return buckets
 
 
 def _merge_layer(name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return a layer's weights with its adapter merged; `gathered_tensors` replace the tensors of a meta layer."""
+    """Merge a layer's adapter and return the weights; `gathered_tensors` replace tensors on the meta device."""
     if gathered_tensors is not None:
         layer = copy.deepcopy(layer)
         layer.load_state_dict({key: gathered_tensors[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)

@@ -20,7 +20,7 @@ from cosmos_core.types import Group, Prompt, Sampling
 
 FALLBACK_ENGINE = "hf"
 _ARCHITECTURES_REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
-"""Architectures of Llama 3.2 Vision, which vLLM had; see its registry of models."""
+"""Architectures that earlier versions of vLLM supported, according to its model registry: Llama 3.2 Vision."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +49,16 @@ def make_engine(settings: EngineSettings) -> Engine:
     text_config = settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if max_positions < settings.max_model_len:
-        warning = "rollout: sequences end at the model's %d positions, not at %d"
-        logger.warning(warning, max_positions, settings.max_model_len)
+        warning_message = "rollout: sequences end at the model's %d positions, not at %d"
+        logger.warning(warning_message, max_positions, settings.max_model_len)
         settings = replace(settings, max_model_len=max_positions)
     try:
         engine = _make_engine(name, settings)
     except ImportError as error:
         if name == FALLBACK_ENGINE or is_import_path(name):
             raise
-        warning = "rollout.backend = %r cannot be imported (%s); using %r in its place"
-        logger.warning(warning, name, " ".join(str(error).split()), FALLBACK_ENGINE)
+        warning_message = "rollout.backend = %r cannot be imported (%s); using %r in its place"
+        logger.warning(warning_message, name, " ".join(str(error).split()), FALLBACK_ENGINE)
         engine = _make_engine(FALLBACK_ENGINE, settings)
     if settings.rollout.multi_turn_config.enable:
         engine = MultiTurnEngine(engine, settings)

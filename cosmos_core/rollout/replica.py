@@ -51,23 +51,23 @@ class PackedBucket(NamedTuple):
 
 @dataclass
 class _NativeBucket:
-    """Bucket that the engine receives by NCCL or CUDA IPC, through its link."""
+    """Header of a bucket whose data the engine receives by NCCL or CUDA IPC, and a future that reports the receipt."""
 
     header: BucketHeader
     timeout_seconds: float
     received_future: Future[None]
 
 
-_QueueItem = PackedBucket | _NativeBucket | StageFailed | None
+_BucketQueueItem = PackedBucket | _NativeBucket | StageFailed | None
 
 
 @dataclass
 class _WeightLoad:
     """A weight load in progress."""
 
-    buckets: queue.Queue[_QueueItem]
+    buckets: queue.Queue[_BucketQueueItem]
     """Queue of the buckets to load; None marks the end of the load, an error the end of an abandoned load."""
-    result: Future[LoadReceipt]
+    receipt_future: Future[LoadReceipt]
     timeout_seconds: float
     is_scheduled: bool = False
     """Whether the command to load the buckets has been queued for the engine's thread."""
@@ -85,13 +85,13 @@ class EngineReplica:
         With `should_wait_for_trainer`, the engine is opened when the first session begins: vLLM measures the memory
         that the trainer leaves on a GPU, so the trainer must have its model by then.
         """
-        self._commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
+        self._engine_commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
         self._session_id = ""
         self._num_forward_passes = 0
         self._num_in_flight = 0
-        self._load: _WeightLoad | None = None
+        self._weight_load: _WeightLoad | None = None
         self._kept_buckets: dict[int, PackedBucket] = {}
         self._version: int | None = None
         self._description_future: Future[EngineDescription] = Future()
@@ -115,11 +115,11 @@ class EngineReplica:
             with self._group_condition:
                 self._session_id, self._finished_groups = session_id, []
 
-        if self._load is not None and not self._load.result.done():  # a trainer died during its weight load
-            if self._load.is_scheduled:
+        if self._weight_load is not None and not self._weight_load.receipt_future.done():  # the trainer died
+            if self._weight_load.is_scheduled:
                 error = StageFailed("weight sync: the trainer has gone")
-                self._load.buckets.put(error, timeout=self._load.timeout_seconds)
-            self._load = None
+                self._weight_load.buckets.put(error, timeout=self._weight_load.timeout_seconds)
+            self._weight_load = None
         self._run_on_engine_thread(reset_session)
         return description
 
@@ -133,11 +133,11 @@ class EngineReplica:
         self._check_session_id(session_id)
         self._run_on_engine_thread(submit)
 
-    def completed(self, session_id: str, seconds: float) -> tuple[list[Group], int]:
-        """Wait at most `seconds` for a group. Return all finished groups and the engine's number of forward passes,
+    def completed(self, session_id: str, max_seconds: float) -> tuple[list[Group], int]:
+        """Wait at most `max_seconds` for a group. Return all finished groups and the engine's number of forward passes,
         which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does."""
         with self._group_condition:
-            self._group_condition.wait_for(lambda: self._finished_groups or session_id != self._session_id, seconds)
+            self._group_condition.wait_for(lambda: self._finished_groups or session_id != self._session_id, max_seconds)
             self._check_session_id(session_id)
             groups, self._finished_groups = self._finished_groups, []
         return groups, self._num_forward_passes
@@ -148,42 +148,43 @@ class EngineReplica:
 
     def begin_weight_load(self, version: int, *, loads_in_background: bool, timeout_seconds: float) -> None:
         """Prepare to receive the weights of version `version` in buckets. With `loads_in_background`, the engine
-        generates until the last bucket has arrived. An engine without a reply for `timeout_seconds` is killed."""
-        assert self._load is None or self._load.result.done(), "one load at a time"
-        buckets = queue.Queue[_QueueItem](0 if loads_in_background else 1)
-        seconds = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)
-        self._load = weight_load = _WeightLoad(buckets, Future(), seconds, is_scheduled=not loads_in_background)
+        generates until the last bucket has arrived. The trainer kills engines without a reply for `timeout_seconds`."""
+        assert self._weight_load is None or self._weight_load.receipt_future.done(), "one load at a time"
+        buckets = queue.Queue[_BucketQueueItem](0 if loads_in_background else 1)
+        timeout = max(_MIN_BUCKET_TIMEOUT_SECONDS, _BUCKET_TIMEOUT_FACTOR * timeout_seconds)
+        self._weight_load = weight_load = _WeightLoad(buckets, Future(), timeout, is_scheduled=not loads_in_background)
         if not loads_in_background:
-            self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
+            self._engine_commands.put(lambda engine: self._load_buckets(engine, weight_load, version))
 
     def receive_bucket(self, packed_bucket: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
         weight_load = self._get_current_load()
         weight_load.buckets.put(packed_bucket, timeout=weight_load.timeout_seconds)
 
-    def receive_kept_bucket(self, index: int, bucket: PackedBucket | ChangedWords) -> None:
-        """Receive bucket `index` of the weight load in progress, or its difference from the previous load, and keep it
+    def receive_kept_bucket(self, bucket_index: int, bucket: PackedBucket | ChangedWords) -> None:
+        """Receive a bucket of the weight load in progress, or its difference from the last load, and keep the bucket
         in host memory for the difference of the next load. Raise a `ConnectionError` if the process that got the
         previous load has died."""
         if isinstance(bucket, ChangedWords):
-            if index not in self._kept_buckets:
+            if bucket_index not in self._kept_buckets:
                 raise ConnectionError("the process that got the previous weights has died")
-            kept_bucket = self._kept_buckets[index]
+            kept_bucket = self._kept_buckets[bucket_index]
             bucket.apply(kept_bucket.data)
         else:  # copied, because the array may be in memory that all processes of the machine share
-            kept_bucket = self._kept_buckets[index] = bucket._replace(data=bucket.data.copy())
+            kept_bucket = self._kept_buckets[bucket_index] = bucket._replace(data=bucket.data.copy())
         self.receive_bucket(kept_bucket)
 
-    def connect_link(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
-        """Connect the engine with the trainer; raise `TransferFailed` if it has no link or `seconds` have passed."""
-        self._run_on_engine_thread(lambda engine: _get_native_link(engine).connect(backend, init_info, seconds))
+    def connect_link(self, backend: str, init_info: dict[str, Any], timeout_seconds: float) -> None:
+        """Connect the engine with the trainer; raise `TransferFailed` after `timeout_seconds`, or if it has no link."""
+        self._run_on_engine_thread(lambda engine: _get_native_link(engine).connect(backend, init_info, timeout_seconds))
 
-    def receive_native_bucket(self, header: BucketHeader, seconds: float) -> None:
-        """Receive the next bucket through the native link; raise `TransferFailed` if it does not arrive."""
+    def receive_native_bucket(self, header: BucketHeader, timeout_seconds: float) -> None:
+        """Receive the next bucket by NCCL or CUDA IPC; raise `TransferFailed` if it does not arrive in time."""
         weight_load = self._get_current_load()
         received_future: Future[None] = Future()
-        weight_load.buckets.put(_NativeBucket(header, seconds, received_future), timeout=weight_load.timeout_seconds)
-        futures: list[Future[Any]] = [received_future, weight_load.result]
+        native_bucket = _NativeBucket(header, timeout_seconds, received_future)
+        weight_load.buckets.put(native_bucket, timeout=weight_load.timeout_seconds)
+        futures: list[Future[Any]] = [received_future, weight_load.receipt_future]
         wait(futures, return_when=FIRST_COMPLETED)
         if not received_future.done():
             raise TransferFailed("the engine's weight load has ended")
@@ -197,14 +198,14 @@ class EngineReplica:
         weight_load.buckets.put(None, timeout=weight_load.timeout_seconds)
         if loads_in_background:
             weight_load.is_scheduled = True
-            self._commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=drains))
-        return weight_load.result.result()
+            self._engine_commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=drains))
+        return weight_load.receipt_future.result()
 
     def _get_current_load(self) -> _WeightLoad:
         """Return the weight load in progress; raise a `ConnectionError` if it began in a process that has died."""
-        if self._load is None:
+        if self._weight_load is None:
             raise ConnectionError("the process in which the load began has died")
-        return self._load
+        return self._weight_load
 
     def logprobs(self, version: int, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities of tokens; raise a `ConnectionError` if the weights have another version."""
@@ -223,7 +224,7 @@ class EngineReplica:
     def _run_on_engine_thread(self, engine_call: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two forward passes, and return the result."""
         result_future: Future[Any] = Future()
-        self._commands.put(lambda engine: complete_future(result_future, lambda: engine_call(engine)))
+        self._engine_commands.put(lambda engine: complete_future(result_future, lambda: engine_call(engine)))
         return result_future.result()
 
     def _count_forward_pass(self) -> None:
@@ -232,14 +233,14 @@ class EngineReplica:
     def _run_engine(self, open_engine: Callable[[Callable[[], None]], Engine]) -> None:
         try:
             engine = open_engine(self._count_forward_pass)
-        except Exception as error:  # noqa: BLE001 - raised again in `begin`
+        except Exception as error:  # noqa: BLE001 - raised again in `begin_session`
             self._description_future.set_exception(error)
             return
         has_link = getattr(engine, "link", None) is not None
         self._description_future.set_result(EngineDescription(engine.name, engine.weight_format, os.getpid(), has_link))
         while True:
-            while self._num_in_flight == 0 or not self._commands.empty():
-                self._commands.get()(engine)
+            while self._num_in_flight == 0 or not self._engine_commands.empty():
+                self._engine_commands.get()(engine)
             self._generate(engine)
 
     def _generate(self, engine: Engine) -> None:
@@ -261,12 +262,12 @@ class EngineReplica:
         while drains and self._num_in_flight:  # each forward pass is progress, so the trainer does not kill the engine
             self._generate(engine)
 
-        def run() -> Any:
+        def load_and_record_version() -> Any:
             receipt = engine.load_weights(version, _iterate_buckets(weight_load, engine))
             self._version = version
             return receipt
 
-        complete_future(weight_load.result, run)
+        complete_future(weight_load.receipt_future, load_and_record_version)
 
 
 def pack_bucket(bucket: Bucket) -> PackedBucket:
@@ -304,7 +305,7 @@ def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucke
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
                 bucket.received_future.set_exception(TransferFailed(first_line(error)))
                 continue
-            bucket.received_future.set_result(None)  # the trainer gathers the next bucket while this one is loaded
+            bucket.received_future.set_result(None)  # now, so that the trainer gathers the next bucket during the load
             yield bucket.header.make_meta_bucket()
             continue
         if isinstance(bucket, StageFailed):

@@ -10,8 +10,8 @@ from torch import Tensor
 def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Return one token id per row (shape B): inverse transform sampling with the row's uniform number."""
     cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
-    targets_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
-    return torch.searchsorted(cumulative_probs_BV, targets_B1, right=True).squeeze(-1)
+    thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
+    return torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
 
 
 def use_uniform_sampling(worker: object) -> None:

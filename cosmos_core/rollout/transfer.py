@@ -1,4 +1,4 @@
-"""The trainer's end of a weight transfer to engines in separate processes: through host memory, or natively.
+"""The trainer's end of a weight transfer to engines in separate processes: by host memory, NCCL or CUDA IPC.
 
 `HostWeightLink` sends a bucket as one array in host memory, `DeltaWeightLink` only its values that changed, and
 `NativeWeightLink` sends it by a `transport` of vLLM. An engine loads a bucket only after the whole bucket has arrived.
@@ -31,7 +31,7 @@ _MAX_TRANSFER_FAILURES = 2
 
 
 class EngineProcess(NamedTuple):
-    """Engine of the pool with its process at the start of a weight load; a new process may replace that one."""
+    """Engine of the pool, and its process at the start of a weight load, which a new process may replace later."""
 
     engine: PooledEngine
     description: EngineDescription | None
@@ -43,7 +43,7 @@ class EngineProcess(NamedTuple):
 
 
 class WeightLoad:
-    """Weight load into engine processes, known to the first rank only; processes that die are removed."""
+    """Weight load into engine processes. Only the first rank has the list of processes; dead ones are removed."""
 
     def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._pool, self.processes = pool, list(processes)
@@ -54,15 +54,15 @@ class WeightLoad:
     ) -> list[Future[Any]]:
         """Call a method of each engine, or only of those at `positions`; `arguments` has one tuple per call."""
         processes = [self.processes[i] for i in positions] if positions else self.processes
-        calls = zip(processes, arguments, strict=True)
-        replies = [p.engine.handle.call(method, *call_args, shared_value=shared_value) for p, call_args in calls]
+        engine_calls = zip(processes, arguments, strict=True)
+        replies = [p.engine.handle.call(method, *call_args, shared_value=shared_value) for p, call_args in engine_calls]
         self._process_by_reply.update(zip(replies, processes, strict=True))
         return replies
 
     def await_replies(self, replies: Sequence[Future[Any]]) -> list[int]:
         """Wait for replies, and return the positions of the engines whose call raised `TransferFailed`."""
         process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
-        self._pool.await_all([(process.engine, reply) for process, reply in process_replies])
+        self._pool.await_replies([(process.engine, reply) for process, reply in process_replies])
         dead_ids, failed_ids = set(), set()
         for process, reply in process_replies:
             try:
@@ -81,21 +81,21 @@ class HostWeightLink:
     all ranks, into an array that all engines read. All ranks call the methods together."""
 
     def __init__(self, weight_load: WeightLoad) -> None:
-        self._load = weight_load
+        self._weight_load = weight_load
 
     def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
         """Send a bucket to all engines of the load, or only to those at `positions`."""
-        if processes := self._load.processes:
+        if processes := self._weight_load.processes:
             packed_bucket = processes[0].engine.handle.put(pack_bucket(bucket))
             arguments: list[tuple[()]] = [()] * len(positions or processes)
-            replies = self._load.call_engines("receive_bucket", arguments, packed_bucket, positions)
-            self._load.await_replies(replies)
+            replies = self._weight_load.call_engines("receive_bucket", arguments, packed_bucket, positions)
+            self._weight_load.await_replies(replies)
 
     def end_weight_load(self) -> None:
         """Do nothing, because the link has no memory to release."""
 
-    def confirm(self) -> None:
-        """Note, on the first rank, that the engines of the load have loaded all buckets."""
+    def confirm_weight_load(self) -> None:
+        """Record, on the first rank, that the engines have loaded all buckets; here nothing needs to be recorded."""
 
 
 class DeltaWeightTransfer:
@@ -105,10 +105,10 @@ class DeltaWeightTransfer:
     def __init__(self) -> None:
         self.buckets: dict[int, PackedBucket] = {}
         """Last buckets that were sent, by their index in a load."""
-        self.known_processes: list[EngineDescription | None] = []
+        self.up_to_date_processes: list[EngineDescription | None] = []
         """Engine processes that have all of `buckets`."""
         self.num_sent_bytes = 0
-        """Number of bytes that the last load has sent to an engine with the previous weights, or else to any engine."""
+        """Number of bytes that the last load sent to one engine: to one with the previous weights, if there was any."""
 
     def open_link(self, weight_load: WeightLoad) -> DeltaWeightLink:
         """Return the link for one weight load."""
@@ -121,8 +121,8 @@ class DeltaWeightLink(HostWeightLink):
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
         self._transfer, self._num_buckets, self._has_changes = delta_transfer, 0, False
-        # If the load fails, the next one sends all values.
-        self._known_processes, delta_transfer.known_processes = delta_transfer.known_processes, []
+        # The list is filled again when the load is confirmed. So if the load fails, the next one sends all values.
+        self._previous_processes, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
         delta_transfer.num_sent_bytes = 0
 
     def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
@@ -132,28 +132,31 @@ class DeltaWeightLink(HostWeightLink):
         index, self._num_buckets, buckets = self._num_buckets, self._num_buckets + 1, self._transfer.buckets
         previous_bucket, packed_bucket = buckets.get(index), pack_bucket(bucket)
         buckets[index] = packed_bucket
-        changes = None
+        changed_words = None
         if previous_bucket is not None and previous_bucket.header == packed_bucket.header:
-            changes = find_changed_words(previous_bucket.data, packed_bucket.data)
-        self._has_changes |= changes is None or changes.nbytes > 0
-        known_ids = set(map(id, self._known_processes)) if changes is not None else set()
-        is_known = [id(process.description) in known_ids for process in self._load.processes]
+            changed_words = find_changed_words(previous_bucket.data, packed_bucket.data)
+        self._has_changes |= changed_words is None or changed_words.nbytes > 0
+        up_to_date_ids = set(map(id, self._previous_processes)) if changed_words is not None else set()
+        has_previous_weights = [id(process.description) in up_to_date_ids for process in self._weight_load.processes]
         replies: list[Future[Any]] = []
-        for value, expected in ((changes, True), (packed_bucket, False)):
-            if selected := [i for i, known in enumerate(is_known) if known is expected]:
-                shared_value = self._load.processes[selected[0]].engine.handle.put(value)
-                arguments = [(index,)] * len(selected)
-                replies += self._load.call_engines("receive_kept_bucket", arguments, shared_value, selected)
-        self._load.await_replies(replies)
-        num_bytes = changes.nbytes if changes is not None and any(is_known) else packed_bucket.data.nbytes
+        for shared_bucket, gets_changes in ((changed_words, True), (packed_bucket, False)):
+            if receivers := [i for i, known in enumerate(has_previous_weights) if known is gets_changes]:
+                shared_value = self._weight_load.processes[receivers[0]].engine.handle.put(shared_bucket)
+                arguments = [(index,)] * len(receivers)
+                replies += self._weight_load.call_engines("receive_kept_bucket", arguments, shared_value, receivers)
+        self._weight_load.await_replies(replies)
+        num_bytes = packed_bucket.data.nbytes
+        if changed_words is not None and any(has_previous_weights):
+            num_bytes = changed_words.nbytes
         self._transfer.num_sent_bytes += num_bytes
 
-    def confirm(self) -> None:
+    def confirm_weight_load(self) -> None:
         if not self._num_buckets:
             return
-        processes = [process.description for process in self._load.processes]
-        # A load into new engines alone leaves the other ones with the same weights, unless these have changed.
-        self._transfer.known_processes = processes if self._has_changes else [*self._known_processes, *processes]
+        processes = [process.description for process in self._weight_load.processes]
+        # A load may include only new engines. If no value has changed, the other engines still have the same weights.
+        unchanged_processes = [] if self._has_changes else self._previous_processes
+        self._transfer.up_to_date_processes = [*unchanged_processes, *processes]
 
 
 class NativeWeightTransfer:
@@ -173,15 +176,16 @@ class NativeWeightTransfer:
         uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 
-    def disconnect_after_failure(self, reason: str) -> None:
+    def disconnect_after_failure(self, failure_reason: str) -> None:
         """Disconnect after a failure, and log the reason; the next load connects again."""
         self.transport.abort()
         self._is_connected = False
         self.num_failures += 1
         if is_first_rank():
             is_last_attempt = self.num_failures >= _MAX_TRANSFER_FAILURES
-            suffix = ", as all later ones until an engine is replaced" if is_last_attempt else ""
-            logger.warning("native weight transfer: %s; these weights travel through host memory%s", reason, suffix)
+            retry_note = ", as all later ones until an engine is replaced" if is_last_attempt else ""
+            message = "native weight transfer: %s; these weights travel through host memory%s"
+            logger.warning(message, failure_reason, retry_note)
 
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
         """Return whether exactly these engine processes are connected, in this order."""
@@ -210,7 +214,7 @@ class NativeWeightTransfer:
         arguments = [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
         replies = weight_load.call_engines("connect_link", arguments)
         try:
-            call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_any_failed(replies))
+            call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_make_failure_check(replies))
         finally:
             failed_indices = weight_load.await_replies(replies)
         if failed_indices or len(weight_load.processes) < num_processes:
@@ -221,7 +225,7 @@ class NativeWeightLink:
     """Sender of buckets by NCCL or CUDA IPC; after a failure, all further buckets go through host memory."""
 
     def __init__(self, native_transfer: NativeWeightTransfer, weight_load: WeightLoad) -> None:
-        self._transfer, self._load, self._host_link = native_transfer, weight_load, HostWeightLink(weight_load)
+        self._transfer, self._weight_load, self._host_link = native_transfer, weight_load, HostWeightLink(weight_load)
         self._has_failed = False
 
     def send(self, bucket: Bucket) -> None:
@@ -229,22 +233,22 @@ class NativeWeightLink:
         if self._has_failed:
             self._host_link.send(bucket)
             return
-        missing_engines: Sequence[int] = range(len(self._load.processes))
+        positions_without_bucket: Sequence[int] = range(len(self._weight_load.processes))
         try:
             header = self._transfer.transport.stage_bucket(bucket)
         except TransferFailed as error:
             failure_reason = str(error)
         else:
-            failure_reason, missing_engines = self._transfer_bucket(header) if is_first_rank() else ("", ())
+            failure_reason, positions_without_bucket = self._transfer_bucket(header) if is_first_rank() else ("", ())
             failure_reason = self._transfer.transport.broadcast_failure(failure_reason)
         if failure_reason:
             self._has_failed = True
             self._transfer.disconnect_after_failure(failure_reason)
-            if missing_engines:
-                self._host_link.send(bucket, missing_engines)
+            if positions_without_bucket:
+                self._host_link.send(bucket, positions_without_bucket)
 
-    def confirm(self) -> None:
-        """Do nothing, because no copy of the weights is kept; see `HostWeightLink.confirm`."""
+    def confirm_weight_load(self) -> None:
+        """Do nothing, because no copy of the weights is kept; see `HostWeightLink.confirm_weight_load`."""
 
     def end_weight_load(self) -> None:
         """Release the memory of the link after the last bucket."""
@@ -254,21 +258,22 @@ class NativeWeightLink:
 
     def _transfer_bucket(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
         """Send the bucket in the send buffer; return an error or "", and the positions of engines that lack it."""
-        transport, num_processes, failure_reason = self._transfer.transport, len(self._load.processes), ""
-        if not self._transfer.is_connected(self._load.processes):
+        transport, num_processes, failure_reason = self._transfer.transport, len(self._weight_load.processes), ""
+        if not self._transfer.is_connected(self._weight_load.processes):
             return "an engine died", range(num_processes)
-        replies = self._load.call_engines("receive_native_bucket", [(header, _BUCKET_TIMEOUT_SECONDS)] * num_processes)
+        arguments = [(header, _BUCKET_TIMEOUT_SECONDS)] * num_processes
+        replies = self._weight_load.call_engines("receive_native_bucket", arguments)
         try:
-            has_failed = _any_failed(replies)
+            has_failed = _make_failure_check(replies)
             call_with_timeout(_BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_failed=has_failed)
         except Exception as error:  # noqa: BLE001 - the engines get the bucket by the host link
             failure_reason = first_line(error)
             transport.abort()
-        missing_engines = self._load.await_replies(replies)
-        if missing_engines or len(self._load.processes) < num_processes:
+        positions_without_bucket = self._weight_load.await_replies(replies)
+        if positions_without_bucket or len(self._weight_load.processes) < num_processes:
             failure_reason = failure_reason or "an engine did not receive a bucket"
-        return failure_reason, missing_engines
+        return failure_reason, positions_without_bucket
 
 
-def _any_failed(replies: Sequence[Future[Any]]) -> Callable[[], bool]:
+def _make_failure_check(replies: Sequence[Future[Any]]) -> Callable[[], bool]:
     return lambda: any(reply.done() and reply.exception() is not None for reply in replies)

@@ -46,9 +46,9 @@ class WeightTransport:
     def transmit(self) -> None:
         """Send the bucket in the send buffer, and wait until it is sent."""
 
-    def broadcast_failure(self, reason: str) -> str:
+    def broadcast_failure(self, failure_reason: str) -> str:
         """Return why the first rank's transfer failed, on each rank that took part in it; empty: it succeeded."""
-        return reason
+        return failure_reason
 
     def abort(self) -> None:
         """Disconnect from the engines, so that `transmit` returns even if it hangs; call this in any thread."""
@@ -68,7 +68,7 @@ class WeightTransport:
             self.send_buffer = None  # free the old buffer before a larger one is allocated
             self.send_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         copy_tensors_to_buffer(self.send_buffer, tensors)
-        self.stream().synchronize()  # another thread or process reads the buffer next
+        self.stream().synchronize()  # wait for the copy, because another thread or process reads the buffer next
         return self.send_buffer[:num_bytes]
 
 
@@ -81,7 +81,7 @@ class NcclTransport(WeightTransport):
     def __init__(self) -> None:
         super().__init__()
         self._communicator: Any = None
-        self._sent_bytes: Tensor | None = None
+        self._staged_bytes: Tensor | None = None
         self._unique_id, self._num_ranks = b"", 0
 
     def prepare_connection(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
@@ -112,14 +112,14 @@ class NcclTransport(WeightTransport):
         header, tensors = split_bucket(bucket)
         if is_first_rank():
             try:
-                self._sent_bytes = self.fill_buffer(tensors)
+                self._staged_bytes = self.fill_buffer(tensors)
             except RuntimeError as error:
                 raise TransferFailed(first_line(error)) from error
         return header
 
     def transmit(self) -> None:
         stream = self.stream()
-        self._communicator.broadcast(self._sent_bytes, src=0, stream=stream)
+        self._communicator.broadcast(self._staged_bytes, src=0, stream=stream)
         stream.synchronize()
 
     def abort(self) -> None:
@@ -162,8 +162,8 @@ class IpcTransport(WeightTransport):
         assert self.send_buffer is not None
         return {str(torch.cuda.get_device_properties(self.send_buffer.device).uuid): reduce_tensor(self.send_buffer)[1]}
 
-    def broadcast_failure(self, reason: str) -> str:
-        return broadcast_object(reason)  # also a barrier: no rank overwrites a buffer that an engine still reads
+    def broadcast_failure(self, failure_reason: str) -> str:
+        return broadcast_object(failure_reason)  # also a barrier: no rank overwrites a buffer that is still read
 
     def end_weight_load(self) -> None:
         super().end_weight_load()

@@ -49,10 +49,10 @@ class _Conversation:
     def num_tokens_left(self) -> int:
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
-    def end_conversation(self, reason: Literal["stop", "length"]) -> None:
-        """End the conversation, and add its completion with the finish reason `reason` to the group."""
+    def end_conversation(self, finish_reason: Literal["stop", "length"]) -> None:
+        """End the conversation, and add its completion with the finish reason `finish_reason` to the group."""
         text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
-        self.group.completions[self.k] = Completion(tuple(self.segments), reason, text, tuple(self.turns))
+        self.group.completions[self.k] = Completion(tuple(self.segments), finish_reason, text, tuple(self.turns))
 
 
 class MultiTurnEngine(EngineWrapper):
@@ -65,34 +65,34 @@ class MultiTurnEngine(EngineWrapper):
         self._tokenizer, self._max_model_len = settings.tokenizer, settings.max_model_len
         self._max_turns, self._has_tools = config.max_assistant_turns, config.enable_tools
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._samplings: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
+        self._pending_samplings: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
         self._conversations: dict[int, _Conversation] = {}
         if hasattr(engine, "step"):
             self.step: Callable[[], list[Group]] = lambda: self._continue_conversations(engine.step())
         if hasattr(engine, "abort"):
             self.abort = self._abort_conversations
-        self._engine_ranks: dist.ProcessGroup | None = None
+        self._rank_group: dist.ProcessGroup | None = None
         if (ranks_per_engine := engine.ranks_per_engine) > 1:
-            self._engine_ranks, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_TIMEOUT, backend="gloo")
+            self._rank_group, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_TIMEOUT, backend="gloo")
         num_workers = max(1, len(os.sched_getaffinity(0)) // num_ranks())
-        self._beat = settings.beat
+        self._send_heartbeat = settings.beat
         self._tool_runner = make_tool_runner(config, num_workers, partial(send_heartbeat, settings.beat))
         if self._has_tools:
             chat_rendering = make_prompt_rendering(config, self._tool_runner.schemas())
-            self._text = ToolResultTokens(settings.tokenizer, chat_rendering, self._stop_ids)
+            self._tool_result_tokens = ToolResultTokens(settings.tokenizer, chat_rendering, self._stop_ids)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Submit the first turns of a group together."""
         self._engine.submit(prompts, sampling, step)
         for prompt in prompts:
-            self._samplings[prompt.id, step].append(sampling)
+            self._pending_samplings[prompt.id, step].append(sampling)
 
     def completed(self) -> list[Group]:
         """Return the groups whose conversations have all ended."""
         while groups := self._engine.completed():
             if complete_groups := self._continue_conversations(groups):
                 return complete_groups
-        wait_for_ranks(self._beat)  # tools may take longer than the timeout of a collective
+        wait_for_ranks(self._send_heartbeat)  # tools may take longer than the timeout of a collective
         return []
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class MultiTurnEngine(EngineWrapper):
     def _abort_conversations(self) -> None:
         engine: Any = self._engine
         engine.abort()
-        self._samplings.clear()
+        self._pending_samplings.clear()
         self._conversations.clear()
 
     def _add_turns(self, group: Group) -> list[tuple[_Conversation, bool]]:
@@ -118,10 +118,10 @@ class MultiTurnEngine(EngineWrapper):
         conversation = self._conversations.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
-        pending_samplings = self._samplings[group.prompt.id, group.step]
+        pending_samplings = self._pending_samplings[group.prompt.id, group.step]
         unfinished_group = UnfinishedGroup(group.prompt, pending_samplings.pop(0), group.step)
         if not pending_samplings:
-            del self._samplings[group.prompt.id, group.step]
+            del self._pending_samplings[group.prompt.id, group.step]
         conversations = [_Conversation(unfinished_group, k) for k in range(len(group.completions))]
         return [(c, self._add_turn(c, turn)) for c, turn in zip(conversations, group.completions, strict=True)]
 
@@ -132,7 +132,7 @@ class MultiTurnEngine(EngineWrapper):
         is_truncated = turn.finish_reason == "length" or is_too_long
         segments = _first_tokens(turn.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:  # the turn was sampled with the largest token limit of its submission
+        if is_too_long:  # possible, since a turn is sampled with the largest token limit of its submission
             text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.tool_calls = []
         if self._has_tools and not is_truncated:
@@ -151,16 +151,16 @@ class MultiTurnEngine(EngineWrapper):
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools that `conversations` request, and submit the next turns of the conversations."""
         results = iter(self._call_tools([call for conversation in conversations for call in conversation.tool_calls]))
-        prompts_by_settings: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
+        prompts_by_submission_key: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
             named_results = [(call.name or "unknown", next(results)) for call in conversation.tool_calls]
             if (prompt := self._next_prompt(conversation, named_results)) is None:
                 conversation.end_conversation("length")
                 continue
             self._conversations[prompt.id] = conversation
-            settings = conversation.group.sampling, conversation.group.step
-            prompts_by_settings[settings].append((prompt, conversation.num_tokens_left))
-        for (sampling, step), prompts in prompts_by_settings.items():
+            submission_key = conversation.group.sampling, conversation.group.step
+            prompts_by_submission_key[submission_key].append((prompt, conversation.num_tokens_left))
+        for (sampling, step), prompts in prompts_by_submission_key.items():
             # All prompts of a submission have the largest of their token limits; too long turns are truncated later.
             max_turn_tokens = max(num_tokens for _, num_tokens in prompts)
             turn_sampling = replace(sampling, num_completions=1, max_tokens=max_turn_tokens)
@@ -168,17 +168,17 @@ class MultiTurnEngine(EngineWrapper):
 
     def _call_tools(self, tool_calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Return the results of tool calls, which the first rank of an engine makes for all ranks of the engine."""
-        if self._engine_ranks is None or not tool_calls:
+        if self._rank_group is None or not tool_calls:
             return self._tool_runner.run_tool_calls(tool_calls)
-        first_rank = dist.get_global_rank(self._engine_ranks, 0)
+        first_rank = dist.get_global_rank(self._rank_group, 0)
         results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
-        fields = [(result.text, result.is_error) for result in results]
-        return [ToolResult(*values) for values in exchange.broadcast(fields, first_rank, self._engine_ranks)]
+        result_fields = [(result.text, result.is_error) for result in results]
+        return [ToolResult(*values) for values in exchange.broadcast(result_fields, first_rank, self._rank_group)]
 
     def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
-        result_ids, group = self._text.tokenise_results(results), conversation.group
+        result_ids, group = self._tool_result_tokens.tokenise_results(results), conversation.group
         later_token_ids = (*conversation.token_ids, *result_ids)
         token_ids = (*group.prompt.token_ids, *later_token_ids)
         if len(result_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
@@ -192,8 +192,8 @@ class MultiTurnEngine(EngineWrapper):
 
 def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
     """Return the id of the prompt of a later turn; `attempt` distinguishes requests for one prompt in one step."""
-    digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    id_digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
+    return int.from_bytes(id_digest[:8], "big") >> 1
 
 
 def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:

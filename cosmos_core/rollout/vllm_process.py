@@ -42,8 +42,8 @@ def restore_process_state() -> Iterator[None]:
     """
     python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    handlers = {signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)}
-    environment = dict(os.environ)
+    signal_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    initial_environment = dict(os.environ)
     try:
         with torch.random.fork_rng():
             yield
@@ -53,13 +53,13 @@ def restore_process_state() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        for signal_number, handler in handlers.items():
-            if signal.getsignal(signal_number) is not handler:
-                signal.signal(signal_number, handler)
-        for name in set(os.environ) - set(environment):
+        for signal_number, signal_handler in signal_handlers.items():
+            if signal.getsignal(signal_number) is not signal_handler:
+                signal.signal(signal_number, signal_handler)
+        for name in set(os.environ) - set(initial_environment):
             if not name.startswith("VLLM_"):
                 del os.environ[name]
-        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+        os.environ.update({name: value for name, value in initial_environment.items() if not name.startswith("VLLM_")})
 
 
 @contextmanager
@@ -85,6 +85,6 @@ def unlink_shared_memory() -> None:
     last process that uses it, however the process ends."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    module = getattr(get_tp_group().device_communicator, "dist_module", None)
-    if name := getattr(module, "group_name", None):
+    shared_memory_module = getattr(get_tp_group().device_communicator, "dist_module", None)
+    if name := getattr(shared_memory_module, "group_name", None):
         Path("/dev/shm", f"{name}_{get_tp_group().rank_in_group}").unlink(missing_ok=True)

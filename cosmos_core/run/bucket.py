@@ -29,10 +29,10 @@ _DENIED_CODES = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotM
 _NOT_FOUND_CODES = {"404", "NoSuchKey", "NotFound"}
 _WRITE_CONFLICT_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 """Errors of a write whose condition does not hold for the stored object."""
-_BLOCK_BYTES = 1 << 20
+_DOWNLOAD_BLOCK_BYTES = 1 << 20
 _CONNECT_TIMEOUT_SECONDS = 10.0
-_MAX_ATTEMPTS = 6
-_MAX_TRANSFER_ATTEMPTS = 3  # maximum number of transfers of one object whose digest does not match
+_MAX_REQUEST_ATTEMPTS = 6
+_MAX_TRANSFER_ATTEMPTS = 3  # number of transfers of one object after which a wrong digest is an error
 _SHA256_PATTERN, _MD5_PATTERN = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 
@@ -51,11 +51,11 @@ class StoredObject:
     """Time at which the object was written, in seconds since 1970 by the clock of the store."""
 
 
-def thread_map(function: Callable[..., T], args: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
-    """Call a function in threads, once per tuple of arguments in `args`; return the results in the same order. An
+def thread_map(function: Callable[..., T], all_args: Iterable[tuple[Any, ...]], num_threads: int, name: str) -> list[T]:
+    """Call a function in threads, once per tuple of arguments in `all_args`; return the results in the same order. An
     error cancels the calls that have not started."""
     with ThreadPoolExecutor(num_threads, name) as pool:
-        futures = [pool.submit(function, *arguments) for arguments in args]
+        futures = [pool.submit(function, *arguments) for arguments in all_args]
         try:
             return [future.result() for future in futures]
         finally:
@@ -63,7 +63,7 @@ def thread_map(function: Callable[..., T], args: Iterable[tuple[Any, ...]], num_
 
 
 def split_s3_url(url: str) -> tuple[str, str]:
-    """Return the bucket and the prefix, without outer slashes, of an s3:// URL; raise ConfigError without a bucket."""
+    """Return the bucket name and the key prefix of an s3:// URL; raise ConfigError if the URL names no bucket."""
     bucket_name, _, prefix = url.removeprefix(S3_SCHEME).partition("/")
     if len(bucket_name) < 3:
         raise ConfigError(f"{S3_SCHEME}{bucket_name} names no bucket; write {S3_SCHEME}BUCKET/PREFIX")
@@ -72,9 +72,9 @@ def split_s3_url(url: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=8)
 def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, **session_settings: str | None) -> Any:
-    """Return a boto3 client of a boto3 session with the given settings, such as region and credentials; None if there
-    are no credentials. It is cached because creating one takes a tenth of a second, by the id of the process because a
-    child process must not use the connections of its parent."""
+    """Return a boto3 client with session settings such as region and credentials; None if boto3 finds no credentials.
+    Clients are cached, because creating one takes a tenth of a second. The process id is part of the cache key, because
+    a child process must not use the connections of its parent."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -82,10 +82,10 @@ def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, 
     session = boto3.session.Session(**session_settings)
     if session.get_credentials() is None:
         return None
-    config = Config(
+    client_config = Config(
         connect_timeout=_CONNECT_TIMEOUT_SECONDS,
         read_timeout=read_timeout_seconds,
-        retries={"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
+        retries={"total_max_attempts": _MAX_REQUEST_ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
         s3={"addressing_style": "path" if endpoint else "auto"},
         # Not every compatible store supports these checksums; the digest of the received bytes is compared instead.
@@ -93,12 +93,12 @@ def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, 
         response_checksum_validation="when_required",
     )
     try:
-        return session.client("s3", endpoint_url=endpoint, config=config)
-    except BotoCoreError:  # some BotoCoreErrors are also ValueErrors
+        return session.client("s3", endpoint_url=endpoint, config=client_config)
+    except BotoCoreError:  # not translated, although some are also ValueErrors
         raise
     except ValueError as error:
-        variable = next(name for name in _ENDPOINT_URL_VARIABLES if os.environ.get(name) == endpoint)
-        raise ConfigError(f"{variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
+        url_variable = next(name for name in _ENDPOINT_URL_VARIABLES if os.environ.get(name) == endpoint)
+        raise ConfigError(f"{url_variable} = {endpoint!r} is no URL; write http://HOST:PORT or https://HOST") from error
 
 
 class Bucket:
@@ -141,8 +141,8 @@ class Bucket:
         with translate_errors(f"{S3_SCHEME}{self.name}"):
             self.client.head_bucket(Bucket=self.name)
             try:
-                upload = self.client.create_multipart_upload(Bucket=self.name, Key=key)
-                self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload["UploadId"])
+                multipart_upload = self.client.create_multipart_upload(Bucket=self.name, Key=key)
+                self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=multipart_upload["UploadId"])
             except ClientError as error:
                 if error.operation_name == "CreateMultipartUpload" and _read_error_code(error) in _DENIED_CODES:
                     raise
@@ -186,22 +186,23 @@ class Bucket:
 
     def write(self, key: str, data: bytes, **condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
-        The condition of the write is `IfMatch` with an ETag, or `IfNoneMatch` with "*"."""
+        `condition` limits the write to a stored ETag (`IfMatch`), or to a new object (`IfNoneMatch` with "*")."""
         digest = hashlib.md5(data, usedforsecurity=False)
         for _ in range(_MAX_TRANSFER_ATTEMPTS):
             response = self.client.put_object(
                 Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **condition
             )
             etag: str = response["ETag"].strip('"')
-            # With server-side encryption, the ETag may not be an MD5.
+            # The ETag is the MD5 of the data, but with server-side encryption it may be another value.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            if condition:  # a retry replaces only the altered object, not one of another process
+            if condition:  # the retry replaces only the altered object, not one of another process
                 condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
     def replace_if_unchanged(self, key: str, data: bytes, etag: str) -> str:
-        """Replace the small object if it has this ETag (empty: create it); return the new ETag, "" if not replaced."""
+        """Replace a small object whose ETag is `etag`, or create it if `etag` is empty, and return its new ETag. Return
+        an empty string if another process has changed or created the object."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
         return _call_or_none(_WRITE_CONFLICT_CODES, self.write, key, data, **condition) or ""
 
@@ -221,8 +222,8 @@ class Bucket:
         return self._retry_read(read_object)
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
-        """Write an object to a file atomically, after comparing its digest with the store's; fetch an object that was
-        altered in transit again, up to three times in all. `etag` is the only accepted version; empty: any version."""
+        """Download an object, and replace the file `path` atomically if the received bytes match the digest of the
+        store; try at most three times. If `etag` is not empty, only this version of the object is downloaded."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
 
         def download_object(temporary_path: Path) -> None:
@@ -242,7 +243,7 @@ class Bucket:
 
     def _iterate_blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
         num_bytes_read = 0
-        for block in object_info["Body"].iter_chunks(_BLOCK_BYTES):
+        for block in object_info["Body"].iter_chunks(_DOWNLOAD_BLOCK_BYTES):
             num_bytes_read += len(block)
             yield block
         if num_bytes_read != object_info["ContentLength"]:
@@ -259,7 +260,7 @@ class Bucket:
             except (HTTPClientError, IncompleteReadError, ResponseStreamingError, ConnectionError) as error:
                 num_failures += 1
                 num_digest_mismatches += isinstance(error, _DigestMismatchError)
-                if num_failures == _MAX_ATTEMPTS or num_digest_mismatches == _MAX_TRANSFER_ATTEMPTS:
+                if num_failures == _MAX_REQUEST_ATTEMPTS or num_digest_mismatches == _MAX_TRANSFER_ATTEMPTS:
                     raise
 
 
@@ -271,8 +272,8 @@ class _TransferDigest:
     def __init__(self, object_info: dict[str, Any]) -> None:
         etag = object_info["ETag"].strip('"')
         stored_sha256 = object_info.get("Metadata", {}).get("sha256", "")
-        encryption = object_info.get("ServerSideEncryption", "AES256")
-        has_customer_key = encryption != "AES256" or "SSECustomerAlgorithm" in object_info
+        encryption_algorithm = object_info.get("ServerSideEncryption", "AES256")
+        has_customer_key = encryption_algorithm != "AES256" or "SSECustomerAlgorithm" in object_info
         self._digest: hashlib._Hash | None = None
         if _SHA256_PATTERN.fullmatch(stored_sha256):
             self._digest, self._expected_digest = hashlib.sha256(), stored_sha256
@@ -297,7 +298,7 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
     credentials or has no such bucket, and `error_class` for any other error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    suffix = f"; {hint}" if hint else ""
+    hint_suffix = f"; {hint}" if hint else ""
     try:
         yield
     except ClientError as error:
@@ -305,24 +306,24 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
         if error_code in _DENIED_CODES:
             remedy = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
             problem = f"the store refuses the credentials ({error_code}); {remedy}"
-            raise ConfigError(f"{location}: {problem}{suffix}") from error
+            raise ConfigError(f"{location}: {problem}{hint_suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
-            raise error_class(f"{location}: what lies there was changed meanwhile{suffix}") from error
+            raise error_class(f"{location}: what lies there was changed meanwhile{hint_suffix}") from error
         if error_code == "NoSuchKey":
-            raise error_class(f"{location}: an object of it is gone{suffix}") from error
+            raise error_class(f"{location}: an object of it is gone{hint_suffix}") from error
         if error_code in {*_NOT_FOUND_CODES, "NoSuchBucket"}:
-            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{suffix}") from error
-        raise error_class(f"{location}: the store responds with {error_code}{suffix}") from error
+            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{hint_suffix}") from error
+        raise error_class(f"{location}: the store responds with {error_code}{hint_suffix}") from error
     except (BotoCoreError, ConnectionError) as error:
-        raise error_class(f"{location}: {' '.join(str(error).split())}{suffix}") from error
+        raise error_class(f"{location}: {' '.join(str(error).split())}{hint_suffix}") from error
 
 
-def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keyword_options: Any) -> Any:
     """Return the result of a call; None if the store responds with one of these error codes."""
     from botocore.exceptions import ClientError
 
     try:
-        return function(*arguments, **options)
+        return function(*arguments, **keyword_options)
     except ClientError as error:
         if _read_error_code(error) not in error_codes:
             raise
@@ -333,9 +334,9 @@ def _read_error_code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", "an error"))
 
 
-def _read_environment_variable(cosmos_name: str, *aws_names: str) -> str | None:
-    """Return the value of the first environment variable in `aws_names` that is set; if the access key of Cosmos-RL is
-    set, return the value of Cosmos-RL's variable `cosmos_name` instead."""
+def _read_environment_variable(cosmos_variable: str, *aws_variables: str) -> str | None:
+    """Return the value of the first environment variable in `aws_variables` that is set. If the access key of Cosmos-RL
+    is set, return the value of `cosmos_variable` (a name without the prefix of Cosmos-RL) instead."""
     if os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"):
-        return os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}{cosmos_name}") or None
-    return next((value for value in map(os.environ.get, aws_names) if value), None)
+        return os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}{cosmos_variable}") or None
+    return next((value for value in map(os.environ.get, aws_variables) if value), None)

@@ -19,8 +19,8 @@ _WEIGHTS_SUFFIXES = (".safetensors", ".bin")
 
 
 def list_data_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files below a folder, also linked ones, whose names match the patterns (see `matches_patterns`); raise
-    ConfigError if symbolic links form a cycle."""
+    """Return the files below a folder that match the patterns (see `matches_patterns`), except hidden files and `*.md`.
+    Symbolic links are followed; raise ConfigError if they form a cycle."""
     files = []
     for subfolder, names in _walk_visible_folders(folder, ()):
         for name in names:
@@ -31,7 +31,7 @@ def list_data_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path
 
 
 def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
-    """Return the files of a model folder that match the patterns; of indexed weights, those that the index names.
+    """Return the files of a model folder that match the patterns, without weight files that an index does not name.
     Raises `ConfigError` if symbolic links form a cycle, and `ModelError` if an index names a file outside of its
     folder."""
     files = list_data_files(folder)
@@ -57,10 +57,10 @@ def matches_patterns(file: Path, patterns: Sequence[str]) -> bool:
 
 
 def _list_indexed_files(index_file: Path) -> list[Path]:
-    """Return the files that an index of weights names; none for a damaged index, which the worker reports later."""
+    """Return the files that an index of weights names; empty for a damaged index, which the worker reports later."""
     weight_map = read_json_object(index_file).get("weight_map")
-    values = weight_map.values() if isinstance(weight_map, dict) else ()
-    file_names = {name for name in values if isinstance(name, str)}
+    weight_file_names = weight_map.values() if isinstance(weight_map, dict) else ()
+    file_names = {name for name in weight_file_names if isinstance(name, str)}
     for name in sorted(file_names):
         if is_outside_folder(name):
             remedy = "a model is one folder: copy the file there"
@@ -78,9 +78,9 @@ def is_weight_file(file: Path) -> bool:
     return file.suffix in _WEIGHTS_SUFFIXES and not file.name.startswith("adapter_")
 
 
-def link_weights_over_model(inputs: Sequence[StageInput], folder: Path) -> str:
-    """Create a model folder of symbolic links: the weight files are the inputs of the role `weights`, the other files
-    are those of the input model. Return `folder`, or an empty string if no input is a weight file."""
+def create_linked_model_folder(inputs: Sequence[StageInput], folder: Path) -> str:
+    """Create a model folder of symbolic links to the weight files among the inputs (role `weights`) and to all other
+    files of the input model. Return `folder`, or an empty string if no input is a weight file."""
     weight_files = [Path(stage_input.location) for stage_input in inputs if stage_input.role == "weights"]
     if not weight_files:
         return ""
@@ -99,14 +99,14 @@ def link_weights_over_model(inputs: Sequence[StageInput], folder: Path) -> str:
     return str(folder)
 
 
-def _walk_visible_folders(folder: Path, parent_ids: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
+def _walk_visible_folders(folder: Path, ancestor_ids: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder at or below `folder` that is not hidden, with the names of its entries that are not folders."""
     folder_stat = folder.stat()
     folder_id = (folder_stat.st_dev, folder_stat.st_ino)
-    if folder_id in parent_ids:
+    if folder_id in ancestor_ids:
         raise ConfigError(f"{folder}: links lead in a circle; remove the one that leads back")
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    yield folder, [entry.name for entry in entries if not entry.is_dir()]
-    for entry in entries:
+    folder_entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    yield folder, [entry.name for entry in folder_entries if not entry.is_dir()]
+    for entry in folder_entries:
         if entry.is_dir() and not entry.name.startswith("."):
-            yield from _walk_visible_folders(Path(entry.path), (*parent_ids, folder_id))
+            yield from _walk_visible_folders(Path(entry.path), (*ancestor_ids, folder_id))

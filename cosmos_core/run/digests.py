@@ -19,8 +19,8 @@ FileKey = list[int]
 
 
 class DigestCache:
-    """Append-only cache of digests in one file, one line per digest; losing the file costs time only. `ignores_cache`:
-    ignore the digests that other processes computed."""
+    """Append-only cache of digests in a file with one line per digest; if the file is lost, digests are computed again.
+    With `ignores_cache`, the digests that are already in the file are not used."""
 
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._cache_path = path
@@ -34,7 +34,7 @@ class DigestCache:
         if not S_ISREG(file_stat.st_mode):
             problem = "is no regular file, and a device or a pipe may be read without end"
             raise ConfigError(f"{file} {problem}; name another")
-        # A program can set the modification time back, but not the change time of the inode.
+        # The key includes the change time of the inode, because a program can set back only the modification time.
         file_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
         cached_entry = self._cached_digests.get(str(file))
         if cached_entry is not None and cached_entry[0] == file_key:
@@ -50,8 +50,8 @@ class DigestCache:
 
     def digest_files(self, folder: Path, files: Iterable[Path]) -> str:
         """Return one digest over the contents of files and their names relative to `folder`."""
-        lines = [f"{os.path.relpath(file, folder)}\0{self.digest_file(file)}\n" for file in sorted(files)]
-        return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+        digest_lines = [f"{os.path.relpath(file, folder)}\0{self.digest_file(file)}\n" for file in sorted(files)]
+        return hashlib.sha256("".join(digest_lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> DigestCache:
@@ -60,18 +60,18 @@ def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> Dig
 
 
 def _read_cache(path: Path) -> dict[str, tuple[FileKey, str]]:
-    """Return the newest entry per file from the complete lines of the cache; rewrite it if most lines are outdated."""
+    """Return the newest entry per file from the lines of the cache file; rewrite the file if most are outdated."""
     entries: dict[str, tuple[FileKey, str]] = {}
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        cache_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return entries
-    for line in lines:
+    for line in cache_lines:
         try:
             file, file_key, digest = json.loads(line)
             entries[str(file)] = (list(file_key), str(digest))
         except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
-    if len(lines) > 2 * len(entries) + 1000:
+    if len(cache_lines) > 2 * len(entries) + 1000:
         write_text(path, "".join(json.dumps([file, *entry]) + "\n" for file, entry in entries.items()), fsync=False)
     return entries

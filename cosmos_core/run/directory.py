@@ -109,11 +109,11 @@ class Run:
 
 
 def create_run(
-    pipeline: Pipeline, *, run_id: str = "", is_name_fixed: bool = False, entrypoint: str = "",
+    pipeline: Pipeline, *, run_id: str = "", requires_exact_id: bool = False, entrypoint: str = "",
     parameters: dict[str, Any] | None = None
 ) -> Run:  # fmt: skip
-    """Create the directory of a new run, unless the pipeline cannot run here. If `run_id` is taken, add a number to it,
-    or fail if `is_name_fixed`. `entrypoint` and `parameters` of a flow in Python are saved in `run.json`.
+    """Create the directory of a new run if this machine can run the pipeline. If another run has the id `run_id`, add a
+    number to it, or raise an error if `requires_exact_id`. `run.json` records `entrypoint` and `parameters` of a flow.
 
     Raises:
         ConfigError: this version does not support a setting, the output folder is not writable, or `run_id` is invalid.
@@ -121,10 +121,10 @@ def create_run(
     """
     check_capabilities(pipeline)
     check_inputs(pipeline)
-    # Number of threads, file permissions and revisions are set only once, so that the run can be resumed on a machine
-    # with another number of cores, and after its models and data sets on the Hub have changed.
+    # The number of threads is set only once, so that the run can be resumed on a machine with another number of cores.
+    # Revisions are set only once, so that models and data sets that change on the Hub do not change the run.
     original_pipeline, is_private = pipeline, pipeline.config.private
-    if is_private is None and read_umask() & 0o077 == 0o077:  # new files are readable only for their owner
+    if is_private is None and read_umask() & 0o077 == 0o077:  # the umask makes new files private
         is_private = True
     resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
@@ -149,10 +149,10 @@ def create_run(
     )
     timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
     run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
-    pipeline_text, max_suffix = tomli_w.dumps(pipeline.as_toml()), 1 if is_name_fixed else 999
-    run_path = _create_run_folder(output_dir, run_id, pipeline_text, start_info, max_suffix)
+    pipeline_toml, max_suffix = tomli_w.dumps(pipeline.as_toml()), 1 if requires_exact_id else 999
+    run_path = _create_run_folder(output_dir, run_id, pipeline_toml, start_info, max_suffix)
     write_run_list(output_dir)
-    return open_run(run_path, pipeline.kinds)
+    return open_run(run_path, pipeline.stage_kinds)
 
 
 def extend_run(run: Run, pipeline: Pipeline) -> Run:
@@ -165,7 +165,7 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
     start_info.seeds |= {stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages}
     write_json(run.path / "run.json", start_info.model_dump())
     write_text(run.path / PIPELINE_FILE, tomli_w.dumps(pipeline.as_toml()))
-    return open_run(run.path, pipeline.kinds)
+    return open_run(run.path, pipeline.stage_kinds)
 
 
 def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
@@ -173,12 +173,12 @@ def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     run has other settings, and the errors of `create_run`."""
     existing_path = pipeline.output_dir.expanduser().absolute() / run_id
     if not run_id or not (existing_path / PIPELINE_FILE).is_file():
-        return create_run(pipeline, run_id=run_id, is_name_fixed=bool(run_id))
-    keys = find_differing_keys(existing_path, pipeline)
-    if changed_keys := [key for key in keys if key.removeprefix("pipeline.") not in BUDGET_KEYS]:
+        return create_run(pipeline, run_id=run_id, requires_exact_id=bool(run_id))
+    differing_keys = find_differing_keys(existing_path, pipeline)
+    if changed_keys := [key for key in differing_keys if key.removeprefix("pipeline.") not in BUDGET_KEYS]:
         problem = f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])})"
         raise ConfigError(f"{problem}; leave the run id out, or resume it as it is")
-    return replace_budget(open_run(existing_path, pipeline.kinds), pipeline.config)
+    return replace_budget(open_run(existing_path, pipeline.stage_kinds), pipeline.config)
 
 
 def replace_budget(run: Run, config: PipelineConfig) -> Run:
@@ -193,14 +193,14 @@ def replace_budget(run: Run, config: PipelineConfig) -> Run:
 
 
 def open_run(path: Path, kinds: StageKinds) -> Run:
-    """Open an existing run from its directory; raise ConfigError if it is none, or its pipeline.toml is damaged."""
+    """Open an existing run from its directory; raise ConfigError if there is none, or its settings are damaged."""
     if not (path / PIPELINE_FILE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE_FILE}")
     try:
         run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), kinds))
     except ConfigError as error:
         raise ConfigError(f"{error}; if another version made the run, continue it with that version") from error
-    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # the run may be a copy from another machine
+    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # a copied run may have lost its permissions
         with suppress(PermissionError):  # only the owner may change permissions
             run.path.chmod(0o700)
     return run
@@ -237,24 +237,24 @@ def try_claim_run(run: Run, start_time: float | None = None) -> FileLock | None:
     remote_stages = {path for path in run.path.glob("stages/*") if read_state(path).launcher_host not in local_hosts}
     remove_temporary_files(run.path, lambda file: not remote_stages.isdisjoint(file.parents))
     record_run_holder(run.path, time.time() if start_time is None else start_time)
-    if run.has_unsaved_budget:  # another process may have added stages since the run was opened
-        saved_run = replace_budget(open_run(run.path, run.pipeline.kinds), run.pipeline.config)
+    if run.has_unsaved_budget:  # another process may have changed the saved pipeline
+        saved_run = replace_budget(open_run(run.path, run.pipeline.stage_kinds), run.pipeline.config)
         write_text(run.path / PIPELINE_FILE, tomli_w.dumps(saved_run.pipeline.as_toml()))
     return lock
 
 
-def find_run(name: str, output_dir: Path) -> Path:
-    """Return the absolute directory of a run from its path or id, of the newest run for `latest` or an empty name;
-    raise ConfigError, which lists the newest runs, if it does not exist."""
+def find_run(name_or_path: str, output_dir: Path) -> Path:
+    """Return the absolute directory of a run; the name `latest` and an empty name select the newest run. Raise
+    ConfigError, whose message lists the newest runs, if the run does not exist."""
     # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
-    if name and os.path.isfile(Path(name) / PIPELINE_FILE):
-        return Path(name).resolve()
+    if name_or_path and os.path.isfile(Path(name_or_path) / PIPELINE_FILE):
+        return Path(name_or_path).resolve()
     run_ids = [start_info.run_id for start_info in list_runs(output_dir)]
-    run_id = run_ids[-1] if name in {"", "latest"} and run_ids else name
+    run_id = run_ids[-1] if name_or_path in {"", "latest"} and run_ids else name_or_path
     if run_id in run_ids:
         return (output_dir / run_id).resolve()
     newest_runs_hint = f"; newest there: {', '.join(run_ids[-3:])}" if run_ids else ""
-    problem = f"no run {repr(name) if name else 'at all'} in {output_dir}{newest_runs_hint}"
+    problem = f"no run {repr(name_or_path) if name_or_path else 'at all'} in {output_dir}{newest_runs_hint}"
     raise ConfigError(f"{problem}; give its path, or the folder of runs with --output-dir")
 
 
@@ -276,7 +276,7 @@ def create_writable_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # for example a null byte in the path
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: the path has a null byte
         problem = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
         raise ConfigError(f"pipeline.output_dir = {str(folder)!r} {problem}; choose another folder") from error
     return folder
@@ -285,8 +285,8 @@ def create_writable_folder(folder: Path) -> Path:
 def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info: RunStartInfo, max_suffix: int) -> Path:
     """Create the folder of a run atomically. If a run of this name exists, append a number up to `max_suffix` to it."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
-        rule = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
-        raise ConfigError(f"run_id = {run_id!r} {rule}")
+        naming_rule = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+        raise ConfigError(f"run_id = {run_id!r} {naming_rule}")
     shared_folder = output_dir / SHARED_FOLDER
     shared_folder.mkdir(exist_ok=True)
     for stale_folder in shared_folder.glob("new-*"):
@@ -304,7 +304,7 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info:
             write_json(new_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
                 return new_folder.rename(run_path)
-            except OSError as error:  # another command created a run of this name
+            except OSError as error:  # another command created this run
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
     raise ConfigError(f"run_id = {run_id!r} is taken in {output_dir}; wait if a process runs it, or choose another")
@@ -318,16 +318,16 @@ def read_start_info(run_path: Path) -> RunStartInfo | None:
 def list_runs(output_dir: Path) -> list[RunStartInfo]:
     """Return the content of `run.json` of each run in a folder, the oldest run first."""
     paths = [file.parent for file in output_dir.glob(f"*/{PIPELINE_FILE}")]
-    runs = [(read_start_info(path) or RunStartInfo()).model_copy(update={"run_id": path.name}) for path in paths]
-    return sorted(runs, key=lambda start_info: (start_info.started, start_info.run_id))
+    start_infos = [(read_start_info(path) or RunStartInfo()).model_copy(update={"run_id": path.name}) for path in paths]
+    return sorted(start_infos, key=lambda start_info: (start_info.started, start_info.run_id))
 
 
 def write_run_list(output_dir: Path) -> None:
     """Write `runs.json`, a list of all runs in a folder, the oldest run first."""
     with FileLock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
-        keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS_FILE, [info.model_dump(include=keys) for info in list_runs(output_dir)])
+        listed_keys = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS_FILE, [info.model_dump(include=listed_keys) for info in list_runs(output_dir)])
 
 
 def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
@@ -343,16 +343,16 @@ def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
 
 def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of `pipeline`, by key, that differ from those saved in the run directory."""
-    new_values, old_values = _flatten(pipeline.as_toml()), _flatten(saved_settings)
-    keys = sorted({*new_values, *old_values})
-    return {key: new_values.get(key) for key in keys if new_values.get(key) != old_values.get(key)}
+    new_values, old_values = _flatten_settings(pipeline.as_toml()), _flatten_settings(saved_settings)
+    setting_keys = sorted({*new_values, *old_values})
+    return {key: new_values.get(key) for key in setting_keys if new_values.get(key) != old_values.get(key)}
 
 
-def _flatten(value: Any, key_prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {k: v for key, item in value.items() for k, v in _flatten(item, f"{key_prefix}{key}.").items()}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        names = [item.get("name", "") for item in value]  # two data sets of a mixture may have the same name
-        items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: value[i] for i, name in enumerate(names)}
-        return _flatten(items_by_name, key_prefix)
-    return {key_prefix.rstrip("."): value}
+def _flatten_settings(node: Any, key_prefix: str = "") -> dict[str, Any]:
+    if isinstance(node, dict):
+        return {k: v for key, item in node.items() for k, v in _flatten_settings(item, f"{key_prefix}{key}.").items()}
+    if isinstance(node, list) and node and isinstance(node[0], dict):
+        names = [item.get("name", "") for item in node]  # two data sets of a mixture may have the same name
+        items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: node[i] for i, name in enumerate(names)}
+        return _flatten_settings(items_by_name, key_prefix)
+    return {key_prefix.rstrip("."): node}

@@ -41,7 +41,7 @@ def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | 
 def find_disk_error(folder: Path) -> DiskFull | None:
     """Return the error that prevents writing to a folder now, or None if writing succeeds."""
     try:
-        # Buffered, because a raw write to a disk that is nearly full writes a part of the bytes without an error.
+        # The write is buffered, because a raw write to a nearly full disk writes only some bytes and raises no error.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_WRITE_PROBE_BYTES))
         return None
@@ -62,7 +62,8 @@ def raise_disk_full(path: Path) -> Iterator[None]:
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Log a warning if the disk is full or read-only; `description` names the information that is not written."""
+    """Log a warning in place of an `OSError` of the block if the disk is full or read-only; `description` names the
+    information that was not written."""
     try:
         yield
     except OSError as error:
@@ -71,9 +72,9 @@ def warn_if_disk_full(description: str) -> Iterator[None]:
         logger.warning("%s was not noted, the disk is full or read-only: %s", description, error)
 
 
-def write_json(path: Path, value: Any, *, fsync: bool = True) -> None:
-    """Replace `path` atomically by `value` as JSON; with `fsync`, wait until the file is on the disk."""
-    write_text(path, json.dumps(value, indent=1) + "\n", fsync=fsync)
+def write_json(path: Path, json_value: Any, *, fsync: bool = True) -> None:
+    """Replace `path` atomically by `json_value` as JSON; with `fsync`, wait until the file is on the disk."""
+    write_text(path, json.dumps(json_value, indent=1) + "\n", fsync=fsync)
 
 
 def write_text(path: Path, text: str, *, fsync: bool = True) -> None:
@@ -95,13 +96,13 @@ def write_bytes(path: Path, content: bytes, *, fsync: bool = True) -> None:
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
-    # Threads of one process may replace the same file at once: parallel stages write the cache of digests.
+    # The name has the thread id, because threads for parallel stages may replace the cache of digests at once.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         yield temporary_path
         os.replace(temporary_path, path)
     finally:
-        with suppress(OSError):  # it does not exist after the rename; after an error, that error is raised
+        with suppress(OSError):  # the file was renamed, or the block has raised an error
             temporary_path.unlink()
 
 
@@ -134,14 +135,14 @@ def read_document(path: Path, document_class: type[JsonDocumentT]) -> JsonDocume
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing, damaged or holds another type."""
-    value = read_json(path)
-    return value if isinstance(value, dict) else {}
+    json_value = read_json(path)
+    return json_value if isinstance(json_value, dict) else {}
 
 
-def parse_documents(values: Iterable[Any], document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
+def parse_documents(json_values: Iterable[Any], document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
     """Return the JSON values that match `document_class`, as instances of it; skip all other values."""
     documents = []
-    for value in values:
+    for value in json_values:
         with suppress(ValueError):
             documents.append(document_class.model_validate(value))
     return documents
@@ -149,11 +150,11 @@ def parse_documents(values: Iterable[Any], document_class: type[JsonDocumentT]) 
 
 def parse_json_objects(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Return the JSON objects in lines of text; skip truncated lines and values of another type."""
-    values = []
+    json_values = []
     for line in lines:
         with suppress(ValueError):
-            values.append(from_json(line))
-    return [value for value in values if isinstance(value, dict)]
+            json_values.append(from_json(line))
+    return [value for value in json_values if isinstance(value, dict)]
 
 
 def sync_folder(folder: Path) -> None:
@@ -171,12 +172,12 @@ def user_cache_folder() -> Path:
 
 
 @contextmanager
-def replace_folder(target: Path) -> Iterator[Path]:
-    """Yield a new empty folder that replaces `target` when the block ends without an error. A reader sees the old
-    folder, for an instant no folder, then the new folder, but never a mixture of both."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new_folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    _remove_stale_folders(target)
+def replace_folder(target_folder: Path) -> Iterator[Path]:
+    """Yield a new empty folder that replaces `target_folder` when the block ends without an error. A reader sees the
+    old folder, for an instant no folder, then the new folder, but never a mixture of both."""
+    target_folder.parent.mkdir(parents=True, exist_ok=True)
+    new_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.tmp")
+    _remove_stale_folders(target_folder)
     new_folder.mkdir()
     try:
         yield new_folder
@@ -186,16 +187,16 @@ def replace_folder(target: Path) -> Iterator[Path]:
                 with open(os.path.join(folder, file_name), "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
-        old_folder = target.with_name(f".{target.name}.{os.getpid()}.old")
-        if has_old_folder := target.exists():
-            os.rename(target, old_folder)
+        old_folder = target_folder.with_name(f".{target_folder.name}.{os.getpid()}.old")
+        if has_old_folder := target_folder.exists():
+            os.rename(target_folder, old_folder)
         try:
-            os.rename(new_folder, target)
+            os.rename(new_folder, target_folder)
         except OSError:
             if has_old_folder:
-                os.rename(old_folder, target)
+                os.rename(old_folder, target_folder)
             raise
-        sync_folder(target.parent)
+        sync_folder(target_folder.parent)
         shutil.rmtree(old_folder, ignore_errors=True)
     except BaseException:
         shutil.rmtree(new_folder, ignore_errors=True)
@@ -211,7 +212,7 @@ def sha256(path: Path, *, fsync: bool = False) -> str:
 
 
 def list_files_below(root: Path) -> list[Path]:
-    """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`)."""
+    """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`, `.x.old`)."""
     if root.is_file():
         return [root]
     files = sorted(path for path in root.rglob("*") if path.is_file())
@@ -225,7 +226,7 @@ def parse_step(name: str) -> int:
 
 
 def remove_temporary_files(folder: Path, is_on_other_machine: Callable[[Path], bool] = lambda path: False) -> None:
-    """Remove the temporary files below a folder whose writers on this machine were killed."""
+    """Remove the temporary files below a folder whose writers were killed, except those of other machines."""
     for path in folder.rglob(".*.tmp"):
         writer_pid_match = _WRITER_PID_PATTERN.search(path.name)
         with suppress(FileNotFoundError):  # its writer on another machine may have renamed the file
@@ -233,11 +234,11 @@ def remove_temporary_files(folder: Path, is_on_other_machine: Callable[[Path], b
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
-def copy_file(source: str | Path, target: str | Path) -> None:
-    """Replace `target` atomically by a copy of `source` with its modification time; share the blocks if the file system
-    supports copy-on-write. Other hard links of `target`, and processes that read it, keep the old content."""
-    with replace_file(Path(target)) as temporary_path:
-        with open(source, "rb") as source_file, open(temporary_path, "wb") as target_file:
+def copy_file(source_path: str | Path, target_path: str | Path) -> None:
+    """Replace `target_path` atomically by a copy of `source_path` with its modification time; share the blocks if the
+    file system supports copy-on-write. Other hard links of the target, and its readers, keep the old content."""
+    with replace_file(Path(target_path)) as temporary_path:
+        with open(source_path, "rb") as source_file, open(temporary_path, "wb") as target_file:
             try:
                 while os.copy_file_range(source_file.fileno(), target_file.fileno(), 1 << 30):
                     pass
@@ -248,34 +249,34 @@ def copy_file(source: str | Path, target: str | Path) -> None:
                 shutil.copyfileobj(source_file, target_file)
             target_file.flush()
             os.fsync(target_file.fileno())  # the copy must be on disk before a manifest names it
-        shutil.copystat(source, temporary_path)
+        shutil.copystat(source_path, temporary_path)
 
 
-def link_or_copy(source: str | Path, target: str | Path) -> None:
+def link_or_copy(source_path: str | Path, target_path: str | Path) -> None:
     """Create a hard link to a file, or a copy if the file system does not support hard links."""
     try:
-        os.link(source, target)
+        os.link(source_path, target_path)
     except OSError:
-        copy_file(source, target)
+        copy_file(source_path, target_path)
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file the permissions of the umask: safetensors creates its files for the owner only."""
+    """Add the permissions that the umask allows to a file, because only its owner can read a file of safetensors."""
     path.chmod(path.stat().st_mode | (0o666 & ~read_umask()))
 
 
 def read_umask() -> int:
-    """Return the umask of this process without changing it, which would affect other threads."""
+    """Return the umask of this process from `/proc`, because the system call would change it for all threads."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:"))
     return int(line.split()[1], 8)
 
 
-def _remove_stale_folders(target: Path) -> None:
-    """Remove the temporary folders for `target` that this process, or a killed process on this machine, created."""
-    for folder in target.parent.iterdir():
+def _remove_stale_folders(target_folder: Path) -> None:
+    """Remove the temporary folders for `target_folder` that this process or a killed local process has created."""
+    for folder in target_folder.parent.iterdir():
         name, _, pid = folder.stem.rpartition(".")
         is_stale = pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{int(pid)}").exists())
-        if name == f".{target.name}" and _is_temporary_name(folder.name) and is_stale:
+        if name == f".{target_folder.name}" and _is_temporary_name(folder.name) and is_stale:
             shutil.rmtree(folder, ignore_errors=True)
 
 

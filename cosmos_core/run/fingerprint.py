@@ -32,15 +32,15 @@ from cosmos_core.run.content import list_data_files, list_model_files
 from cosmos_core.run.digests import DigestCache
 from cosmos_core.run.files import read_json_object
 from cosmos_core.run.inputs import GENERATOR_PACKAGE, check_local_inputs, deduplication_packages, kernel_packages
-from cosmos_core.run.libraries import ALL_LIBRARIES, QUANTIZATION_LIBRARIES
+from cosmos_core.run.libraries import QUANTIZATION_LIBRARIES, RECORDED_LIBRARIES
 from cosmos_core.types import StageKind, is_at_or_below
 
 COPIED_FILES_KEY = "carried"
 """Name of the fingerprint ingredient for the files of a model that training does not read and that exports copy."""
-_PACKAGE_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
+_BUILTIN_CUSTOM_TABLES = ("dataset", "vision")  # tables of `[custom]` that this package reads
 _INPUT_ROLES = frozenset(get_args(InputRole)) - {"end_tokens"}
 _EOS_TOKEN_KEY = "eos_token_id"
-_ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
+_ROW_ENCODING_KEYS = ("rollout.multi_turn_config.tools", "policy.model_class")
 """Keys of user code on which prepared rows depend: tools are described in prompts, model families encode media."""
 InputEntry = tuple[str, str, str, str]
 """Input of a stage in a fingerprint: its role, key and name, and the digest of its content."""
@@ -48,7 +48,7 @@ InputEntry = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of all that can change the result of a stage, with the values that explain a difference between two."""
+    """Hash of everything that can change the result of a stage, with the hashed values to explain differences."""
 
     value: str
     ingredients: dict[str, Any]
@@ -64,18 +64,18 @@ class Fingerprint:
         both_have_inputs = bool(self.inputs and older_fingerprint.inputs)
         old_values = flatten_nonempty_tables(older_fingerprint.ingredients)
         new_values = flatten_nonempty_tables(self.ingredients)
-        differences = []
+        messages = []
         for key in sorted({*old_values, *new_values}):
-            is_input = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
+            is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
             old_value, new_value = old_values.get(key), new_values.get(key)
-            if old_value == new_value or (both_have_inputs and is_input):
+            if old_value == new_value or (both_have_inputs and is_input_digest):
                 continue
             is_upstream = key.startswith("inputs.")
-            change = f"{key.removeprefix('config.')} {_shorten_value(old_value)} -> {_shorten_value(new_value)}"
-            differences.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change)
+            change_text = f"{key.removeprefix('config.')} {_shorten_value(old_value)} -> {_shorten_value(new_value)}"
+            messages.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text)
         if both_have_inputs:
-            differences += _describe_input_changes(older_fingerprint.inputs, self.inputs)
-        return list(dict.fromkeys(differences))
+            messages += _describe_input_changes(older_fingerprint.inputs, self.inputs)
+        return list(dict.fromkeys(messages))
 
 
 def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequence[InputEntry]) -> Iterator[str]:
@@ -87,52 +87,52 @@ def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequen
         if old_digests.keys() == new_digests.keys():
             yield from (f"{name} changed" for name in new_digests if old_digests[name] != new_digests[name])
         elif sorted(old_digests.values()) != sorted(new_digests.values()):
-            name_lists = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
-            yield f"{role_and_key[1]} {' -> '.join(name_lists)}"
+            name_list_texts = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
+            yield f"{role_and_key[1]} {' -> '.join(name_list_texts)}"
 
 
 def compute_fingerprint(
-    pipeline: Pipeline, stage: StageConfig, kind: StageKind, upstream_digests: Mapping[str, str], cache: DigestCache
+    pipeline: Pipeline, stage: StageConfig, stage_kind: StageKind, input_digests: Mapping[str, str], cache: DigestCache
 ) -> Fingerprint:
-    """Return the fingerprint of one stage; `upstream_digests` maps each stage in `after` to the digest of its result.
+    """Return the fingerprint of one stage; `input_digests` maps each stage in `after` to the digest of its result.
     Raises `ModelError` or `DataError` if a local model or data folder is missing, and `ConfigError` if user code is
     missing."""
     recipe, inputs = pipeline.recipes[stage.name], pipeline.inputs(stage)
     is_key_read = make_read_key_predicate(pipeline, stage)
     check_local_inputs(inputs)
-    relevant_inputs = [each for each in inputs if _input_affects_result(each, kind, is_key_read)]
+    relevant_inputs = [each for each in inputs if _input_affects_result(each, stage_kind, is_key_read)]
     inputs_and_digests = [(each, _compute_input_digest(each, cache)) for each in relevant_inputs]
     code_labels = _label_user_code(inputs, is_key_read)
     recipe_values = result_values(recipe) if stage.entry else _remove_media_paths(result_values(recipe))
-    for name in {"judge", *(other.table for other in pipeline.kinds.values() if other.table)} - {kind.table}:
+    for name in {"judge", *(each.table for each in pipeline.stage_kinds.values() if each.table)} - {stage_kind.table}:
         # Recipe tables of other kinds are left out if they have only default values, even if user code reads them.
         if (recipe_table := getattr(recipe, name)) == type(recipe_table)():
             recipe_values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
     includes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
-    settings = recipe_values
+    hashed_settings = recipe_values
     if not includes_all_settings:
-        flat_values = flatten_nonempty_tables(_replace_import_paths(recipe_values, code_labels))
-        settings = {key: value for key, value in flat_values.items() if is_key_read(key)}
-    world_size = recipe.policy.parallelism.world_size if kind.has_mesh else None
-    libraries = (*kind.libraries, *(deduplication_packages(recipe) if kind.reads_data == "source" else ()))
+        flat_recipe_values = flatten_nonempty_tables(_replace_import_paths(recipe_values, code_labels))
+        hashed_settings = {key: value for key, value in flat_recipe_values.items() if is_key_read(key)}
+    world_size = recipe.policy.parallelism.world_size if stage_kind.has_mesh else None
+    libraries = (*stage_kind.libraries, *(deduplication_packages(recipe) if stage_kind.reads_data == "source" else ()))
     libraries += QUANTIZATION_LIBRARIES if is_key_read("export.formats") else ()
-    libraries += recipe.policy.modality.evaluation_libraries if kind.keys_by_modality else ()
+    libraries += recipe.policy.modality.evaluation_libraries if stage_kind.keys_by_modality else ()
     machine_properties = collect_stage_machine_properties(pipeline, has_several_ranks=(world_size or 1) > 1)
     versions = machine_properties.versions
-    computes_rewards = kind.scores or kind.trains_model
+    computes_rewards = stage_kind.scores or stage_kind.trains_model
     ingredients: dict[str, Any] = {
-        "kind": kind.name,
-        "result_version": kind.result_version,
-        "config": settings,
-        "inputs": dict(upstream_digests),
-        "threads": count_worker_threads(pipeline) if kind.in_worker and kind.is_numeric else None,
-        "device": machine_properties.device if kind.in_worker and kind.is_numeric else None,
+        "kind": stage_kind.name,
+        "result_version": stage_kind.result_version,
+        "config": hashed_settings,
+        "inputs": dict(input_digests),
+        "threads": count_worker_threads(pipeline) if stage_kind.in_worker and stage_kind.is_numeric else None,
+        "device": machine_properties.device if stage_kind.in_worker and stage_kind.is_numeric else None,
         "world_size": world_size,
         "versions": {name: versions[name] for name in libraries if name in versions},
         **({"code": {}} if computes_rewards else {}),
-        **_group_digests(inputs_and_digests, code_labels),
-        **_collect_stage_keys(stage, kind),
+        **_group_digests_by_role(inputs_and_digests, code_labels),
+        **_collect_stage_keys(stage, stage_kind),
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
@@ -142,16 +142,16 @@ def compute_fingerprint(
         for each in inputs
     ):
         ingredients["generators"] = measure_worker_machine((GENERATOR_PACKAGE,), pipeline.config.python).versions
-    if kind.trains_model and (packages := kernel_packages(recipe)):
+    if stage_kind.trains_model and (packages := kernel_packages(recipe)):
         ingredients["kernels"] = measure_worker_machine(tuple(packages), pipeline.config.python).versions
     ingredients = json.loads(json.dumps(ingredients, sort_keys=True, default=str))
     input_entries = tuple(_make_input_entry(*each) for each in inputs_and_digests)
     return Fingerprint(_hash_ingredients(ingredients), ingredients, input_entries)
 
 
-def _input_affects_result(stage_input: StageInput, kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
+def _input_affects_result(stage_input: StageInput, stage_kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
     if stage_input.role in {"code", "reward"}:
-        is_code_called = _computes_rewards(stage_input, kind) or stage_input.key in _ENCODING_KEYS
+        is_code_called = _computes_rewards(stage_input, stage_kind) or stage_input.key in _ROW_ENCODING_KEYS
         return stage_input.location_type == "code" and is_code_called and is_key_read(stage_input.key)
     if stage_input.role in {"chat_template", "template"}:
         return is_key_read(stage_input.key)
@@ -162,15 +162,15 @@ def _input_affects_result(stage_input: StageInput, kind: StageKind, is_key_read:
     return stage_input.role != "hook" and not (stage_input.role == "data" and stage_input.location_type == "stage")
 
 
-def _computes_rewards(stage_input: StageInput, kind: StageKind) -> bool:
+def _computes_rewards(stage_input: StageInput, stage_kind: StageKind) -> bool:
     """Return True if a stage of this kind computes the rewards to which `stage_input` refers."""
-    return kind.scores or kind.trains_model or stage_input.key == EVALUATION_REWARDS_KEY
+    return stage_kind.scores or stage_kind.trains_model or stage_input.key == EVALUATION_REWARDS_KEY
 
 
 def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) -> Any:
-    """Return the digest of the content of an input in any form; for `end_tokens`, the token ids themselves."""
+    """Return a value that identifies the content of an input: a digest, a pinned name, or the ids of end tokens."""
     if stage_input.location_type in {"stage", "literal"}:
-        return stage_input.location  # the digest of an upstream stage's result is in the ingredient `inputs`
+        return stage_input.location  # the ingredient `inputs` has the digest of the result of a stage
     if stage_input.location_type == "store":
         return f"remote:{stage_input.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
     if stage_input.location_type == "hub":  # needs no digest: the revision of a Hub data set is in the config
@@ -184,7 +184,7 @@ def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) ->
     path = Path(stage_input.location)
     if stage_input.role == "end_tokens":
         return read_json_object(path)[_EOS_TOKEN_KEY]
-    if stage_input.key == EVALUATION_PROMPTS_KEY:  # the names of metrics contain the name of the prompt set
+    if stage_input.key == EVALUATION_PROMPTS_KEY:  # the name counts: names of metrics contain it
         files = list_data_files(path) if path.is_dir() else ()
         return [path.stem, digest_cache.digest_files(path, files) if path.is_dir() else digest_cache.digest_file(path)]
     if not path.is_dir():
@@ -195,7 +195,7 @@ def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) ->
         return [digest, configs]
     return (
         [stage_input.location, digest] if stage_input.role == "media" else digest
-    )  # the path too, because prepared rows contain the paths of images
+    )  # with the path, because prepared rows contain the paths of images
 
 
 def _make_input_entry(stage_input: StageInput, digest: Any) -> InputEntry:
@@ -205,7 +205,7 @@ def _make_input_entry(stage_input: StageInput, digest: Any) -> InputEntry:
     return stage_input.role, stage_input.key, name, str(digest)
 
 
-def _group_digests(inputs: Sequence[tuple[StageInput, Any]], code_labels: Mapping[str, str]) -> dict[str, Any]:
+def _group_digests_by_role(inputs: Sequence[tuple[StageInput, Any]], code_labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the digests of inputs by `StageInput.role`. The value is a list for `data`, a dict by name for roles that
     may have several inputs, such as `code`, and one digest for all other roles."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
@@ -226,32 +226,32 @@ def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
-def _collect_stage_keys(stage: StageConfig, kind: StageKind) -> dict[str, Any]:
-    """Return the keys of the stage itself that are set and change its result."""
+def _collect_stage_keys(stage: StageConfig, stage_kind: StageKind) -> dict[str, Any]:
+    """Return the keys in the pipeline's entry of a stage, outside of its recipe, that are set and change its result."""
     stage_values: dict[str, Any] = {}
-    if "after" in kind.required_keys:  # merge weights refer to the upstream models by their order
+    if "after" in stage_kind.required_keys:  # merge weights refer to the upstream models by their order
         stage_values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
             stage_values[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
-        branches = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
-        stage_values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branches}
+        branch_stage_names = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
+        stage_values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
     return stage_values
 
 
 def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
     """Return a function that is True for each recipe key that the stage's kind reads and that no setting disables."""
-    kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+    stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     ignored_keys = [key for _, keys in disabled_keys(pipeline, stage) for key in keys]
 
     def is_key_read(key: str) -> bool:
-        return kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
+        return stage_kind.reads_key(key) and not is_at_or_below(key, ignored_keys)
 
     inputs = pipeline.inputs(stage)
     if is_key_read("custom") and not stage.entry and not _label_user_code(inputs, is_key_read):
-        rewards = {each.location for each in inputs if each.role == "reward" and _computes_rewards(each, kind)}
-        ignored_keys += [f"custom.{name}" for name in recipe.custom.keys() - {*_PACKAGE_CUSTOM_TABLES, *rewards}]
+        rewards = {each.location for each in inputs if each.role == "reward" and _computes_rewards(each, stage_kind)}
+        ignored_keys += [f"custom.{name}" for name in recipe.custom.keys() - {*_BUILTIN_CUSTOM_TABLES, *rewards}]
     return is_key_read
 
 
@@ -262,38 +262,38 @@ def count_worker_threads(pipeline: Pipeline) -> int:
 
 def collect_stage_machine_properties(pipeline: Pipeline, *, has_several_ranks: bool = False) -> MachineProperties:
     """Return the properties of the machine that runs the stages, with the versions of all recorded libraries."""
-    return measure_worker_machine(ALL_LIBRARIES, pipeline.config.python, may_use_ray=has_several_ranks)
+    return measure_worker_machine(RECORDED_LIBRARIES, pipeline.config.python, may_use_ray=has_several_ranks)
 
 
-def _remove_media_paths(values: dict[str, Any]) -> dict[str, Any]:
+def _remove_media_paths(recipe_values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without the paths in `custom.dataset`: the content of these files is hashed instead."""
-    custom_table = values.get("custom") or {}
+    custom_table = recipe_values.get("custom") or {}
     if not isinstance(custom_table.get("dataset"), dict):
-        return values
+        return recipe_values
     dataset_values = {key: value for key, value in custom_table["dataset"].items() if key not in MEDIA_PATH_NAMES}
-    return values | {"custom": custom_table | {"dataset": dataset_values}}
+    return recipe_values | {"custom": custom_table | {"dataset": dataset_values}}
 
 
 def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], bool]) -> dict[str, str]:
-    """Return a label for each user reward, algorithm and engine that the stage reads: the name without the folder of
-    its file, because the location does not change the result."""
+    """Return a label for each import path of a user's reward, algorithm or engine that the stage reads. The label is
+    the path without folders, because the location of the file does not change the result."""
     code_inputs = [each for each in inputs if each.role in {"code", "reward"} and each.location_type == "code"]
     import_paths = sorted({each.location for each in code_inputs if is_key_read(each.key)})
-    names = [import_path.rpartition("/")[2] for import_path in import_paths]
-    return dict(zip(import_paths, names if len(set(names)) == len(names) else import_paths, strict=True))
+    labels = [import_path.rpartition("/")[2] for import_path in import_paths]
+    return dict(zip(import_paths, labels if len(set(labels)) == len(labels) else import_paths, strict=True))
 
 
-def _replace_import_paths(values: Any, code_labels: Mapping[str, str]) -> Any:
+def _replace_import_paths(nested_value: Any, code_labels: Mapping[str, str]) -> Any:
     """Return nested values in which each import path of user code, as key or value, is replaced as in `code_labels`."""
-    if isinstance(values, str):
-        return code_labels.get(values, values)
-    if isinstance(values, list):
-        return [_replace_import_paths(value, code_labels) for value in values]
-    if not isinstance(values, dict):
-        return values
-    return {code_labels.get(key, key): _replace_import_paths(value, code_labels) for key, value in values.items()}
+    if isinstance(nested_value, str):
+        return code_labels.get(nested_value, nested_value)
+    if isinstance(nested_value, list):
+        return [_replace_import_paths(value, code_labels) for value in nested_value]
+    if not isinstance(nested_value, dict):
+        return nested_value
+    return {code_labels.get(key, key): _replace_import_paths(value, code_labels) for key, value in nested_value.items()}
 
 
-def _shorten_value(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 40 else text[:12] + "..."
+def _shorten_value(setting_value: Any) -> str:
+    value_text = "nothing" if setting_value is None else str(setting_value)
+    return value_text if len(value_text) <= 40 else value_text[:12] + "..."

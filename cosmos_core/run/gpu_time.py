@@ -21,7 +21,7 @@ from cosmos_core.run.state import GpuInterval, read_state, update_state
 
 @contextmanager
 def record_gpu_time(stage_path: Path, num_gpus: int) -> Iterator[None]:
-    """Record that the next attempt of a stage holds `num_gpus` GPUs during the block; 0: nothing is recorded."""
+    """Record that the next attempt of a stage holds `num_gpus` GPUs during the block; record nothing for 0 GPUs."""
     if not num_gpus:
         yield
         return
@@ -90,9 +90,9 @@ class GpuTimeEstimate(JsonDocument):
 
 def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str, float | None]) -> None:
     """Save the estimated GPU seconds of each stage of a pipeline; this replaces an earlier estimate."""
-    file = _locate_estimate_file(pipeline, output_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, GpuTimeEstimate(gpu_seconds=dict(gpu_seconds)).model_dump(), fsync=False)
+    estimate_file = _locate_estimate_file(pipeline, output_dir)
+    estimate_file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(estimate_file, GpuTimeEstimate(gpu_seconds=dict(gpu_seconds)).model_dump(), fsync=False)
 
 
 def read_saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
@@ -102,7 +102,7 @@ def read_saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float
 
 
 def _locate_estimate_file(pipeline: Pipeline, output_dir: Path) -> Path:
-    tables = pipeline.as_toml()
-    tables["pipeline"] = {key: value for key, value in tables["pipeline"].items() if key not in BUDGET_KEYS}
-    digest = hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+    settings = pipeline.as_toml()
+    settings["pipeline"] = {key: value for key, value in settings["pipeline"].items() if key not in BUDGET_KEYS}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return output_dir / SHARED_FOLDER / "estimates" / f"{digest}.json"

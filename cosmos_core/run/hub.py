@@ -30,7 +30,7 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the revision of every model and data set from the Hub replaced by a commit. Raises
     `ModelError` or `DataError` if the Hub has no such repository, or neither the Hub nor its local cache is
     readable."""
-    commits: dict[Repository, str] = {}  # stages that name the same repository read the same commit
+    commit_by_repository: dict[Repository, str] = {}  # stages that name the same repository read the same commit
     recipes = {}
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
@@ -39,10 +39,10 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
             revision = each.revision or _DEFAULT_BRANCH
             repository: Repository = ("dataset" if each.role == "data" else "model", each.location, revision)
             try:
-                commits[repository] = commits.get(repository) or resolve_commit(repository)
+                commit_by_repository[repository] = commit_by_repository.get(repository) or resolve_commit(repository)
             except CosmosError as error:
-                raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
-            recipe = with_setting(recipe, revision_key, commits[repository])
+                raise type(error)(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
+            recipe = replace_setting(recipe, revision_key, commit_by_repository[repository])
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes)
 
@@ -58,24 +58,24 @@ def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT
     from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub_url = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    last_failure_time, reason = failed_hub_requests.get(hub_url, (-_HUB_RETRY_DELAY_SECONDS, ""))
+    last_failure_time, failure_reason = failed_hub_requests.get(hub_url, (-_HUB_RETRY_DELAY_SECONDS, ""))
     if constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE is set"
+        failure_reason = "HF_HUB_OFFLINE is set"
     elif time.monotonic() - last_failure_time >= _HUB_RETRY_DELAY_SECONDS:
-        api = HfApi(endpoint=hub_url)
+        hub_api = HfApi(endpoint=hub_url)
         try:
-            get_repo_info = partial(api.repo_info, repo_name, revision=revision, repo_type=repo_type)
+            get_repo_info = partial(hub_api.repo_info, repo_name, revision=revision, repo_type=repo_type)
             return str(call_with_timeout(timeout_seconds, get_repo_info).sha)
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
             raise _unknown_commit_error(repository, str(error)) from error
         except (HTTPError, OSError) as error:
-            reason = str(error)
-            failed_hub_requests[hub_url] = (time.monotonic(), reason)
+            failure_reason = str(error)
+            failed_hub_requests[hub_url] = (time.monotonic(), failure_reason)
     cache_folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo_name.replace('/', '--')}"
     if commit := _read_cached_commit(cache_folder, revision):
         return commit
-    reason = f"the Hub {hub_url} cannot be asked ({reason}), and {cache_folder} does not say"
-    raise _unknown_commit_error(repository, reason)
+    failure_reason = f"the Hub {hub_url} cannot be asked ({failure_reason}), and {cache_folder} does not say"
+    raise _unknown_commit_error(repository, failure_reason)
 
 
 def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> Any:
@@ -96,24 +96,24 @@ def _read_cached_commit(cache_folder: Path, revision: str) -> str | None:
     branch_file = cache_folder / "refs" / revision
     if os.path.isfile(branch_file):  # Path.is_file raises an error for a name that is too long
         return branch_file.read_text(encoding="utf-8").strip()
-    commits = [path.name for path in (cache_folder / "snapshots").glob("*")]
-    return commits[0] if len(commits) == 1 and revision == _DEFAULT_BRANCH else None
+    cached_commits = [path.name for path in (cache_folder / "snapshots").glob("*")]
+    return cached_commits[0] if len(cached_commits) == 1 and revision == _DEFAULT_BRANCH else None
 
 
-def _unknown_commit_error(repository: Repository, reason: str) -> CosmosError:
+def _unknown_commit_error(repository: Repository, failure_reason: str) -> CosmosError:
     repo_type, repo_name, revision = repository
     error_class, repo_label = (ModelError, "model") if repo_type == "model" else (DataError, "data set")
     return error_class(
         f"the {repo_label} {repo_name!r}: no folder here, and which commit {revision!r} is on the Hub cannot be found "
-        f"out: {' '.join(reason.split())}; check the name, download it, or write the commit as its revision"
+        f"out: {' '.join(failure_reason.split())}; check the name, download it, or write the commit as its revision"
     )
 
 
-def with_setting(table: Any, key: str, value: Any) -> Any:
-    """Return a copy of a table with another value at a dotted key; a number is an index into a list of tables."""
-    name, _, nested_key = key.partition(".")
-    if isinstance(table, tuple):
-        index = int(name)
-        return (*table[:index], with_setting(table[index], nested_key, value), *table[index + 1 :])
-    new_value = with_setting(getattr(table, name), nested_key, value) if nested_key else value
-    return table.model_copy(update={name: new_value})
+def replace_setting(settings: Any, dotted_key: str, new_value: Any) -> Any:
+    """Return a copy of nested settings with a new value at a dotted key, in which numbers are indices of lists."""
+    field_name, _, nested_key = dotted_key.partition(".")
+    if isinstance(settings, tuple):
+        index = int(field_name)
+        return (*settings[:index], replace_setting(settings[index], nested_key, new_value), *settings[index + 1 :])
+    field_value = replace_setting(getattr(settings, field_name), nested_key, new_value) if nested_key else new_value
+    return settings.model_copy(update={field_name: field_value})

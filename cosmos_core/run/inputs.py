@@ -17,7 +17,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import REASONING_GYM_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.machine_properties import measure_worker_machine
-from cosmos_core.registry import is_import_path, list_defined_names, load_named, locate_code, suggest_names
+from cosmos_core.registry import is_import_path, list_defined_names, load_class, locate_code, suggest_names
 from cosmos_core.run.content import list_model_files
 
 _REWARDS_PACKAGE = "cosmos_core.rewards"
@@ -36,7 +36,7 @@ def check_inputs(pipeline: Pipeline) -> None:
     if missing_packages:
         missing_packages -= measure_worker_machine(sorted(missing_packages), pipeline.config.python).versions.keys()
     for stage in pipeline.stages:
-        recipe, kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
+        recipe, stage_kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
         try:
             inputs = pipeline.inputs(stage)
             check_local_inputs(inputs)
@@ -45,24 +45,24 @@ def check_inputs(pipeline: Pipeline) -> None:
                     list_model_files(Path(stage_input.location))
                 if stage_input.location_type == "code" and stage_input.role not in {"reward", "data_code"}:
                     _check_code_location(stage_input)
-                if stage_input.role == "reward" and (kind.scores or stage_input.key == EVALUATION_REWARDS_KEY):
+                if stage_input.role == "reward" and (stage_kind.scores or stage_input.key == EVALUATION_REWARDS_KEY):
                     _check_reward(stage_input)
-            if kind.trains_model:
+            if stage_kind.trains_model:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
                     problem = "these kernels need an NVIDIA GPU, and this machine has none"
                     raise ConfigError(f"policy.enable_liger_kernel = true: {problem}; leave it out")
                 if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
                     _check_compiler(recipe, pipeline.config.python)
-            unused_packages = {} if kind.trains_model else kernel_packages(recipe)
+            unused_packages = {} if stage_kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
-                is_required = package not in unused_packages and (key not in _PACKAGE_KEYS or kind.reads_key(key))
+                is_required = package not in unused_packages and (key not in _PACKAGE_KEYS or stage_kind.reads_key(key))
                 if is_required and package in missing_packages:
                     remedy = (
                         f"pip install 'cosmos-posttrain[{_EXTRA_BY_PACKAGE.get(package, package)}]' or leave it out"
                     )
                     raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
         except (ConfigError, DataError, ModelError, RewardError) as error:
-            raise type(error)(f"{pipeline.source}: stage {stage.name!r}: {error}") from error
+            raise type(error)(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
 
 
 def check_local_inputs(inputs: Sequence[StageInput]) -> None:
@@ -148,45 +148,45 @@ def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:
 
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages that provide the kernels of a training, each with the setting that selects it."""
-    train_config, packages = recipe.train, {}
+    train_config, required_by = recipe.train, {}
     if train_config.optm_name.endswith("8bit"):
-        packages["torchao"] = f"train.optm_name = {train_config.optm_name!r}"
+        required_by["torchao"] = f"train.optm_name = {train_config.optm_name!r}"
     if train_config.fp8.enable_fp8:
-        packages["torchao"] = "train.fp8.enable_fp8 = true"
+        required_by["torchao"] = "train.fp8.enable_fp8 = true"
     if recipe.policy.enable_liger_kernel:
-        packages["liger-kernel"] = "policy.enable_liger_kernel = true"
-    return packages
+        required_by["liger-kernel"] = "policy.enable_liger_kernel = true"
+    return required_by
 
 
 def _list_required_packages(recipe: Recipe) -> dict[str, str]:
     """Return the optional packages that a recipe requires, each with the setting that requires it."""
     sink_names = [name for name in recipe.logging.logger if name != CONSOLE_SINK and not is_import_path(name)]
-    packages = {load_named(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names}
+    required_by = {load_class(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names}
     if recipe.evaluate.tasks:
-        packages["lm-eval"] = "evaluate.tasks"
+        required_by["lm-eval"] = "evaluate.tasks"
     if recipe.sample.endpoint:
-        packages["openai"] = "sample.endpoint"
+        required_by["openai"] = "sample.endpoint"
     if deduplication_packages(recipe):
-        packages["datasketch"] = _NEAR_DUPLICATES_KEY
+        required_by["datasketch"] = _NEAR_DUPLICATES_KEY
     if recipe.uses_judge:
-        packages["openai"] = "the reward judge"
+        required_by["openai"] = "the reward judge"
     for key, dataset in recipe.datasets.items():
         if reasoning_gym_generator(dataset.name):
-            packages[GENERATOR_PACKAGE] = f"{key}.name = {dataset.name!r}"
+            required_by[GENERATOR_PACKAGE] = f"{key}.name = {dataset.name!r}"
     if REASONING_GYM_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
-        packages.setdefault(GENERATOR_PACKAGE, f"the reward {REASONING_GYM_REWARD}")
-    return packages | kernel_packages(recipe)
+        required_by.setdefault(GENERATOR_PACKAGE, f"the reward {REASONING_GYM_REWARD}")
+    return required_by | kernel_packages(recipe)
 
 
-def _check_compiler(recipe: Recipe, python: str) -> None:
-    machine = measure_worker_machine(python_path=python, may_use_ray=True)
-    optimizer = recipe.train.optm_name
-    if optimizer.endswith("8bit"):
-        key, remedy = f"train.optm_name = {optimizer!r}", "take another optimizer"
-    elif recipe.should_compile_blocks("cpu" if machine.device == "cpu" else "cuda"):
+def _check_compiler(recipe: Recipe, python_path: str) -> None:
+    machine_properties = measure_worker_machine(python_path=python_path, may_use_ray=True)
+    optimizer_name = recipe.train.optm_name
+    if optimizer_name.endswith("8bit"):
+        key, remedy = f"train.optm_name = {optimizer_name!r}", "take another optimizer"
+    elif recipe.should_compile_blocks("cpu" if machine_properties.device == "cpu" else "cuda"):
         key, remedy = "train.compile", "set train.compile = false"
     else:
         return
-    if machine.lacks:
-        problem = f"{key} needs {machine.lacks} on {machine.host}, which runs it"
+    if machine_properties.lacks:
+        problem = f"{key} needs {machine_properties.lacks} on {machine_properties.host}, which runs it"
         raise ConfigError(f"{problem}; install it there, or {remedy}")

@@ -18,7 +18,7 @@ from cosmos_core.run.files import parse_documents, read_json_object, sha256
 from cosmos_core.run.manifest import ExternalSource, Result, find_output_damage, read_result
 from cosmos_core.run.stage import Stage
 
-RECORD_FILE = "published.json"
+PUBLICATION_RECORD_FILE = "published.json"
 """Name of the file in a published version that records where the version comes from."""
 
 
@@ -44,9 +44,9 @@ class LineageEntry:
 
 
 def trace_lineage(path: Path) -> list[LineageEntry]:
-    """Return the lineage of a run, stage or model; of a published model, the first entry describes its files. Raise
+    """Return the lineage of a run, stage or model; the first entry of a published model describes its files. Raise
     ConfigError if the path belongs to no run, or if the stage has not finished."""
-    publication_record = read_json_object(path.resolve() / RECORD_FILE)
+    publication_record = read_json_object(path.resolve() / PUBLICATION_RECORD_FILE)
     if not isinstance(publication_record.get("files"), dict):
         return collect_lineage(find_stage_path(path))
     digest = hashlib.sha256(json.dumps(publication_record["files"], sort_keys=True).encode()).hexdigest()
@@ -58,10 +58,10 @@ def trace_lineage(path: Path) -> list[LineageEntry]:
     ]
 
 
-def _find_changed_file(folder: Path, files: dict[str, str]) -> str:
+def _find_changed_file(folder: Path, digest_by_file: dict[str, str]) -> str:
     """Return a description of the first changed file of a published model; empty if no file changed. The model card is
     not compared, because the card on the Hub also has the metrics."""
-    for name, digest in files.items():
+    for name, digest in digest_by_file.items():
         file = folder / name
         if name != "README.md" and not (file.is_file() and sha256(file) == digest):
             return f"{name} was altered" if file.is_file() else f"{name} is gone"
@@ -73,13 +73,13 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
     result = read_result(stage_path)
     if result is None:
         raise ConfigError(f"{stage_path} has no result.json: the stage did not finish")
-    entries, run_label, visited_paths = list[LineageEntry](), f"run {stage_path.parent.parent.name}", set[Path]()
+    lineage, run_label, visited_paths = list[LineageEntry](), f"run {stage_path.parent.parent.name}", set[Path]()
     # A stack instead of recursion: the loop of a Python flow may add a thousand stages that depend on each other.
     pending_entries: list[LineageEntry | tuple[int, Path, Result]] = [(0, stage_path, result)]
     while pending_entries:
         entry = pending_entries.pop()
         if isinstance(entry, LineageEntry):
-            entries.append(entry)
+            lineage.append(entry)
             continue
         depth, path, result = entry
         if path in visited_paths:
@@ -87,11 +87,11 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
         visited_paths.add(path)
         content_status = find_output_damage(path, result) or "verified"
         gpu_seconds = float(result.get("gpu_seconds", 0.0))
-        name, kind = result["name"], result["kind"]
-        entries.append(LineageEntry(depth, name, kind, result["digest"], run_label, content_status, gpu_seconds))
+        name, kind_name = result["name"], result["kind"]
+        lineage.append(LineageEntry(depth, name, kind_name, result["digest"], run_label, content_status, gpu_seconds))
         for source in parse_documents(result.get("sources", ()), ExternalSource):
             name, status = Path(source.name).name, _check_source(source)
-            entries.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, status))
+            lineage.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, status))
         for name, input_record in reversed(result["inputs"].items()):
             upstream_result = read_result(path.parent / name)
             if upstream_result is None or upstream_result["digest"] != input_record["digest"]:
@@ -100,7 +100,7 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
                 pending_entries.append(LineageEntry(depth + 1, name, "", digest, run_label, content_status))
             else:
                 pending_entries.append((depth + 1, path.parent / name, upstream_result))
-    return entries
+    return lineage
 
 
 def _check_source(source: ExternalSource) -> str:
@@ -112,24 +112,24 @@ def _check_source(source: ExternalSource) -> str:
 
 
 def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
-    """Return the external model and data that a stage descends from, for a model card: `base_model` and `revision` of
-    the model or `made_by`, the function whose stage created it, and `data`, the names of the rows."""
+    """Return the origin of a stage's model for its model card: `base_model` and `revision` of the external model, or
+    `made_by`, the user function that created the first model, and `data`, the names of the external data sets."""
     dataset_names: dict[str, None] = {}
     pending_stages, visited_names = [stage], set()
     while pending_stages:
         current_stage = pending_stages.pop(0)
         visited_names.add(current_stage.name)
         dataset_names |= dict.fromkeys(_list_dataset_names(pipeline, current_stage))
-        names = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
-        pending_stages += [pipeline.stage(name) for name in names if name is not None and name not in visited_names]
+        upstreams = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
+        pending_stages += [pipeline.stage(name) for name in upstreams if name is not None and name not in visited_names]
     while (name := referenced_stage(pipeline.initial_model(stage))) is not None:
         stage = pipeline.stage(name)
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
     if model_input is None:
         return {"made_by": stage.entry, "data": list(dataset_names)}
     has_revision = model_input.revision and model_input.location_type != "folder"
-    origin = {"base_model": model_input.location, "data": list(dataset_names)}
-    return origin | ({"revision": model_input.revision} if has_revision else {})
+    model_origin = {"base_model": model_input.location, "data": list(dataset_names)}
+    return model_origin | ({"revision": model_input.revision} if has_revision else {})
 
 
 def strip_local_path(name: str) -> str:
@@ -140,7 +140,7 @@ def strip_local_path(name: str) -> str:
     return Path(name).name if is_local_path else name
 
 
-def name_base_model(stage: Stage) -> str:
+def describe_base_model(stage: Stage) -> str:
     """Return a name of a training's base model that is valid on any machine: a Hub id, a stage, or a folder's name and
     digest."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
@@ -156,16 +156,16 @@ def _list_dataset_names(pipeline: Pipeline, stage: StageConfig) -> list[str]:
     """Return the names of a stage's data sets outside the run, or `made by FUNCTION` if user code makes its rows."""
     inputs = [each for each in pipeline.inputs(stage) if each.role == "data" and each.location_type != "stage"]
     inputs = [each for each in inputs if not (each.key.startswith(BENCHMARKS_KEY) or each.key.endswith(".pass_rates"))]
-    names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in inputs]
-    names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in names]
-    return names or ([f"made by {stage.entry}"] if stage.entry else [])
+    dataset_names = [f"{each.location}@{each.revision}" if each.revision else each.location for each in inputs]
+    dataset_names = [os.path.relpath(name) if Path(name).is_relative_to(Path.cwd()) else name for name in dataset_names]
+    return dataset_names or ([f"made by {stage.entry}"] if stage.entry else [])
 
 
 def find_stage_path(path: Path) -> Path:
-    """Return the stage directory that a path lies in; of a run, its last stage with a model. Raise ConfigError if the
-    path belongs to no run."""
+    """Return the stage directory that contains a path or, for the path of a run, the directory of its last stage with a
+    model. Raise ConfigError if the path belongs to no run."""
     path = path.resolve()
-    publication_record = read_json_object(path / RECORD_FILE)
+    publication_record = read_json_object(path / PUBLICATION_RECORD_FILE)
     if "stage" in publication_record:
         return Path(publication_record["stage"])
     for folder in (path, *path.parents):

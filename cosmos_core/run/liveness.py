@@ -51,12 +51,12 @@ class PublicationApproval(JsonDocument):
 
 
 def save_approval(run_path: Path, approval: PublicationApproval | None) -> None:
-    """Save the approval that the publication of a run needs; None: it needs none."""
-    file = run_path / "locks" / _APPROVAL_FILE
+    """Save the approval that the publication of a run needs; None removes it, because no approval is needed."""
+    approval_file = run_path / "locks" / _APPROVAL_FILE
     if approval is None:
-        file.unlink(missing_ok=True)
+        approval_file.unlink(missing_ok=True)
     else:
-        write_json(file, approval.model_dump(), fsync=False)
+        write_json(approval_file, approval.model_dump(), fsync=False)
 
 
 def read_required_approval(run_path: Path) -> PublicationApproval | None:
@@ -81,7 +81,7 @@ def check_approval(run_path: Path) -> None:
 
 
 def record_run_holder(run_path: Path, start_time: float) -> None:
-    """Record that this process claimed a run; keep the earliest `start_time` of the commands for which it did so."""
+    """Record that this process claimed a run; if it did so before, keep the earlier one of the two start times."""
     previous_holder = read_holder(run_path)
     if previous_holder is not None and previous_holder.is_this_process:
         start_time = min(start_time, previous_holder.since)
@@ -97,29 +97,30 @@ def read_holder(run_path: Path) -> RunHolder | None:
 
 def record_flow_state(run_path: Path, flow_state: str) -> None:
     """Record the state of the flow that this process executes, unless another process has claimed the run."""
-    holder = read_holder(run_path)
-    if holder is not None and holder.is_this_process:
+    run_holder = read_holder(run_path)
+    if run_holder is not None and run_holder.is_this_process:
         holder_file = run_path / "locks" / _HOLDER_FILE
-        write_json(holder_file, {**holder.model_dump(), "flow_state": flow_state}, fsync=False)
+        write_json(holder_file, {**run_holder.model_dump(), "flow_state": flow_state}, fsync=False)
 
 
-def record_stop(run_path: Path, stages: Iterable[str]) -> None:
-    """Record that the flow of a TOML file was asked to stop, unless all of its `stages` are finished."""
-    if not all(read_state(run_path / "stages" / name).state in FINISHED_STATES for name in stages):
+def record_stop(run_path: Path, stage_names: Iterable[str]) -> None:
+    """Record that the flow of a TOML file was asked to stop, unless all of its `stage_names` are finished."""
+    if not all(read_state(run_path / "stages" / name).state in FINISHED_STATES for name in stage_names):
         record_flow_state(run_path, "stopped")
 
 
 def is_flow_running(run_path: Path) -> bool:
     """Return True if a Python flow executes a run, also between stages, and its process is not known to have ended."""
-    holder = read_holder(run_path)
-    return holder is not None and holder.flow_state == "running" and find_dead_holder_start_time(run_path) is None
+    run_holder = read_holder(run_path)
+    has_running_flow = run_holder is not None and run_holder.flow_state == "running"
+    return has_running_flow and find_dead_holder_start_time(run_path) is None
 
 
 def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
     """Return the outcome of a run whose stages are finished: `done` for a TOML file. The code of a Python flow after
     the last stage may still run, fail, be stopped or have died with its process."""
-    holder = read_holder(run_path)
-    match holder.flow_state if holder else "":
+    run_holder = read_holder(run_path)
+    match run_holder.flow_state if run_holder else "":
         case "failed" | "stopped" as state:
             return state
         case "running":
@@ -129,16 +130,16 @@ def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", 
 
 def derive_inactive_run_outcome(run_path: Path) -> Literal["running", "stopped", "died"]:
     """Return the outcome of a run of which no stage is active and at least one is still to run."""
-    holder = read_holder(run_path)
-    if holder is not None and holder.flow_state == "stopped":
+    run_holder = read_holder(run_path)
+    if run_holder is not None and run_holder.flow_state == "stopped":
         return "stopped"
     return "running" if find_dead_holder_start_time(run_path) is None else "died"
 
 
 def find_dead_holder_start_time(run_path: Path) -> float | None:
     """Return the start time of the command whose process claimed a run and has ended; None if it is alive or remote."""
-    holder = read_holder(run_path)
-    return holder.since if holder is not None and holder.has_ended else None
+    run_holder = read_holder(run_path)
+    return run_holder.since if run_holder is not None and run_holder.has_ended else None
 
 
 def has_lost_launcher(state: StageState) -> bool:
@@ -146,11 +147,11 @@ def has_lost_launcher(state: StageState) -> bool:
     return state.launcher_pid is not None and state.has_ended
 
 
-def is_stage_dead(state: StageState, now: float) -> bool:
+def is_stage_dead(state: StageState, current_time: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
     if state.state not in ACTIVE_STATES:
         return False
     if state.launcher_pid is not None and state.is_local:
         return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)
     is_attempt_unfinished = bool(state.spans) and state.spans[-1][1] is None
-    return is_attempt_unfinished and state.renewed is not None and now - state.renewed > LEASE_SECONDS
+    return is_attempt_unfinished and state.renewed is not None and current_time - state.renewed > LEASE_SECONDS

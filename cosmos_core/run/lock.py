@@ -49,10 +49,10 @@ class FileLock:
         self.release()
 
 
-def open_stage_lock(run_path: Path, name: str) -> FileLock:
+def open_stage_lock(run_path: Path, stage: str) -> FileLock:
     """Open the lock of a stage in a run directory; raise StageFailed if the lock file cannot be created."""
-    path = run_path / "locks" / f"{name}.lock"
+    path = run_path / "locks" / f"{stage}.lock"
     try:
         return FileLock(path)
     except OSError as error:
-        raise make_disk_full_error(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
+        raise make_disk_full_error(error, path) or StageFailed(f"stage {stage!r}: {path}: {error.strerror}") from error

@@ -71,7 +71,7 @@ class _ManifestSchema(JsonDocument):
 
 def commit_manifest(
     stage_path: Path,
-    outcome: Outcome,
+    stage_outcome: Outcome,
     *,
     kind: str,
     fingerprint: str,
@@ -81,29 +81,29 @@ def commit_manifest(
     """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if a metric is no
     number or `info` holds a value without a TOML type."""
     name = stage_path.name
-    for key, value in outcome.metrics.items():
+    for key, value in stage_outcome.metrics.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
     try:
-        tomli_w.dumps(without_none(dict(outcome.info)))
+        tomli_w.dumps(without_none(dict(stage_outcome.info)))
     except TypeError as error:
         raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
-    files = []
-    for output in outcome.outputs:
+    output_records = []
+    for output in stage_outcome.outputs:
         path = stage_path / output
         if not path.exists():
             raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
-        files += [_describe_file(stage_path, file) for file in list_files_below(path)]
+        output_records += [_make_file_record(stage_path, file) for file in list_files_below(path)]
     result = {
         "name": name,
         "kind": kind,
         "fingerprint": fingerprint,
         "created": time.time(),
-        "metrics": outcome.metrics,
-        "info": outcome.info,
+        "metrics": stage_outcome.metrics,
+        "info": stage_outcome.info,
         "inputs": {key: {"fingerprint": each["fingerprint"], "digest": each["digest"]} for key, each in inputs.items()},
         "sources": [source.model_dump() for source in sources],
-        "outputs": files,
+        "outputs": output_records,
         "reused_from": None,
     }
     result["digest"] = compute_result_digest(result)
@@ -157,28 +157,28 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
     return None
 
 
-def adopt_result(source: Path, target: Path, result: Result) -> Result:
-    """Copy the outputs and metrics of the finished stage `source` to `target`, and write its manifest there."""
+def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result:
+    """Copy the outputs and metrics of the finished stage in `source_path` to `target_path`; write a manifest there."""
     for file_record in result["outputs"]:
-        file = target / file_record["path"]
-        if result.get(STORE_URL_KEY) and not (source / file_record["path"]).is_file():
+        file = target_path / file_record["path"]
+        if result.get(STORE_URL_KEY) and not (source_path / file_record["path"]).is_file():
             continue
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
-        copy_file(source / file_record["path"], file)
+        copy_file(source_path / file_record["path"], file)
         file_stat = file.stat()
         file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
-    (target / METRICS_FILE).unlink(missing_ok=True)  # an unfinished attempt may have left metrics
+    (target_path / METRICS_FILE).unlink(missing_ok=True)  # an unfinished attempt may have left metrics
     with suppress(FileNotFoundError):
-        copy_file(source / METRICS_FILE, target / METRICS_FILE)
-    adopted_result = {**result, "reused_from": str(source)}
-    write_json(target / RESULT_FILE, adopted_result)
+        copy_file(source_path / METRICS_FILE, target_path / METRICS_FILE)
+    adopted_result = {**result, "reused_from": str(source_path)}
+    write_json(target_path / RESULT_FILE, adopted_result)
     return adopted_result
 
 
-def _describe_file(stage_path: Path, file: Path) -> dict[str, Any]:
+def _make_file_record(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, fsync=True)
     apply_umask(file)
     file_stat = file.stat()
-    file_times = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}
-    return {"path": str(file.relative_to(stage_path)), "size": file_stat.st_size, "sha256": digest, **file_times}
+    file_identity = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}
+    return {"path": str(file.relative_to(stage_path)), "size": file_stat.st_size, "sha256": digest, **file_identity}

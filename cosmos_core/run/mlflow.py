@@ -14,7 +14,7 @@ from cosmos_core.errors import ConfigError
 RUN_KEY_TAG = "cosmos.key"
 """Name of the tag with the key of an MLflow run or model version."""
 _ENVIRONMENT_DEFAULTS = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
-_INVALID_CHARACTERS = re.compile(r"[^\w/. :-]")
+_INVALID_METRIC_CHARACTERS = re.compile(r"[^\w/. :-]")
 
 
 def open_client() -> Any:
@@ -28,7 +28,7 @@ def open_client() -> Any:
     return MlflowClient()
 
 
-def get_or_create_run(client: Any, experiment: str, key: str, name: str, tags: Mapping[str, str]) -> Any:
+def get_or_create_run(client: Any, experiment: str, run_key: str, name: str, tags: Mapping[str, str]) -> Any:
     """Return the MLflow run with a key in an experiment; create the run, and the experiment, if it does not exist."""
     from mlflow.exceptions import MlflowException
 
@@ -39,13 +39,13 @@ def get_or_create_run(client: Any, experiment: str, key: str, name: str, tags: M
             if client.get_experiment_by_name(experiment) is None:
                 raise
         existing_experiment = client.get_experiment_by_name(experiment)
-    experiment_id, key_filter = existing_experiment.experiment_id, f"tags.`{RUN_KEY_TAG}` = '{key}'"
-    search_runs = partial(client.search_runs, [experiment_id], key_filter, order_by=["attributes.start_time ASC"])
+    experiment_id, run_key_filter = existing_experiment.experiment_id, f"tags.`{RUN_KEY_TAG}` = '{run_key}'"
+    search_runs = partial(client.search_runs, [experiment_id], run_key_filter, order_by=["attributes.start_time ASC"])
     if not search_runs():
-        client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: key}, run_name=name)
+        client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: run_key}, run_name=name)
     return search_runs()[0]  # the oldest: a repeated request may have created a second run
 
 
 def sanitize_metric_name(name: str) -> str:
     """Return the name of a metric without the letters that MLflow refuses, such as the `@` of `pass@4`."""
-    return _INVALID_CHARACTERS.sub("_", name)
+    return _INVALID_METRIC_CHARACTERS.sub("_", name)

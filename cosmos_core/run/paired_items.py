@@ -23,14 +23,14 @@ _TEST_POWER = 0.8
 class PairedDifferences:
     """Differences of a metric between a new and an old model, one per item of a benchmark."""
 
-    differences: tuple[float, ...]
+    item_differences: tuple[float, ...]
     is_binary: bool
     """True if the metric of every item is 0 or 1 (wrong or right)."""
 
     @property
     def mean(self) -> float:
         """Return the mean of the differences per item."""
-        return math.fsum(self.differences) / len(self.differences)
+        return math.fsum(self.item_differences) / len(self.item_differences)
 
     def p_value(self, margin: float = 0.0) -> float:
         """Return the probability (p-value) of a mean difference at least as high as this one if the true mean
@@ -38,41 +38,41 @@ class PairedDifferences:
         Student's t-test. Raises `ConfigError` if SciPy is not installed."""
         stats = _import_scipy_stats()
         if self.is_binary and not margin:
-            num_better = sum(difference > 0 for difference in self.differences)
-            num_changed = sum(difference != 0 for difference in self.differences)
+            num_better = sum(difference > 0 for difference in self.item_differences)
+            num_changed = sum(difference != 0 for difference in self.item_differences)
             return float(stats.binomtest(num_better, num_changed, alternative="greater").pvalue) if num_changed else 1.0
         return float(stats.ttest_1samp(self._nonconstant_differences, margin, alternative="greater").pvalue)
 
-    def describe(self, confidence: float) -> dict[str, Any]:
+    def summarize(self, confidence: float) -> dict[str, Any]:
         """Return the mean difference with its two-sided confidence interval, the numbers of items, of better and of
         worse items, and the smallest difference that this number of items detects in 80 of 100 cases."""
         stats = _import_scipy_stats()
         standard_error = float(stats.sem(self._nonconstant_differences))
-        interval_half_width = float(stats.t.ppf((1 + confidence) / 2, len(self.differences))) * standard_error
+        interval_half_width = float(stats.t.ppf((1 + confidence) / 2, len(self.item_differences))) * standard_error
         return {
             "difference": self.mean,
             "low": self.mean - interval_half_width,
             "high": self.mean + interval_half_width,
-            "items": len(self.differences),
-            "better": sum(difference > 0 for difference in self.differences),
-            "worse": sum(difference < 0 for difference in self.differences),
+            "items": len(self.item_differences),
+            "better": sum(difference > 0 for difference in self.item_differences),
+            "worse": sum(difference < 0 for difference in self.item_differences),
             "detectable": _compute_detection_factor(confidence) * standard_error,
         }
 
     @property
     def _nonconstant_differences(self) -> tuple[float, ...]:
         """Return the differences and one positive and one negative extra value, so that the variance is never zero."""
-        padding_value = 1.0 if self.is_binary else max(map(abs, self.differences)) or 1e-12
-        return (*self.differences, padding_value, -padding_value)
+        padding_value = 1.0 if self.is_binary else max(map(abs, self.item_differences)) or 1e-12
+        return (*self.item_differences, padding_value, -padding_value)
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """Return the p-values of several tests after Holm's correction: if all tests with a corrected value of at most 0.05
     are rejected, the probability of any false rejection is at most 5 %."""
     corrected_p_values, largest_p_value = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest_p_value = max(largest_p_value, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected_p_values[index] = largest_p_value
+    for rank, test_index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest_p_value = max(largest_p_value, min(1.0, (len(p_values) - rank) * p_values[test_index]))
+        corrected_p_values[test_index] = largest_p_value
     return corrected_p_values
 
 
@@ -82,51 +82,51 @@ def compute_sample_size(num_items: int, detectable_difference: float, difference
     return math.ceil(num_items * (detectable_difference / difference) ** 2 - 1e-9) if difference > 0 else None
 
 
-def find_published_item_folders(record: Mapping[str, Any], metric: str) -> Iterator[Path]:
+def find_published_item_folders(publication_record: Mapping[str, Any], metric: str) -> Iterator[Path]:
     """Yield the stage directories on this machine whose evaluation measured `metric` of the published model and kept
-    the items; `record` is the record of the published model."""
-    for file in sorted(Path(record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")):
+    the items; `publication_record` is the record of the published model."""
+    for file in sorted(Path(publication_record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")):
         result = read_result(file.parent)
-        if result is not None and result["metrics"].get(metric) == record["metrics"][metric]:
+        if result is not None and result["metrics"].get(metric) == publication_record["metrics"][metric]:
             yield file.parent
 
 
-def compute_detectable_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
+def compute_detectable_effect(metric: str, mean: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
-    differences. Return None if the evaluation kept no items, or if `value` of the metric is not their mean."""
-    values = list(_read_item_values(metric, folder / ITEMS_FILE).values())
-    num_items = len(values)
-    if num_items < 2 or not abs(math.fsum(values) / num_items - value) <= 1e-6:
+    differences. Return None if the evaluation kept no items, or if their mean is not `mean`, its metric."""
+    scores = list(_read_item_values(metric, folder / ITEMS_FILE).values())
+    num_items = len(scores)
+    if num_items < 2 or not abs(math.fsum(scores) / num_items - mean) <= 1e-6:
         return None
-    stddev = pstdev([*values, min(values), max(values)]) if len({*values}) > 1 else 1.0 / math.sqrt(num_items)
+    stddev = pstdev([*scores, min(scores), max(scores)]) if len({*scores}) > 1 else 1.0 / math.sqrt(num_items)
     return num_items, _compute_detection_factor(confidence) * stddev * math.sqrt(2 / num_items)
 
 
 def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDifferences | None:
     """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
     directories; None if an evaluation kept no items, or if the items differ."""
-    values_per_model = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (new_folder, old_folder)]
-    if len(values_per_model[0]) < 2 or values_per_model[0].keys() != values_per_model[1].keys():
+    model_values = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (new_folder, old_folder)]
+    if len(model_values[0]) < 2 or model_values[0].keys() != model_values[1].keys():
         return None
-    differences = tuple(values_per_model[0][item] - values_per_model[1][item] for item in values_per_model[0])
-    return PairedDifferences(differences, {*values_per_model[0].values(), *values_per_model[1].values()} <= {0.0, 1.0})
+    item_differences = tuple(model_values[0][item] - model_values[1][item] for item in model_values[0])
+    return PairedDifferences(item_differences, {*model_values[0].values(), *model_values[1].values()} <= {0.0, 1.0})
 
 
 def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], float]:
     """Return the value of a metric for each item of a benchmark, by the item's position and the hash of its content."""
     _, _, item_metric = metric.partition("/")
-    task, _, metric_column = item_metric.rpartition("/")
-    if not task or not items_file.is_file():
+    task_name, _, metric_column = item_metric.rpartition("/")
+    if not task_name or not items_file.is_file():
         return {}
     import pyarrow.parquet as pq
 
     if metric_column not in pq.read_schema(items_file).names:
         return {}
-    rows: Sequence[dict[str, Any]] = pq.read_table(
-        items_file, columns=["doc_id", "doc_hash", metric_column], filters=[("task", "=", task)]
+    item_rows: Sequence[dict[str, Any]] = pq.read_table(
+        items_file, columns=["doc_id", "doc_hash", metric_column], filters=[("task", "=", task_name)]
     ).to_pylist()
-    return {(row["doc_id"], row["doc_hash"]): row[metric_column] for row in rows if row[metric_column] is not None}
+    return {(row["doc_id"], row["doc_hash"]): row[metric_column] for row in item_rows if row[metric_column] is not None}
 
 
 def _compute_detection_factor(confidence: float) -> float:

@@ -24,8 +24,8 @@ _MACHINE_PROPERTIES = frozenset({"device", "versions", "kernels"})
 
 @dataclass(frozen=True)
 class StageDecision:
-    """Decision about a stage. `reuse`: its result in this run is valid. `adopt`: copy the result of another run. `run`:
-    run the stage. `depends`: the decision needs the results of earlier stages."""
+    """Decision about a stage: `reuse` its valid result in this run, `adopt` a copy of the result of another run, `run`
+    the stage, or `depends` if the decision needs the results of earlier stages."""
 
     action: Literal["reuse", "adopt", "run", "depends"]
     reason: str
@@ -34,15 +34,15 @@ class StageDecision:
     result: Result | None = None
 
 
-def fingerprint_folder(output_dir: Path, value: str) -> Path:
-    """Return the folder that lists the finished stages with a fingerprint, and is locked while a stage with it runs."""
-    return output_dir / SHARED_FOLDER / "fingerprints" / value
+def fingerprint_folder(output_dir: Path, fingerprint_value: str) -> Path:
+    """Return the folder with an entry for each finished stage with a fingerprint; a running stage locks the folder."""
+    return output_dir / SHARED_FOLDER / "fingerprints" / fingerprint_value
 
 
-def register_result(output_dir: Path, stage_path: Path, value: str) -> None:
-    """List a finished stage under its fingerprint so that other runs find it; losing an entry costs time only."""
+def register_result(output_dir: Path, stage_path: Path, fingerprint_value: str) -> None:
+    """List a finished stage under its fingerprint so that other runs find it; a lost entry only costs time."""
     relative_path = stage_path.relative_to(output_dir)
-    file = fingerprint_folder(output_dir, value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
+    file = fingerprint_folder(output_dir, fingerprint_value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"stage": str(relative_path)}, fsync=False)
 
@@ -56,24 +56,24 @@ def decide_reuse(
     # The entries are read only if the stage is not done in its own run: the folder may list hundreds of other runs.
     stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
     other_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
-    own_stage_paths, damage = [] if stage_path is None else [stage_path], ""
+    own_stage_paths, damage_text = [] if stage_path is None else [stage_path], ""
     for path in chain(own_stage_paths, (path for path in other_stage_paths if path != stage_path)):
         result, run_label = read_result(path), f"run {path.parent.parent.name}"
         if result is None or result["fingerprint"] != expected_fingerprint.value:
             continue
         path_damage = find_output_damage(path, result, ignores_cache=ignores_cache)
         if path_damage:
-            damage = damage or (path_damage if path == stage_path else f"{run_label}: {path_damage}")
+            damage_text = damage_text or (path_damage if path == stage_path else f"{run_label}: {path_damage}")
         elif path == stage_path:
             return StageDecision("reuse", "done in this run", path, result)
         else:
             return StageDecision("adopt", f"same fingerprint as {run_label}", path, result)
-    return StageDecision("run", f"made before, but {damage}") if damage else None
+    return StageDecision("run", f"made before, but {damage_text}") if damage_text else None
 
 
 def plan_stages(
     pipeline: Pipeline,
-    kinds: Mapping[str, StageKind],
+    stage_kinds: Mapping[str, StageKind],
     output_dir: Path,
     *,
     ignores_cache: bool = False,
@@ -85,17 +85,17 @@ def plan_stages(
     digest_cache = shared_digest_cache(output_dir, ignores_cache=ignores_cache)
     decisions: dict[str, StageDecision] = {}
     for stage in pipeline.stages:
-        kind = kinds[stage.kind]
+        stage_kind = stage_kinds[stage.kind]
         undecided_stages = [name for name in stage.after if decisions[name].result is None]
         if undecided_stages:
-            action: Literal["run", "depends"] = "depends" if kind.is_reusable else "run"
+            action: Literal["run", "depends"] = "depends" if stage_kind.is_reusable else "run"
             decisions[stage.name] = StageDecision(action, f"after {', '.join(undecided_stages)}")
             continue
         upstream_digests = {name: result["digest"] for name in stage.after if (result := decisions[name].result)}
-        if not kind.is_reusable:
+        if not stage_kind.is_reusable:
             decisions[stage.name] = StageDecision("run", "looks at the outside world, so it runs each time")
             continue
-        current_fingerprint = compute_fingerprint(pipeline, stage, kind, upstream_digests, digest_cache)
+        current_fingerprint = compute_fingerprint(pipeline, stage, stage_kind, upstream_digests, digest_cache)
         decision: StageDecision | None = None
         candidates = [current_fingerprint]
         if stage.work_pool:
@@ -111,10 +111,10 @@ def plan_stages(
     return decisions
 
 
-def save_fingerprint(stage_path: Path, value: Fingerprint, work_pool: str = "") -> None:
+def save_fingerprint(stage_path: Path, fingerprint: Fingerprint, work_pool: str = "") -> None:
     """Save the ingredients of a fingerprint, by which a later run can tell what changed, and the stage's work pool."""
-    content = asdict(value) | {"of_training": value.training_hash}
-    write_json(stage_path / FINGERPRINT_FILE, content | ({"work_pool": work_pool} if work_pool else {}))
+    saved_content = asdict(fingerprint) | {"of_training": fingerprint.training_hash}
+    write_json(stage_path / FINGERPRINT_FILE, saved_content | ({"work_pool": work_pool} if work_pool else {}))
 
 
 def read_fingerprint(stage_path: Path) -> Fingerprint | None:
@@ -137,7 +137,7 @@ def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint
     decision = decide_reuse(run.output_dir, stage_path, current_fingerprint, ignores_cache=run.should_verify_files)
     if decision is not None and decision.action == "run":
         return decision.reason
-    run_id, changes = _find_nearest_run(run.output_dir, run.pipeline.config.name, stage.name, current_fingerprint)
+    run_id, changes = _find_most_similar_run(run.output_dir, run.pipeline.config.name, stage.name, current_fingerprint)
     return f"{'; '.join(changes)} (since run {run_id})" if changes and saved_fingerprint is None else ""
 
 
@@ -162,19 +162,19 @@ def find_pool_fingerprints(
 def _parse_fingerprint(saved_values: Any) -> Fingerprint | None:
     if not isinstance(saved_values, dict) or not isinstance(saved_values.get("ingredients"), dict):
         return None
-    inputs = saved_values.get("inputs")  # runs of earlier versions have no list of inputs
-    input_lists = [each for each in inputs if isinstance(each, list)] if isinstance(inputs, list) else []
+    saved_inputs = saved_values.get("inputs")  # runs of earlier versions have no list of inputs
+    input_lists = [each for each in saved_inputs if isinstance(each, list)] if isinstance(saved_inputs, list) else []
     valid_input_lists = [each for each in input_lists if len(each) == 4]
     input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in valid_input_lists)
     return Fingerprint(str(saved_values.get("value")), saved_values["ingredients"], input_tuples)
 
 
-def _read_saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
+def _read_saved_fingerprints(output_dir: Path, pipeline_name: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
     """Return a stage's fingerprints in the newest runs of a pipeline with their work pools, by run id, newest first."""
-    runs = read_json(output_dir / RUNS_FILE)
+    run_entries = read_json(output_dir / RUNS_FILE)
     fingerprints: dict[str, tuple[Fingerprint, str]] = {}
-    for run in reversed(runs if isinstance(runs, list) else []):
-        if not isinstance(run, dict) or run.get("pipeline") != pipeline or len(fingerprints) == _MAX_COMPARED_RUNS:
+    for run in reversed(run_entries if isinstance(run_entries, list) else []):
+        if not isinstance(run, dict) or run.get("pipeline") != pipeline_name or len(fingerprints) == _MAX_COMPARED_RUNS:
             continue
         saved_values = read_json_object(output_dir / str(run.get("run_id")) / "stages" / stage / FINGERPRINT_FILE)
         if fingerprint := _parse_fingerprint(saved_values):
@@ -182,18 +182,19 @@ def _read_saved_fingerprints(output_dir: Path, pipeline: str, stage: str) -> dic
     return fingerprints
 
 
-def _explain_new_fingerprint(output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint) -> str:
-    run_id, changes = _find_nearest_run(output_dir, pipeline, stage, current_fingerprint)
+def _explain_new_fingerprint(output_dir: Path, pipeline_name: str, stage: str, current_fingerprint: Fingerprint) -> str:
+    run_id, changes = _find_most_similar_run(output_dir, pipeline_name, stage, current_fingerprint)
     if not changes:
         return f"unfinished in run {run_id}" if run_id else "never made before"
     omitted_changes_note = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
     return f"changed since run {run_id}: {'; '.join(changes[:2])}{omitted_changes_note}"
 
 
-def _find_nearest_run(
-    output_dir: Path, pipeline: str, stage: str, current_fingerprint: Fingerprint
+def _find_most_similar_run(
+    output_dir: Path, pipeline_name: str, stage: str, current_fingerprint: Fingerprint
 ) -> tuple[str, list[str]]:
-    """Return the id of the earlier run whose stage is most similar (empty if there is none), and the differences."""
-    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline, stage).items()
+    """Return the id of the earlier run whose stage has the most similar fingerprint, and the differences between the
+    fingerprints; empty values if no earlier run has the stage."""
+    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline_name, stage).items()
     changes = [(run_id, current_fingerprint.describe_difference(saved)) for run_id, (saved, _) in saved_fingerprints]
     return min(changes, key=lambda run_changes: len(run_changes[1]), default=("", []))

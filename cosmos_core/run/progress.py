@@ -19,7 +19,7 @@ from cosmos_core.run.tail import FileTail
 PHASE_TIMEOUT_SECONDS: dict[str, float] = {
     "start": 300, "load": 3600, "compile": 3600, "prepare": 3600, "generate": 1800,
     "score": 1800, "step": 1800, "save": 3600, "validate": 3600,
-    "export": 6 * 3600,  # 1 TB at 100 MB/s, written and read again without a heartbeat
+    "export": 6 * 3600,  # time to write and read 1 TB at 100 MB/s without a heartbeat
 }  # fmt: skip
 _MAX_WARNINGS = 5
 _MIN_HEARTBEAT_SECONDS = 0.2
@@ -59,79 +59,79 @@ class ProgressWriter:
         self._path = path
         self._last_write_time = 0.0
         self._last_step_time: float | None = None
-        self._compile_start = ("start", 0.0)
-        self._lock = threading.RLock()  # other threads call `warn` and `report_checkpoint`; a write may log a warning
-        self._position = ProgressRecord(pid=os.getpid())
-        self._write(is_forced=True)
+        self._phase_and_compile_start = ("start", 0.0)
+        self._lock = threading.RLock()  # reentrant, because a write may log a warning, which calls `warn`
+        self._record = ProgressRecord(pid=os.getpid())
+        self._write(should_write_now=True)
 
     @property
     def total(self) -> int | None:
         """Return the total number of steps of the stage, or None if it is unknown."""
-        return self._position.total
+        return self._record.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
-        """Enter a phase, which counts as hung after `deadline_seconds` without a heartbeat; None: its default."""
-        is_new_phase = name != self._position.phase
-        self._position.phase, self._position.done, self._position.count = name, 0, 0
-        self._position.deadline_seconds = deadline_seconds or PHASE_TIMEOUT_SECONDS.get(name, 600)
-        self._write(is_forced=is_new_phase)
+        """Enter a phase, which counts as hung after `deadline_seconds` (None: its default) without heartbeat."""
+        is_new_phase = name != self._record.phase
+        self._record.phase, self._record.done, self._record.count = name, 0, 0
+        self._record.deadline_seconds = deadline_seconds or PHASE_TIMEOUT_SECONDS.get(name, 600)
+        self._write(should_write_now=is_new_phase)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Report that step `step` of `total` steps is done; the progress line shows `metrics`."""
-        now, record = time.monotonic(), self._position
-        if self._last_step_time is not None and step > record.step:
-            seconds_per_step = (now - self._last_step_time) / (step - record.step)
-            record.longest_step_seconds = max(record.longest_step_seconds, seconds_per_step)
+        now, progress_record = time.monotonic(), self._record
+        if self._last_step_time is not None and step > progress_record.step:
+            seconds_per_step = (now - self._last_step_time) / (step - progress_record.step)
+            progress_record.longest_step_seconds = max(progress_record.longest_step_seconds, seconds_per_step)
         self._last_step_time = now
-        record.step, record.total, record.metrics = step, total, metrics
-        self._write(is_forced=step == total)
+        progress_record.step, progress_record.total, progress_record.metrics = step, total, metrics
+        self._write(should_write_now=step == total)
 
     def report_checkpoint(self, step: int) -> None:
         """Report that the checkpoint of `step` is complete, which counts as progress of the attempt."""
-        self._position.checkpoint_step = step
-        self._write(is_forced=True)
+        self._record.checkpoint_step = step
+        self._write(should_write_now=True)
 
     def advance(self, num_done: int, count: int) -> None:
         """Report that `num_done` of `count` rows, prompts or pairs of the current phase are processed."""
-        self._position.done, self._position.count = num_done, count
-        self._write(is_forced=False)
+        self._record.done, self._record.count = num_done, count
+        self._write(should_write_now=False)
 
     @property
     def compile_seconds(self) -> float:
         """Return the seconds that torch has spent compiling so far."""
-        return self._position.compile_seconds
+        return self._record.compile_seconds
 
     def begin_compiling(self) -> None:
         """Enter the phase `compile`, which lasts until `end_compiling` is called."""
-        self._compile_start = (self._position.phase, time.monotonic())
+        self._phase_and_compile_start = (self._record.phase, time.monotonic())
         self.phase("compile")
 
     def end_compiling(self) -> None:
         """End the phase `compile`, and return to the phase before it."""
-        phase, start_time = self._compile_start
-        self._position.compile_seconds += time.monotonic() - start_time
+        phase, start_time = self._phase_and_compile_start
+        self._record.compile_seconds += time.monotonic() - start_time
         self.phase(phase)
 
     def warn(self, message: str) -> None:
         """Report a warning, which the console and the report show; only the first few different ones are kept."""
         with self._lock:
-            if message in self._position.warnings or len(self._position.warnings) >= _MAX_WARNINGS:
+            if message in self._record.warnings or len(self._record.warnings) >= _MAX_WARNINGS:
                 return
-            self._position.warnings.append(message)
-        self._write(is_forced=True)
+            self._record.warnings.append(message)
+        self._write(should_write_now=True)
 
     def beat(self) -> None:
         """Report that the worker is alive."""
-        self._write(is_forced=False)
+        self._write(should_write_now=False)
 
-    def _write(self, *, is_forced: bool) -> None:
+    def _write(self, *, should_write_now: bool) -> None:
         now = time.monotonic()
         with self._lock:
-            self._position.heartbeat = time.time()
-            self._position.beats += 1
-            if is_forced or now - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
+            self._record.heartbeat = time.time()
+            self._record.beats += 1
+            if should_write_now or now - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
                 self._last_write_time = now
-                write_json(self._path, self._position.model_dump(warnings=False), fsync=False)
+                write_json(self._path, self._record.model_dump(warnings=False), fsync=False)
 
 
 def read_progress(stage_path: Path) -> ProgressRecord | None:
@@ -144,16 +144,16 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.watchers: list[Callable[[dict[str, Any]], None]] = []
+        self.line_callbacks: list[Callable[[dict[str, Any]], None]] = []
         """Callbacks that receive each line of metrics after it was written; they must neither block nor raise."""
         self._lock = threading.Lock()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append the metrics of one step to `metrics.jsonl`."""
-        line = {"step": step, "time": time.time(), **values}
+        line = {"step": step, "time": time.time(), **metrics}
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        for watcher in self.watchers:
+        for watcher in self.line_callbacks:
             watcher(line)
 
     def sync(self) -> None:

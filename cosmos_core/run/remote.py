@@ -16,7 +16,7 @@ from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import is_s3_url
-from cosmos_core.config.schema.marks import ReferenceKind
+from cosmos_core.config.schema.field_metadata import ReferenceKind
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import convert_references
@@ -34,16 +34,16 @@ _LATEST_FOLDER = "latest"
 
 
 def pin_urls(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the URL of every store pinned to its present content. Raises `DataError` if there is no
-    object at a URL or the store is not reachable, and `ConfigError` if it refuses the credentials."""
+    """Return the pipeline with the digest of the present content appended to every S3 URL. Raises `DataError` if there
+    is no object at a URL or the store is not reachable, and `ConfigError` if it refuses the credentials."""
     pinned_urls: dict[str, str] = {}
 
-    def pin_url(reference_kind: ReferenceKind, text: str) -> str:
-        if reference_kind is not ReferenceKind.PATH or not is_s3_url(text) or "#" in text:
-            return text
-        if text not in pinned_urls:
-            pinned_urls[text] = append_content_digest(text)
-        return pinned_urls[text]
+    def pin_url(reference_kind: ReferenceKind, reference: str) -> str:
+        if reference_kind is not ReferenceKind.PATH or not is_s3_url(reference) or "#" in reference:
+            return reference
+        if reference not in pinned_urls:
+            pinned_urls[reference] = append_content_digest(reference)
+        return pinned_urls[reference]
 
     stages = [convert_references(stage, pin_url) for stage in pipeline.stages]
     recipes = {name: convert_references(recipe, pin_url) for name, recipe in pipeline.recipes.items()}
@@ -66,24 +66,24 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, on_file: Callable[[]
     if not urls:
         return stage, recipe
     folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    paths = {url: str(download_pinned_url(url, folder, on_file)) for url in sorted(urls)}
+    local_paths = {url: str(download_pinned_url(url, folder, on_file)) for url in sorted(urls)}
 
-    def to_local_path(reference_kind: ReferenceKind, text: str) -> str:
-        return paths.get(text, text)
+    def to_local_path(reference_kind: ReferenceKind, reference: str) -> str:
+        return local_paths.get(reference, reference)
 
     return convert_references(stage, to_local_path), convert_references(recipe, to_local_path)
 
 
-def download_url(name: str, output_dir: Path) -> str:
-    """Return the local path of the present content of a URL of a store, shared with the runs in `output_dir`; return
-    any other name unchanged. For errors see `download_inputs`."""
+def download_url(source: str, output_dir: Path) -> str:
+    """Download the present content of an S3 URL to the shared folder of the runs in `output_dir`, and return its local
+    path; return any other name unchanged. For errors see `download_inputs`."""
     folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    return str(download_pinned_url(append_content_digest(name), folder)) if is_s3_url(name) else name
+    return str(download_pinned_url(append_content_digest(source), folder)) if is_s3_url(source) else source
 
 
 def download_pinned_url(url: str, folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
-    """Return the local file or folder, below `folder`, with the content of a pinned URL; download what is missing of
-    it. For errors see `download_inputs`."""
+    """Return the local file or folder, below `folder`, with the content of a pinned URL, after downloading the objects
+    that are missing there. For errors see `download_inputs`."""
     unpinned_url, _, digest = url.partition("#")
     local_folder = folder / (digest or append_content_digest(url).rpartition("#")[2])
     object_name = split_s3_url(unpinned_url)[1].rpartition("/")[2]
@@ -98,8 +98,8 @@ def download_pinned_url(url: str, folder: Path, on_file: Callable[[], None] = la
                 _download_objects(unpinned_url, objects, partial_folder, on_file)
             os.rename(partial_folder, local_folder)
     file = local_folder / object_name
-    names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
-    return file if names == [object_name] and file.is_file() else local_folder
+    local_names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
+    return file if local_names == [object_name] and file.is_file() else local_folder
 
 
 def _resolve_latest_pointer(url: str) -> str:
@@ -114,21 +114,21 @@ def _resolve_latest_pointer(url: str) -> str:
     pointer: Any = None
     with suppress(ValueError):
         pointer = json.loads(pointer_bytes)
-    version = pointer.get("version") if isinstance(pointer, dict) else None
-    if not version or not isinstance(version, str):
+    version_name = pointer.get("version") if isinstance(pointer, dict) else None
+    if not version_name or not isinstance(version_name, str):
         raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
-    return f"{parent_url}/{version}"
+    return f"{parent_url}/{version_name}"
 
 
 def _list_objects(url: str) -> list[StoredObject]:
-    name, prefix = split_s3_url(url)
+    bucket_name, prefix = split_s3_url(url)
     folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
     # Some tools create an empty object, whose key ends with a slash, for each folder.
-    objects_with_prefix = [each for each in Bucket(name).list_objects(prefix) if not each.key.endswith("/")]
-    objects = [each for each in objects_with_prefix if each.key == prefix or each.key.startswith(folder_prefix)]
-    if not objects:
+    objects_with_prefix = [each for each in Bucket(bucket_name).list_objects(prefix) if not each.key.endswith("/")]
+    stored_objects = [each for each in objects_with_prefix if each.key == prefix or each.key.startswith(folder_prefix)]
+    if not stored_objects:
         raise DataError(f"{url}: nothing lies there; give an object, or what several begin with up to a '/'")
-    return objects
+    return stored_objects
 
 
 def _compute_content_digest(url: str, objects: list[StoredObject]) -> str:
@@ -146,7 +146,7 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_s3_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
-    for temporary_file in folder.rglob(".*.tmp"):  # left by a killed process, as the caller holds the lock
+    for temporary_file in folder.rglob(".*.tmp"):  # files of a killed process, because the caller holds the lock
         temporary_file.unlink()
     paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
     missing_files = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]

@@ -39,7 +39,7 @@ def compute_retrain_digest(pipeline: Pipeline) -> str:
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.stage_kind(stage).is_reusable:  # the inputs of gates and uploads are outputs of other stages
+        if not pipeline.stage_kind(stage).is_reusable:  # a gate or upload: other stages make all of its inputs
             content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
             continue
         ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
@@ -51,7 +51,7 @@ def compute_retrain_digest(pipeline: Pipeline) -> str:
 def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_model: str) -> Path:
     """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The path of the
     config is used as the user wrote it: a deployment may unpack its files into a new folder per trigger."""
-    identity_values_json = json.dumps([pipeline.config.name, str(pipeline.source), list(overrides), initial_model])
+    identity_values_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
     file_stem = hashlib.sha256(identity_values_json.encode()).hexdigest()[:16]
     return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
 

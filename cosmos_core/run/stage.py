@@ -29,12 +29,12 @@ CHECKED_PROMPTS_FILE = "prompts.json"
 CONDITIONS_FILE = "conditions.json"
 """Name of the file of a gate, also of one that refused, with its conditions and measured values."""
 _STAGE_FILE = "stage.toml"
-_INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
+_SAVED_INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
 
 @dataclass
 class Stage:
-    """Argument of the program of a stage, in the worker or, for lightweight kinds, in the process of the flow."""
+    """Settings, inputs and directory of a stage, which the program of the stage receives as its argument."""
 
     path: Path
     """Directory of the stage, `<run>/stages/<name>`, for all its files."""
@@ -112,7 +112,7 @@ class Stage:
             "recipe": self.recipe.model_dump(),
             "sources": [source.model_dump() for source in self.sources],
             "origin": self.origin,
-            "inputs": {name: {key: result[key] for key in _INPUT_KEYS} for name, result in self.inputs.items()},
+            "inputs": {name: {key: result[key] for key in _SAVED_INPUT_KEYS} for name, result in self.inputs.items()},
         }
         write_text(self.path / _STAGE_FILE, tomli_w.dumps(without_none(saved_stage)))
 
@@ -147,23 +147,23 @@ def find_source_stage(path: Path) -> Path:
     folders = [path]
     while (result := read_result(folders[-1])) and (source := Path(result["reused_from"] or path)) not in folders:
         if (read_result(source) or {}).get("digest") != result["digest"]:
-            break  # the stage of the other run has another result now
+            break  # the stage of the other run was run again
         folders.append(source)
     return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
 
 
-def read_requested_engines(path: Path, default_num_engines: int) -> int:
+def read_requested_num_engines(path: Path, default_num_engines: int) -> int:
     """Return the number of rollout engines that `cosmos scale` requested for a training, or the configured number."""
     num_engines = read_json(path / ENGINES_FILE)
     return num_engines if type(num_engines) is int and num_engines > 0 else default_num_engines
 
 
 def parse_stage_kind(kind_table: dict[str, Any]) -> StageKind:
-    """Return the stage kind in a table of `dataclasses.asdict`; raise TypeError if another version wrote it."""
+    """Return the stage kind that was saved as a table; raise TypeError if another version of the package saved it."""
     return StageKind(**_convert_lists_to_tuples(kind_table))
 
 
-def _convert_lists_to_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _convert_lists_to_tuples(element) for key, element in value.items()}
-    return tuple(value) if isinstance(value, list) else value
+def _convert_lists_to_tuples(toml_value: Any) -> Any:
+    if isinstance(toml_value, dict):
+        return {key: _convert_lists_to_tuples(element) for key, element in toml_value.items()}
+    return tuple(toml_value) if isinstance(toml_value, list) else toml_value

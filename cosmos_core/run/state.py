@@ -104,11 +104,11 @@ def read_state(stage_path: Path) -> StageState:
     return state or StageState()
 
 
-def update_state(stage_path: Path, **changes: Any) -> StageState:
+def update_state(stage_path: Path, **changed_fields: Any) -> StageState:
     """Replace some fields of `state.json` atomically, but without a sync to disk: only a power failure can lose the
     change, and it also ends the attempt that the state describes."""
     stage_path.mkdir(parents=True, exist_ok=True)
-    state = read_state(stage_path).model_copy(update=changes)
+    state = read_state(stage_path).model_copy(update=changed_fields)
     write_json(stage_path / "state.json", state.model_dump(), fsync=False)
     return state
 
@@ -121,13 +121,14 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
 
 
 def record_failure(stage_path: Path, error: CosmosError) -> None:
-    """Record the error, masked, that ended an attempt, and count attempts without progress, except preemptions."""
+    """Record the error that ended an attempt, with masked secrets. Count attempts that failed without progress; an
+    attempt that was preempted does not count."""
     mask_error_message(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
     num_failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
-    message = _RANK_OR_ADDRESS_PATTERN.sub("", str(error))
-    failure_message = f"step {state.step}: {message}" if isinstance(error, ProgramError) else ""
+    comparable_message = _RANK_OR_ADDRESS_PATTERN.sub("", str(error))
+    failure_message = f"step {state.step}: {comparable_message}" if isinstance(error, ProgramError) else ""
     is_repeated = bool(failure_message) and failure_message == state.failed_with
     if is_repeated:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)

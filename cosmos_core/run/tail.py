@@ -35,12 +35,12 @@ class FileTail:
 
     def read_lines(self, *, is_last_read: bool = False) -> list[str]:
         """Return the complete lines since the last call; with `is_last_read`, also a last line without a line break."""
-        text = self.read_text(is_last_read=is_last_read)
-        *lines, self._incomplete_line = (self._incomplete_line + text).split("\n")
+        new_text = self.read_text(is_last_read=is_last_read)
+        *complete_lines, self._incomplete_line = (self._incomplete_line + new_text).split("\n")
         if is_last_read and self._incomplete_line:
-            lines.append(self._incomplete_line)
+            complete_lines.append(self._incomplete_line)
             self._incomplete_line = ""
-        return lines
+        return complete_lines
 
 
 def _create_decoder() -> codecs.IncrementalDecoder:

@@ -74,7 +74,7 @@ class EndpointClient:
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
                 seed=seed % (1 << 31), extra_body=_make_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
             )  # fmt: skip
-        except ValueError as error:  # the server declares JSON and sends something else
+        except ValueError as error:  # the reply is declared as JSON, but is not JSON
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
         if not getattr(reply, "choices", None):  # a reply that is not JSON is a string, without choices
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
@@ -82,7 +82,7 @@ class EndpointClient:
         # Replace lone surrogates, which tokenizers refuse.
         text = _make_reply_text(choice.message).encode(errors="replace").decode()
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # log-probabilities of 0, since servers may return none
+        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # placeholder log-probabilities: servers may return none
         return Completion((segment,), "stop" if choice.finish_reason in {"stop", "tool_calls"} else "length", text)
 
 

@@ -26,7 +26,7 @@ from cosmos_core.rewards.base import full_reward, invalid_scores_error
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import raise_disk_full, replace_folder, write_text
 from cosmos_core.run.stage import Stage
-from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, append_records, read_records, record_prompt
+from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, append_records, make_prompt_record, read_records
 from cosmos_core.sample.selection import compute_pass_rate, make_metrics, make_rows, select_completions
 from cosmos_core.train.generation import open_engine
 from cosmos_core.train.measure import open_rewards, prepared_folder, score_on_first_rank, training_rewards
@@ -40,28 +40,28 @@ _ROWS_FOLDER = "rows"
 
 def run(stage: Stage) -> Outcome:
     """Sample completions of all prompts, keep some of them, and write the rows. Raise DataError if a prompt has images
-    or no completion is kept, RewardError if a reward cannot be loaded or raises for each completion of the first batch
-    or of all, and Preempted if a stop was requested; finished batches are kept."""
+    or no completion is kept, RewardError if a reward cannot be loaded or all rewards of the first batch or of all
+    batches are invalid, and Preempted if a stop was requested; finished batches are kept."""
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
-    config, rewards = stage.recipe.sample, training_rewards(stage.recipe)
+    sample_config, rewards = stage.recipe.sample, training_rewards(stage.recipe)
     pass_rates = [compute_pass_rate(record, full_reward(rewards, prompts[record.id].source)) for record in records]
     completions_to_keep = [
-        select_completions(record, config.keep, pass_rate, stage.seed)
+        select_completions(record, sample_config.keep, pass_rate, stage.seed)
         for record, pass_rate in zip(records, pass_rates, strict=True)
     ]
     model_columns, policy = _make_model_columns(stage), stage.recipe.train.train_policy
     multi_turn = stage.recipe.rollout.multi_turn_config
     continues_turn = multi_turn.enable and multi_turn.continue_final_message
-    tools = load_tool_schemas(multi_turn) if is_first_rank() else []  # the first rank writes the rows
+    tools = load_tool_schemas(multi_turn) if is_first_rank() else []  # only the first rank writes rows
     rows: list[dict[str, Any]] = []
     for record, pass_rate, kept_completions in zip(records, pass_rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
         columns = {"prompt_id": record.id, "pass_rate": pass_rate, **make_tools_column(prompt, tools), **model_columns}
-        turns = make_prompt_turns(prompt, policy.system_prompt_of(prompt.source))
+        turns = make_prompt_turns(prompt, policy.get_system_prompt(prompt.source))
         unfinished_turn = _pop_unfinished_turn(turns, prompt) if continues_turn else None
-        rows += make_rows(record, turns, config, kept_completions, columns, unfinished_turn)
+        rows += make_rows(record, turns, sample_config, kept_completions, columns, unfinished_turn)
     metrics = make_metrics(records, completions_to_keep, pass_rates, len(rows))
     if not rows:
         raise DataError(_make_nothing_kept_message(records, metrics))
@@ -94,7 +94,7 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
             scores = [item for group in scored_groups for item in group.scores]
             if not records and all(item.value is None and item.is_permanent_error for item in scores):
                 raise invalid_scores_error(f"all {len(scores)} rewards of the first batch are invalid", scores)
-            new_records = [record_prompt(group, sampling) for group in scored_groups]
+            new_records = [make_prompt_record(group, sampling) for group in scored_groups]
             if is_first_rank():
                 append_records(stage.path, new_records)
             records += new_records
@@ -113,7 +113,7 @@ def _open_sampler(stage: Stage, sampling: Sampling, exit_stack: ExitStack) -> Ca
 
         def complete_prompts(prompts: Sequence[Prompt]) -> list[Group]:
             policy = stage.recipe.train.train_policy
-            conversations = [(each, make_prompt_turns(each, policy.system_prompt_of(each.source))) for each in prompts]
+            conversations = [(each, make_prompt_turns(each, policy.get_system_prompt(each.source))) for each in prompts]
             return broadcast_object(endpoint.complete_prompts(conversations) if is_first_rank() else [])
 
         return complete_prompts
@@ -156,7 +156,7 @@ def _make_model_columns(stage: Stage) -> dict[str, str]:
     return {"model": model, "model_digest": digest_by_kind.get("model", "")}
 
 
-def _check_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
+def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None:
     """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
     repeated stage generates and scores the completions again, and raise RewardError."""
     candidates = [candidate for record in records for candidate in record.candidates]
@@ -169,7 +169,7 @@ def _check_rewards(file: Path, records: Sequence[SampledPrompt]) -> None:
             )  # fmt: skip
         return
     if is_first_rank():
-        file.unlink(missing_ok=True)
+        records_file.unlink(missing_ok=True)
     raise RewardError(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
 
 

@@ -43,7 +43,7 @@ class SampledPrompt:
     candidates: list[ScoredCompletion]
 
 
-def record_prompt(scored_group: ScoredGroup, sampling: Sampling) -> SampledPrompt:
+def make_prompt_record(scored_group: ScoredGroup, sampling: Sampling) -> SampledPrompt:
     """Return the record of a prompt with its scored completions."""
     prompt, candidates = scored_group.group.prompt, []
     for k, (completion, score) in enumerate(zip(scored_group.group.completions, scored_group.scores, strict=True)):

@@ -61,7 +61,7 @@ def select_pair(
 def make_rows(
     sampled_prompt: SampledPrompt,
     prompt: Sequence[Message],
-    config: SampleStageConfig,
+    sample_config: SampleStageConfig,
     kept_completions: Sequence[ScoredCompletion],
     origin_columns: Mapping[str, Any],
     unfinished_turn: Message | None = None,
@@ -75,8 +75,8 @@ def make_rows(
         first_turn, *later_turns = completion.turns
         return [{**unfinished_turn, "content": unfinished_turn["content"] + first_turn["content"]}, *later_turns]
 
-    if config.pairs:
-        if (pair := select_pair(sampled_prompt, kept_completions, config.min_margin)) is None:
+    if sample_config.pairs:
+        if (pair := select_pair(sampled_prompt, kept_completions, sample_config.min_margin)) is None:
             return []
         chosen, rejected = pair
         return [{

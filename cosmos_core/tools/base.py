@@ -88,24 +88,24 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     calls = []
     search_start = max(0, text.rfind(_REASONING_END_TAG))
     while (call_start := text.find(_CALL_START_TAG, search_start)) >= 0:
-        call, search_start = _parse_call_at(text, call_start + len(_CALL_START_TAG))
+        call, search_start = _parse_tool_call(text, call_start + len(_CALL_START_TAG))
         calls.append(call)
     return calls
 
 
-def _parse_call_at(text: str, call_start: int) -> tuple[ToolCall, int]:
+def _parse_tool_call(text: str, call_start: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call.
 
     The JSON parser determines the end of the call, because a string in the JSON may contain the end mark.
     """
     json_start = call_start + len(text[call_start:]) - len(text[call_start:].lstrip())
     try:
-        value, json_end = _JSON_DECODER.raw_decode(text, json_start)
+        decoded_call, json_end = _JSON_DECODER.raw_decode(text, json_start)
         end_tag_start = json_end + len(text[json_end:]) - len(text[json_end:].lstrip())
         if not text.startswith(_CALL_END_TAG, end_tag_start):
             has_end_tag = _CALL_END_TAG in text[end_tag_start:]
             raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
-        return _make_tool_call(value), end_tag_start + len(_CALL_END_TAG)
+        return _make_tool_call(decoded_call), end_tag_start + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         end_tag_start = text.find(_CALL_END_TAG, call_start)
@@ -113,10 +113,10 @@ def _parse_call_at(text: str, call_start: int) -> tuple[ToolCall, int]:
         return ToolCall("", error=f"the tool call cannot be read: {reason}"), call_end
 
 
-def _make_tool_call(value: Any) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+def _make_tool_call(decoded_call: Any) -> ToolCall:
+    if not isinstance(decoded_call, dict) or not isinstance(decoded_call.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
-    name, arguments = value["name"][:_MAX_TOOL_NAME_LENGTH], value.get("arguments")
+    name, arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
     if isinstance(arguments, str):  # OpenAI's format has the arguments as JSON text
         arguments = _JSON_DECODER.decode(arguments) if arguments.strip() else {}
     if arguments is None:

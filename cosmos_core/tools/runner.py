@@ -28,20 +28,17 @@ from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, t
 
 log = logging.getLogger(__name__)
 
-_MAX_RESULT_LENGTH = 1 << 16
-"""Maximum number of characters of a tool's result that the policy receives."""
-_MAX_SECRET_LENGTH = 4096  # characters beyond the maximum that are searched for secrets, which may begin before it
+_MAX_RESULT_LENGTH = 1 << 16  # maximum number of characters of a tool's result that the policy receives
+_MAX_SECRET_LENGTH = 4096  # number of characters after the cut that are searched for the end of a secret
 _MAX_PROCESSES = 16
-_MAX_BROKEN_POOLS = (
-    3  # maximum number of process pools in one call of `run_tool_calls`; a pool breaks if an idle process dies
-)
+_MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a process that dies breaks its pool
 
 
 class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions.
 
     `timeout_seconds` is the deadline of each call. The processes see standard environment variables and the variables
-    in `env`. Only one thread may use the runner at a time. Entering raises `ConfigError` if a tool does not exist,
+    in `env`. Only one thread may use the runner at a time. Its context manager raises `ConfigError` if a tool
     cannot be imported or is not marked with `@tool`, and `StageFailed` if a process ended while it loaded the tools.
     """
 
@@ -54,7 +51,7 @@ class ToolRunner(WorkerPool):
         num_workers: int | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat` is called during waits."""
+        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat` is called while it waits."""
         self._paths = tool_paths_by_name(paths)
         self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
@@ -104,7 +101,7 @@ class ToolRunner(WorkerPool):
 
     def _start_pool(self) -> ProcessPool:
         paths = list(self._paths.values())
-        pool = self._replace_pool(_start_worker, paths, env=self._env, num_processes=self._num_workers)
+        pool = self._replace_pool(_start_worker, paths, env_names=self._env, num_processes=self._num_workers)
         self._call_in_pool(_load_tools)
         return pool
 
@@ -159,10 +156,10 @@ def _make_tool_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 def _call_tool(path: str, arguments: dict[str, Any]) -> ToolResult:
     try:
-        value = _load_cached_tool(path)(**arguments)
-        if inspect.iscoroutine(value):
-            value = wait_for_result(value)
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        tool_result = _load_cached_tool(path)(**arguments)
+        if inspect.iscoroutine(tool_result):
+            tool_result = wait_for_result(tool_result)
+        text = tool_result if isinstance(tool_result, str) else json.dumps(tool_result, ensure_ascii=False, default=str)
         is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True

@@ -29,12 +29,13 @@ class AsyncValidation:
     """Runner of one asynchronous validation at a time; all ranks call its methods together."""
 
     def __init__(
-        self, completions: CompletionValidation, fleet: EngineFleet, send_missing_weights: Callable[[int], object],
-        beat: Callable[[], None],
+        self, completion_validation: CompletionValidation, fleet: EngineFleet,
+        send_missing_weights: Callable[[int], object], send_heartbeat: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Prepare validations by the engines of `fleet`. `send_missing_weights` sends the current weights, labelled
-        with the version number that is its argument, to the engines that have none yet."""
-        self._completions, self._fleet, self._resync, self._beat = completions, fleet, send_missing_weights, beat
+        """Prepare validations by the engines of `fleet`. `send_missing_weights(version)` sends the current weights, as
+        version `version`, to the engines that have no weights yet."""
+        self._completion_validation, self._fleet = completion_validation, fleet
+        self._send_missing_weights, self._send_heartbeat = send_missing_weights, send_heartbeat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
         self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
@@ -51,14 +52,14 @@ class AsyncValidation:
         self._done_event.clear()
         self._error_info = None
         if is_first_rank():
-            prompts, sampling, seed_step = self._completions.validation_requests
+            prompts, sampling, seed_step = self._completion_validation.validation_requests
             version = self._fleet.version
-            futures = [self._fleet.request(prompt, sampling, seed_step, version=version) for prompt in prompts]
-            thread_args = (step, futures)
+            group_futures = [self._fleet.request(prompt, sampling, seed_step, version=version) for prompt in prompts]
+            thread_args = (step, group_futures)
             threading.Thread(target=self._score_completions, args=thread_args, daemon=True, name="validation").start()
 
     def poll(self) -> None:
-        """Call `on_end` with the metrics of a validation that has ended, or raise its error or RanksMustRestart."""
+        """If the validation has ended, call `on_end` with its metrics, or raise its error or RanksMustRestart."""
         if self.step is None:
             return
         validation_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first_rank() else None
@@ -67,37 +68,37 @@ class AsyncValidation:
             return
         step, self.step = self.step, None
         if error_info is not None:
-            name, message = error_info
-            if name == WeightsUnavailable.__name__:
+            error_name, message = error_info
+            if error_name == WeightsUnavailable.__name__:
                 raise RanksMustRestart(f"validation of step {step}: {message}")
-            raise ERRORS_BY_NAME[name](message)
+            raise ERRORS_BY_NAME[error_name](message)
         self.on_end(step, metrics)
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
-        """Wait until no validation is running. Engines that restart get the weights of `step`; `on_wait` may raise."""
+        """Wait until no validation is running; send the weights of `step` to restarted engines. `on_wait` may raise."""
         while self.step is not None:
             if is_first_rank():
                 self._done_event.wait(_POLL_SECONDS)
-            self._beat()
+            self._send_heartbeat()
             self.poll()
-            if self.step is None:  # do not stop here: the loop has yet to log the train step
+            if self.step is None:  # skip `on_wait`, which may raise: log the train step first
                 return
             on_wait()
             if broadcast_object(self._fleet.needs_weights if is_first_rank() else None):
-                self._resync(step)
+                self._send_missing_weights(step)
 
-    def _score_completions(self, step: int, futures: Sequence[Future[Group]]) -> None:
+    def _score_completions(self, step: int, group_futures: Sequence[Future[Group]]) -> None:
         """Score each requested group of held-out completions when it is complete, in a thread of the first rank."""
         start_time = time.perf_counter()
         try:
             scored_groups: dict[Future[Group], ScoredGroup] = {}
-            pending_futures = set(futures)
+            pending_futures = set(group_futures)
             while pending_futures:
                 done_futures, pending_futures = wait(pending_futures, return_when=FIRST_COMPLETED)
-                ordered_futures = [future for future in futures if future in done_futures]
-                groups = self._completions.score([future.result() for future in ordered_futures])
-                scored_groups |= dict(zip(ordered_futures, groups, strict=True))
-            metrics = self._completions.log_metrics(step, [scored_groups[future] for future in futures])
+                ordered_futures = [future for future in group_futures if future in done_futures]
+                new_scored_groups = self._completion_validation.score([future.result() for future in ordered_futures])
+                scored_groups |= dict(zip(ordered_futures, new_scored_groups, strict=True))
+            metrics = self._completion_validation.log_metrics(step, [scored_groups[future] for future in group_futures])
             self._metrics = {**metrics, "time/validate": time.perf_counter() - start_time}
         except WeightsUnavailable as error:
             self._error_info = WeightsUnavailable.__name__, str(error)

@@ -42,7 +42,7 @@ from cosmos_core.rewards.wan_latents import describe_vae
 from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_paths_by_name
-from cosmos_core.train.check_rewards import call_rewards, first_prompts, make_test_groups
+from cosmos_core.train.check_rewards import call_rewards, make_test_groups, read_first_prompts
 from cosmos_core.train.feeds import check_data_term_rows, unused_rows_message
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import RewardConfig, held_out_rewards, training_rewards
@@ -69,15 +69,15 @@ def run(stage: Stage) -> Outcome:
     lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     info: dict[str, JsonValue] = {}
     if stage.kind.makes == "data":
-        outcome = prepare.run(stage)
-        if lost_text_message := outcome.info.get("loses_text"):
+        prepare_outcome = prepare.run(stage)
+        if lost_text_message := prepare_outcome.info.get("loses_text"):
             raise DataError(str(lost_text_message))
-        statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        lines += [*_describe_rows(stage, statistics), *cast(list[str], outcome.info.get("notices", []))]
+        split_statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
+        lines += [*_describe_rows(stage, split_statistics), *cast(list[str], prepare_outcome.info.get("notices", []))]
         lines += filter(None, [check_rows(config, stage.path / "data", lambda: _make_meta_model(stage))])
-        info |= _check_row_counts(stage, statistics["train"]["rows"], statistics, lines)
+        info |= _check_row_counts(stage, split_statistics["train"]["rows"], split_statistics, lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}
-        info["prompts"] = first_prompts(stage.path / "data")
+        info["prompts"] = read_first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
         lines += filter(None, [check_file_tensors(_make_meta_model(stage), stage.model, revision, stage.progress.beat)])
@@ -91,15 +91,15 @@ def run(stage: Stage) -> Outcome:
         if _generates_completions(stage):
             check_engine(stage.recipe.rollout.backend, config, stage.model)
         if stage.kind.trains_model:
-            files = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
-            check_export_possible(config, tokenizer, stage.model, files)
+            processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
+            check_export_possible(config, tokenizer, stage.model, processor_contents)
             lines += _describe_precision(config, stage.recipe.train.param_dtype)
-        teacher = stage.recipe.teacher_for_stage(stage.kind)
-        if teacher and referenced_stage(teacher.model_name_or_path) is None:
-            lines.append(check_teacher(teacher, stage.recipe, tokenizer))
-        rewards = check_rewards(stage)
-        lines += rewards
-        if rewards:
+        teacher_config = stage.recipe.teacher_for_stage(stage.kind)
+        if teacher_config and referenced_stage(teacher_config.model_name_or_path) is None:
+            lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
+        reward_lines = check_rewards(stage)
+        lines += reward_lines
+        if reward_lines:
             lines += _check_tools(stage, tokenizer)
     return Outcome(info={**info, "found": "; ".join(lines)})
 
@@ -111,44 +111,46 @@ def _make_meta_model(stage: Stage) -> PreTrainedModel:
 
 
 def _check_row_counts(stage: Stage, num_rows: int, splits: Mapping[str, Any], lines: list[str]) -> dict[str, JsonValue]:
-    """Append a message about unused rows to the report `lines`; return errors for stages that train on the rows."""
-    errors: dict[str, JsonValue] = {}
+    """Append a message about unused rows to `lines`; return errors that matter only to stages that train on the
+    rows."""
+    row_errors: dict[str, JsonValue] = {}
     if "validation" not in splits:
-        errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
+        row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
         lines += filter(None, [unused_rows_message(stage.recipe, num_rows)])
         if DATA_TERM_SPLIT in splits:
             check_data_term_rows(stage.recipe, splits[DATA_TERM_SPLIT]["rows"])
     except DataError as error:
-        errors["too_few"] = str(error)
-    return errors
+        row_errors["too_few"] = str(error)
+    return row_errors
 
 
 def _check_model(stage: Stage) -> list[str]:
-    """Build the model without weights, and return report lines about its LoRA adapter."""
-    policy, parallelism = stage.recipe.policy, stage.recipe.policy.parallelism
+    """Build the model without weights, check that the recipe fits it, and return report lines about its LoRA
+    adapter."""
+    policy_config, parallelism = stage.recipe.policy, stage.recipe.policy.parallelism
     is_pipelined = stage.kind.has_mesh and parallelism.pp_size > 1
     with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
         if is_pipelined:
-            dtype, cpu = getattr(torch, stage.recipe.train.master_dtype), torch.device("cpu")
-            model = init_on_meta(stage.model, revision=policy.model_revision, dtype=dtype, device=cpu)
+            dtype, cpu_device = getattr(torch, stage.recipe.train.master_dtype), torch.device("cpu")
+            model = init_on_meta(stage.model, revision=policy_config.model_revision, dtype=dtype, device=cpu_device)
         else:
             model = _make_meta_model(stage)
         if stage.kind.trains_model:
-            mark_trained_weights(model, policy)
-            load_balancing_settings(model, policy.aux_loss_coeff)
+            mark_trained_weights(model, policy_config)
+            load_balancing_settings(model, policy_config.aux_loss_coeff)
             check_module_paths(model, stage.recipe.train)
-    lines = _describe_adapter(model, policy.lora)
+    report_lines = _describe_adapter(model, policy_config.lora)
     if is_pipelined:
         apply_pp(model, parallelism, 0)
-    return lines
+    return report_lines
 
 
 def _generates_completions(stage: Stage) -> bool:
     """Return whether the stage generates completions of training or held-out prompts with a rollout engine."""
-    recipe, uses_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
-    is_validated = StageContext(recipe, stage.kind).measures_held_out_rows and recipe.completes_held_out_rows
-    return is_validated or (stage.kind.completes_prompts and not uses_endpoint)
+    recipe, samples_from_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
+    scores_validation = StageContext(recipe, stage.kind).measures_held_out_rows and recipe.has_validation_completions
+    return scores_validation or (stage.kind.completes_prompts and not samples_from_endpoint)
 
 
 def _describe_precision(config: PretrainedConfig, dtype: str) -> list[str]:
@@ -161,37 +163,37 @@ def _describe_precision(config: PretrainedConfig, dtype: str) -> list[str]:
     ]
 
 
-def _describe_adapter(model: nn.Module, lora: LoraConfig | None) -> list[str]:
-    return [describe_adapter(model, lora.target_modules)] if lora and has_lora_adapter(model) else []
+def _describe_adapter(model: nn.Module, lora_config: LoraConfig | None) -> list[str]:
+    return [describe_adapter(model, lora_config.target_modules)] if lora_config and has_lora_adapter(model) else []
 
 
 def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     """Return the report on a diffusion model and its training rows, without reading the model's weights."""
-    policy = stage.recipe.policy
+    policy_config = stage.recipe.policy
     stage.progress.phase("load")
-    family = importlib.import_module("cosmos_core.models.families").open_pipeline(stage.model, policy)
-    lines = [f"{family.folder.class_name}, {family.folder.component_class(family.denoiser_name).__name__}"]
-    num_frames = policy.diffusers.inference_frames if family.is_video else 1
-    family.latent_shape(*policy.diffusers.inference_size, num_frames)
-    sample_config = policy.diffusers.sample
-    if family.schedule and not sample_config.sigma_schedule:  # check the noise levels of the pipeline
+    pipeline = importlib.import_module("cosmos_core.models.families").open_pipeline(stage.model, policy_config)
+    report_lines = [f"{pipeline.folder.class_name}, {pipeline.folder.component_class(pipeline.denoiser_name).__name__}"]
+    num_frames = policy_config.diffusers.inference_frames if pipeline.is_video else 1
+    pipeline.latent_shape(*policy_config.diffusers.inference_size, num_frames)
+    sample_config = policy_config.diffusers.sample
+    if pipeline.schedule and not sample_config.sigma_schedule:  # report unusable noise levels before the run
         for num_steps in {sample_config.num_steps, sample_config.eval_num_steps}:
-            family.set_scheduler_timestep(num_steps)
+            pipeline.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
-        splits = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
-        lines += [line for line, *_ in splits.values()]
-        prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in splits.items()}
-        info = _check_row_counts(stage, splits["train"][1], splits, lines)
-        return info | {"found": "; ".join(lines), "prompts": prompts}
-    if stage.kind.has_mesh and policy.parallelism.cp_size > 1:
-        family.check_context_parallel_size(policy.parallelism.cp_size)
+        previews_by_split = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
+        report_lines += [line for line, *_ in previews_by_split.values()]
+        prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in previews_by_split.items()}
+        outcome_info = _check_row_counts(stage, previews_by_split["train"][1], previews_by_split, report_lines)
+        return outcome_info | {"found": "; ".join(report_lines), "prompts": prompts}
+    if stage.kind.has_mesh and policy_config.parallelism.cp_size > 1:
+        pipeline.check_context_parallel_size(policy_config.parallelism.cp_size)
     if stage.kind.trains_model:
         with torch.device("meta"):
-            denoiser = family.folder.build_component(family.denoiser_name)
-            mark_trained_weights(denoiser, policy, family.lora_targets)
+            denoiser = pipeline.folder.build_component(pipeline.denoiser_name)
+            mark_trained_weights(denoiser, policy_config, pipeline.lora_targets)
             check_module_paths(denoiser, stage.recipe.train)
-        lines += _describe_adapter(denoiser, policy.lora)
-    return {"found": "; ".join(lines + check_rewards(stage, num_frames))}
+        report_lines += _describe_adapter(denoiser, policy_config.lora)
+    return {"found": "; ".join(report_lines + check_rewards(stage, num_frames))}
 
 
 def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
@@ -208,38 +210,38 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
             raise RewardError(
                 f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
             )
-    lines = []
-    for rewards, splits in _rewards_with_splits(stage):
+    report_lines = []
+    for rewards, splits in _group_splits_by_rewards(stage):
         if not isinstance(rewards, RemoteRewardConfig):
-            lines.append(call_rewards(stage, rewards, make_test_groups(stage, splits, num_frames)))
+            report_lines.append(call_rewards(stage, rewards, make_test_groups(stage, splits, num_frames)))
             continue
-        lines.append(_check_reward_service(stage, [reward_fn.name for reward_fn in rewards.reward_fns]))
+        report_lines.append(_check_reward_service(stage, [reward_fn.name for reward_fn in rewards.reward_fns]))
         if rewards.video_vae:
-            lines.append(describe_vae("remote_reward.video_vae", rewards.video_vae))
-    return lines
+            report_lines.append(describe_vae("remote_reward.video_vae", rewards.video_vae))
+    return report_lines
 
 
 def _check_reward_service(stage: Stage, reward_names: list[str]) -> str:
     """Check that the stage's reward service provides the rewards `reward_names`. A running service is queried. For a
     service that the run will start, only the configuration file is read."""
-    service_file = stage.config.reward_service
-    if not service_file or service_file.startswith(BLOCK_PREFIX):
+    service_config_file = stage.config.reward_service
+    if not service_config_file or service_config_file.startswith(BLOCK_PREFIX):
         ping(read_service_endpoints(), reward_names)
         return f"rewards {', '.join(reward_names)} of a service"
-    service_rewards = [reward.reward_type for reward in read_config(Path(service_file)).rewards]
+    service_rewards = [reward.reward_type for reward in read_config(Path(service_config_file)).rewards]
     if unknown_rewards := [name for name in reward_names if name not in service_rewards]:
         raise RewardError(
-            f"reward_service = {service_file!r} does not serve "
+            f"reward_service = {service_config_file!r} does not serve "
             f"{unknown_rewards[0]!r}{suggest_names(unknown_rewards[0], service_rewards)}"
         )
-    return f"rewards {', '.join(reward_names)} of {service_file}"
+    return f"rewards {', '.join(reward_names)} of {service_config_file}"
 
 
-def _rewards_with_splits(stage: Stage) -> list[tuple[RewardConfig, list[str]]]:
+def _group_splits_by_rewards(stage: Stage) -> list[tuple[RewardConfig, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
-    is_validated = StageContext(stage.recipe, stage.kind).measures_held_out_rows
+    validates_completions = StageContext(stage.recipe, stage.kind).measures_held_out_rows
     rewards_and_splits = [(training_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
-    rewards_and_splits += [(held_out_rewards(stage.recipe), "validation")] if is_validated else []
+    rewards_and_splits += [(held_out_rewards(stage.recipe), "validation")] if validates_completions else []
     splits_by_rewards: dict[str, tuple[RewardConfig, list[str]]] = {}
     for rewards, split_name in rewards_and_splits:
         if rewards:
@@ -258,7 +260,7 @@ def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
-    lines = []
+    report_lines = []
     for name, counts in statistics.items():
         text = f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens"
         if counts["label_tokens"]:
@@ -277,5 +279,5 @@ def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
             )
             text += f", columns that {readers_text}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
             text += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
-        lines.append(text)
-    return lines
+        report_lines.append(text)
+    return report_lines

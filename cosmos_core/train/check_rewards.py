@@ -6,7 +6,7 @@ queries remote reward services.
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,25 @@ from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Prompt, ScoredGroup, Segment
 
 SPLIT_NAMES = ("train", "validation")
-_NUM_PROMPTS = 2
+_PROMPTS_PER_DATASET = 2
 _EXAMPLE_COMPLETION = "2 + 2 = 4, so it is \\boxed{4}."
 
 
-def first_prompts(folder: Path) -> dict[str, JsonValue]:
+def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     """Return the first prompts of each split of prepared rows, as JSON objects."""
     prompts_by_split: dict[str, JsonValue] = {}
     for name in SPLIT_NAMES:
-        if (prompts := find_prompts(folder, name)) is not None:
-            dataset_starts = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
-            indices = [i for start in dataset_starts for i in range(start, min(start + _NUM_PROMPTS, len(prompts)))]
+        if (prompts := find_prompts(data_folder, name)) is not None:
+            dataset_start_indices = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
+            ranges = [range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_start_indices]
             prompts_by_split[name] = [
                 {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source}
-                for p in [prompts[i] for i in indices]
+                for p in [prompts[i] for i in chain(*ranges)]
             ]
     return prompts_by_split
 
 
-def call_rewards(stage: Stage, rewards: Mapping[str, float], groups: Sequence[Group]) -> str:
+def call_rewards(stage: Stage, rewards: Mapping[str, float], test_groups: Sequence[Group]) -> str:
     """Call rewards on made-up completions, and return their names with messages about missing scores."""
     unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
@@ -48,64 +48,64 @@ def call_rewards(stage: Stage, rewards: Mapping[str, float], groups: Sequence[Gr
             {source: dict.fromkeys(weights, 1.0) for source, weights in rewards.by_source.items()}
         )
     with open_rewards(stage, unit_weights) as score:
-        scored_groups = score(groups) if groups else []
-    messages = []
+        scored_groups = score(test_groups) if test_groups else []
+    score_messages = []
     for reward, name in metric_names(rewards).items():
         reward_groups = [g for g in scored_groups if reward in reward_weights_of_source(rewards, g.group.prompt.source)]
-        messages.append(_describe_missing_scores(reward, name, reward_groups) if reward_groups else "")
-    return "; ".join([f"rewards {', '.join(rewards)}", *filter(None, messages)])
+        score_messages.append(_describe_missing_scores(reward, name, reward_groups) if reward_groups else "")
+    return "; ".join([f"rewards {', '.join(rewards)}", *filter(None, score_messages)])
 
 
-def _describe_missing_scores(reward: str, name: str, groups: Sequence[ScoredGroup]) -> str:
+def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Sequence[ScoredGroup]) -> str:
     """Return a message if a reward did not score all made-up completions, else an empty string."""
-    scores = [score for group in groups for score in group.scores]
-    missing_scores = [score for score in scores if name not in score.metrics]
-    error = next((score.error for score in missing_scores if f"{name}: " in score.error), "")
+    scores = [score for group in scored_groups for score in group.scores]
+    missing_scores = [score for score in scores if metric_name not in score.metrics]
+    first_error = next((score.error for score in missing_scores if f"{metric_name}: " in score.error), "")
     if not missing_scores:
         return ""
-    if not error:
+    if not first_error:
         return f"{reward} returned None for {len(missing_scores)} of {len(scores)} completions, where it adds nothing"
     if len(missing_scores) < len(scores):
-        return f"{reward} has no score for {len(missing_scores)} of {len(scores)} made-up completions ({error})"
+        return f"{reward} has no score for {len(missing_scores)} of {len(scores)} made-up completions ({first_error})"
     raise RewardError(
-        f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows: {error}"
+        f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows: {first_error}"
     )
 
 
-def make_test_groups(stage: Stage, splits: Sequence[str], num_frames: int | None) -> list[Group]:
+def make_test_groups(stage: Stage, split_names: Sequence[str], num_frames: int | None) -> list[Group]:
     """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
     `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text."""
     if (file := stage.path / CHECKED_PROMPTS_FILE).exists():
         prompts_by_split: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     else:
-        prompts_by_split = first_prompts(stage.data) if stage.data is not None else {}
+        prompts_by_split = read_first_prompts(stage.data) if stage.data is not None else {}
     reference_column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
-    groups = []
-    for name in splits:
+    test_groups = []
+    for name in split_names:
         for i, row in enumerate(prompts_by_split.get(name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
-            metadata, reference = row["metadata"], row["reference"]
+            metadata, reference_response = row["metadata"], row["reference"]
             prompt_fields = {"metadata": metadata, "source": row.get("source", "")}
             if num_frames is None:
-                completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference))
+                completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference_response))
             else:
-                reference = find_reference_response(metadata, reference_column)
+                reference_response = find_reference_response(metadata, reference_column)
                 completions = _make_media_completions(num_frames, stage.recipe.policy.diffusers.inference_size)
-            groups.append(Group(Prompt(i, (0,), row["text"], reference, **prompt_fields), completions, 0))
-    return groups
+            test_groups.append(Group(Prompt(i, (0,), row["text"], reference_response, **prompt_fields), completions, 0))
+    return test_groups
 
 
 def _make_text_completion(text: str) -> Completion:
-    length = len(text.split()) + 1
-    return Completion((Segment((0,) * length, True, (-1.0,) * length, 0),), "stop", text)
+    num_tokens = len(text.split()) + 1
+    return Completion((Segment((0,) * num_tokens, True, (-1.0,) * num_tokens, 0),), "stop", text)
 
 
-def make_media_groups(prompts: Sequence[Prompt], num_frames: int, size: tuple[int, int]) -> list[Group]:
-    """Return made-up images, or videos of several frames, of height and width `size` for each prompt."""
-    return [Group(prompt, _make_media_completions(num_frames, size), 0) for prompt in prompts]
+def make_media_groups(prompts: Sequence[Prompt], num_frames: int, frame_size: tuple[int, int]) -> list[Group]:
+    """Return made-up images, or videos of several frames, of height and width `frame_size` for each prompt."""
+    return [Group(prompt, _make_media_completions(num_frames, frame_size), 0) for prompt in prompts]
 
 
-def _make_media_completions(num_frames: int, size: tuple[int, int]) -> tuple[Completion, Completion]:
-    shape = (*((num_frames,) if num_frames > 1 else ()), *size, 3)
-    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def _make_media_completions(num_frames: int, frame_size: tuple[int, int]) -> tuple[Completion, Completion]:
+    pixel_shape = (*((num_frames,) if num_frames > 1 else ()), *frame_size, 3)
+    pixels = torch.randint(0, 256, pixel_shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     completion = Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))
     return completion, completion

@@ -28,14 +28,14 @@ from cosmos_core.types import Completion, ScoredGroup
 logger = logging.getLogger(__name__)
 
 COMPLETIONS_FOLDER = "completions"
-_NUM_GROUPS, _NUM_COMPLETIONS = 4, 8
-_NUM_IMAGE_GROUPS, _NUM_IMAGES = 2, 4
+_NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS = 4, 8
+_NUM_LOGGED_IMAGE_GROUPS, _NUM_LOGGED_IMAGES = 2, 4
 """Number of groups logged per train step, and number of completions logged per group: of text, of images or videos."""
 _MAX_TEXT_CHARACTERS = 20_000
 _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW_STEPS = 8  # number of compared steps; by chance, the last 4 values all exceed the first 4 with probability 1/70
+_WINDOW_STEPS = 8  # compared steps; for random values, the last 4 all exceed the first 4 with probability 1/70
 _NGRAM_SIZE = 4
 _TextStats = Mapping[str, float]
 
@@ -45,40 +45,41 @@ class CompletionLog:
 
     def __init__(self, folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
         """Log completions to `folder`; if `should_write` is False, only log warnings."""
-        self._folder, self._should_write, self._max_image_bytes = folder, should_write, max_image_bytes
+        self._log_folder, self._should_write, self._max_image_bytes = folder, should_write, max_image_bytes
         self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS)
         self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS // 2)
         self._initial_statistics: list[Mapping[str, float]] = []
-        self._active_warnings: set[str] = set()
+        self._active_warning_names: set[str] = set()
 
-    def __call__(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def __call__(self, step: int, scored_groups: Sequence[ScoredGroup]) -> None:
         """Log completions of the scored groups on which train step `step`, counted from 1, trains."""
         if not is_first_rank():
             return
         if self._should_write:
-            with raise_disk_full(self._folder.parent):
-                self._write_completions(step, groups)
-        self._warn_of_collapse(step, groups)
+            with raise_disk_full(self._log_folder.parent):
+                self._write_completions(step, scored_groups)
+        self._warn_of_collapse(step, scored_groups)
 
     def _write_completions(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log_folder.mkdir(parents=True, exist_ok=True)
         has_images = groups[0].group.completions[0].diffusion_sample is not None
-        num_groups, group_size = (_NUM_IMAGE_GROUPS, _NUM_IMAGES) if has_images else (_NUM_GROUPS, _NUM_COMPLETIONS)
+        image_limits = (_NUM_LOGGED_IMAGE_GROUPS, _NUM_LOGGED_IMAGES)
+        num_groups, group_size = image_limits if has_images else (_NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS)
         logged_groups = [(group, _select_indices(group, group_size)) for group in _select_groups(groups)[:num_groups]]
-        lines = [_make_completion_record(step, group, index) for group, indices in logged_groups for index in indices]
-        file = self._folder / f"step_{step:06d}.jsonl"
+        records = [_make_completion_record(step, group, index) for group, indices in logged_groups for index in indices]
+        step_file = self._log_folder / f"step_{step:06d}.jsonl"
         if has_images:
-            image_samples = [gallery.samples_of_group(group, indices) for group, indices in logged_groups]
-            names = gallery.save_samples(file.with_suffix(""), image_samples)
-            for line, name in zip(lines, chain(*names), strict=True):
-                line["media"] = f"{self._folder.name}/{file.stem}/{name}"
-        write_text(file, "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines), fsync=False)
+            image_samples = [gallery.collect_samples(group, indices) for group, indices in logged_groups]
+            media_names = gallery.save_samples(step_file.with_suffix(""), image_samples)
+            for record, name in zip(records, chain(*media_names), strict=True):
+                record["media"] = f"{self._log_folder.name}/{step_file.stem}/{name}"
+        write_text(step_file, "".join(json.dumps(record, ensure_ascii=True) + "\n" for record in records), fsync=False)
         self._remove_old_files(step)
 
     def _remove_old_files(self, step: int) -> None:
         """Delete the files of steps after `step`, written before the run was resumed, and files beyond the limits."""
         num_bytes = 0
-        step_files = sorted(self._folder.glob("step_*.jsonl"), reverse=True)
+        step_files = sorted(self._log_folder.glob("step_*.jsonl"), reverse=True)
         kept_files = [file for file in step_files if int(file.stem[5:]) <= step]
         for i, file in enumerate(kept_files):
             num_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
@@ -90,21 +91,22 @@ class CompletionLog:
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
     def _warn_of_collapse(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        rewards = [[score.value for score in group.scores if score.value is not None] for group in groups]
+        rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
         # Without reward functions every score is 0, so equal rewards are no sign of a problem.
         has_rewards = any(score.metrics for scored_group in groups for score in scored_group.scores)
-        is_equal = has_rewards and max(map(len, rewards)) > 1 and all(len(set(values)) <= 1 for values in rewards)
+        has_several_rewards = has_rewards and max(map(len, rewards_by_group)) > 1
+        are_rewards_equal = has_several_rewards and all(len(set(values)) <= 1 for values in rewards_by_group)
         self._warn_once(
-            "constant", is_equal,
+            "constant", are_rewards_equal,
             f"step {step}: the completions of each of {len(groups)} groups have equal rewards, of which nothing is "
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
         completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-        or_turn_limit_text = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
+        turn_limit_text = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
         self._warn_once(
             "truncated", all(completion.finish_reason == "length" for completion in completions),
             f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
-            f"raise rollout.max_response_length{or_turn_limit_text} (with mask_truncated_completions nothing is "
+            f"raise rollout.max_response_length{turn_limit_text} (with mask_truncated_completions nothing is "
             f"learned of them)",
         )  # fmt: skip
         self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})
@@ -114,7 +116,7 @@ class CompletionLog:
             f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_rewards_message}; a reward may be exploited: "
             f"cosmos samples --step {step} --best",
         )  # fmt: skip
-        text_statistics = _text_statistics(completions)
+        text_statistics = _compute_text_statistics(completions)
         if not text_statistics:
             return
         self._recent_statistics.append(text_statistics)
@@ -125,36 +127,36 @@ class CompletionLog:
         for name, has_collapsed, message in _check_for_collapse(initial_means, recent_means):
             self._warn_once(name, has_collapsed, f"step {step}: {message}; look at them: cosmos samples --step {step}")
 
-    def _warn_once(self, name: str, is_active: bool, message: str) -> None:
+    def _warn_once(self, name: str, is_condition_true: bool, message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
-        if is_active and name not in self._active_warnings:
+        if is_condition_true and name not in self._active_warning_names:
             logger.warning("%s", message)
-        (self._active_warnings.add if is_active else self._active_warnings.discard)(name)
+        (self._active_warning_names.add if is_condition_true else self._active_warning_names.discard)(name)
 
 
 def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return a few groups: those with the best and the worst completion, then the first groups of the step."""
-    ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_sortable_reward, groups[i].scores)))
+    ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_reward_sort_key, groups[i].scores)))
     rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
     worst_group_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
     indices = dict.fromkeys([ranked_indices[-1], worst_group_index, *range(len(groups))])
-    return [groups[i] for i in list(indices)[:_NUM_GROUPS]]
+    return [groups[i] for i in list(indices)[:_NUM_LOGGED_GROUPS]]
 
 
 def _select_indices(scored_group: ScoredGroup, max_completions: int) -> list[int]:
     """Return the indices of at most `max_completions` completions, evenly spaced from the best to the worst reward."""
-    ranked_indices = sorted(range(len(scored_group.scores)), key=lambda k: -_sortable_reward(scored_group.scores[k]))
+    ranked_indices = sorted(range(len(scored_group.scores)), key=lambda k: -_reward_sort_key(scored_group.scores[k]))
     indices = np.linspace(0, len(ranked_indices) - 1, min(len(ranked_indices), max_completions)).round().astype(int)
     return [ranked_indices[i] for i in indices]
 
 
-def _sortable_reward(score: Any) -> float:
+def _reward_sort_key(score: Any) -> float:
     return -np.inf if score.value is None else float(score.value)
 
 
 def _make_completion_record(step: int, scored_group: ScoredGroup, completion_index: int) -> dict[str, Any]:
     completion, score = scored_group.group.completions[completion_index], scored_group.scores[completion_index]
-    turns = [{"role": turn.role, "text": turn.text[:_MAX_TEXT_CHARACTERS]} for turn in completion.turns]
+    turn_records = [{"role": turn.role, "text": turn.text[:_MAX_TEXT_CHARACTERS]} for turn in completion.turns]
     return {
         "step": step,
         "prompt": scored_group.group.prompt.text[-_MAX_TEXT_CHARACTERS:],
@@ -165,7 +167,7 @@ def _make_completion_record(step: int, scored_group: ScoredGroup, completion_ind
         "tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
         **({"error": score.error} if score.error else {}),
-        **({"turns": turns} if turns else {}),
+        **({"turns": turn_records} if turn_records else {}),
     }
 
 
@@ -174,22 +176,22 @@ def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> s
     means of the later half of the steps are above or below all means of the earlier half."""
     if len(means_by_step) < _WINDOW_STEPS:
         return ""
-    half_window, mean_changes = _WINDOW_STEPS // 2, {}
+    half_window_steps, mean_changes = _WINDOW_STEPS // 2, {}
     for name in set.intersection(*map(set, means_by_step)):
-        values = [means[name] for means in means_by_step]
-        first_half, second_half = values[:half_window], values[half_window:]
-        if min(second_half) > max(first_half) or max(second_half) < min(first_half):
-            mean_changes[name] = (float(np.mean(first_half)), float(np.mean(second_half)))
+        reward_means_by_step = [means[name] for means in means_by_step]
+        earlier_means, later_means = reward_means_by_step[:half_window_steps], reward_means_by_step[half_window_steps:]
+        if min(later_means) > max(earlier_means) or max(later_means) < min(earlier_means):
+            mean_changes[name] = (float(np.mean(earlier_means)), float(np.mean(later_means)))
     rising_rewards = [(name, old, new) for name, (old, new) in mean_changes.items() if new > old]
     falling_rewards = sorted((name, old, new) for name, (old, new) in mean_changes.items() if new <= old)
     if len(rising_rewards) != 1 or not falling_rewards:
         return ""
     [(name, old_mean, new_mean)] = rising_rewards
-    falls_text = " and ".join(f"{reward!r} fell from {old:.3g} to {new:.3g}" for reward, old, new in falling_rewards)
-    return f"reward {name!r} rose from {old_mean:.3g} to {new_mean:.3g} while {falls_text}"
+    falling_text = " and ".join(f"{reward!r} fell from {old:.3g} to {new:.3g}" for reward, old, new in falling_rewards)
+    return f"reward {name!r} rose from {old_mean:.3g} to {new_mean:.3g} while {falling_text}"
 
 
-def _text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
+def _compute_text_statistics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return mean length, fraction of repeated 4-grams and entropy of text completions; empty for images and videos."""
     completions = [c for c in completions if c.diffusion_sample is None and c.num_sampled]
     if not completions:
@@ -214,10 +216,10 @@ def _average_over_steps(step_statistics: Sequence[Mapping[str, float]]) -> dict[
 
 def _check_for_collapse(initial_means: _TextStats, recent_means: _TextStats) -> Iterator[tuple[str, bool, str]]:
     """Yield, for length, repetition and entropy: the name, whether the value has collapsed, and a warning."""
-    lengths = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
-    yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {lengths}"
+    length_text = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
+    yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {length_text}"
     is_repetitive = recent_means["repetition"] > max(0.5, initial_means["repetition"] + 0.25)
     yield "repetition", is_repetitive, f"{recent_means['repetition']:.0%} of what completions say is repeated"
-    entropies = f"{recent_means['entropy']:.2g}, {initial_means['entropy']:.2g} at first"
-    message = f"the entropy per token is {entropies}: completions of a prompt are nearly the same"
+    entropy_text = f"{recent_means['entropy']:.2g}, {initial_means['entropy']:.2g} at first"
+    message = f"the entropy per token is {entropy_text}: completions of a prompt are nearly the same"
     yield "entropy", recent_means["entropy"] < initial_means["entropy"] / 10, message

@@ -26,14 +26,14 @@ from cosmos_core.types import FlowSampling
 
 def evaluation_sampling(recipe: Recipe) -> FlowSampling:
     """Return the sampling settings for held-out prompts: a solver without added noise, and the inference size."""
-    diffusers, sample_config = recipe.policy.diffusers, recipe.policy.diffusers.sample
+    diffusers_config, sample_config = recipe.policy.diffusers, recipe.policy.diffusers.sample
     return FlowSampling(
         num_steps=sample_config.eval_num_steps,
         guidance_scale=sample_config.guidance_scale,
         solver="dpm2" if sample_config.solver == "dpm2" else "euler",
         schedule=sample_config.sigma_schedule,
-        size=diffusers.inference_size,
-        num_frames=diffusers.inference_frames,
+        size=diffusers_config.inference_size,
+        num_frames=diffusers_config.inference_frames,
     )
 
 
@@ -53,7 +53,7 @@ def make_engine_denoiser(stage: Stage, trainer: Trainer) -> EngineDenoiser:
 
 
 def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
-    """Set the embedding of the empty text and, if the recipe has one, the supervised loss on images or clips."""
+    """Give `algorithm` the embedding of the empty prompt and, with `data_beta`, a supervised loss on media."""
     assert stage.data is not None
     algorithm.null_text = open_media_prompts(stage.data, "train").null_text
     # The schema requires rows of images or clips if `data_beta` is set.
@@ -69,24 +69,24 @@ def make_data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callabl
     Otherwise rows, noise and levels are sampled as in SFT for each optimizer step.
     """
     diffusers = recipe.policy.diffusers
-    noise_sampler, flow_rl = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
+    noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
     num_rows, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
     should_shuffle = recipe.train.train_policy.dataloader_shuffle
 
     def make_data_samples(step: int, update_index: int) -> list[FlowSample]:
-        if not flow_rl.use_rl_sigma_and_noise:
+        if not flow_rl_config.use_rl_sigma_and_noise:
             positions = batch_positions(seed + DATA_TERM_SEED_OFFSET, update_index, num_rows, len(rows), True).tolist()
-            seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in positions]
-            return [noise_sampler.sample(rows[i], s) for i, s in zip(positions, seeds, strict=True)]
+            noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in positions]
+            return [noise_sampler.sample(rows[i], s) for i, s in zip(positions, noise_seeds, strict=True)]
         sampling, adapter = training_sampling(recipe), cast(Any, trainer.adapter)
         assert sampling.flow is not None
-        noise_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
-        noise_levels = _trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
-        noise_levels = noise_levels[: 1 if flow_rl.data_on_first_only else None]
+        completion_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
+        noise_levels = _get_trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
+        noise_levels = noise_levels[: 1 if flow_rl_config.data_on_first_only else None]
         data_samples = []
         for i in batch_positions(seed, step, num_rows, len(rows), should_shuffle).tolist():
             sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
-            noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, noise_index))
+            noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, completion_index))
             data_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
         return data_samples
 
@@ -96,14 +96,14 @@ def make_data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callabl
         def compute_loss(micro_batch: MicroBatch) -> Loss:
             sft_loss = flow_loss(micro_batch, len(samples))
             metrics = {f"data/{name}": value for name, value in sft_loss.metrics.items()}
-            return Loss(flow_rl.data_beta * sft_loss.value, metrics)
+            return Loss(flow_rl_config.data_beta * sft_loss.value, metrics)
 
         return Update(samples, compute_loss)
 
     return make_update
 
 
-def _trained_noise_levels(family: Any, flow: FlowSampling, seed: int, step: int) -> list[float]:
+def _get_trained_noise_levels(model_family: Any, flow: FlowSampling, seed: int, step: int) -> list[float]:
     """Return the noise levels that are trained in a train step; all except 0 if the recipe selects none."""
-    noise_levels = get_noise_levels(family, flow).tolist()
+    noise_levels = get_noise_levels(model_family, flow).tolist()
     return [noise_levels[i] for i in stochastic_steps(flow, seed, step) if i in flow.trained_steps] or noise_levels[:-1]

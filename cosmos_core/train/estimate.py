@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingEstimate:
-    """Estimated needs of a training stage; `notes` explains values that are None."""
+    """Estimated memory, disk space, steps and tokens of a training stage; `notes` explains values that are None."""
 
     parameters: int
     """Number of parameters; tied parameters count once."""
@@ -90,38 +90,39 @@ def run(stage: Stage) -> Outcome:
 def estimate(
     recipe: Recipe, model: str, progress: ProgressWriter, prepared_folder: Path | None = None
 ) -> TrainingEstimate:
-    """Estimate the needs of a training of `model`, of which only config.json is read. `prepared_folder` is the data
-    folder of a finished `prepare` stage; None: the rows of a local dataset are counted. Raise the errors of `run`."""
+    """Estimate the needs of a training of `model`, of which only config.json is read. `prepared_folder`: data folder of
+    a finished `prepare` stage; None: count the rows of a local dataset. Raise `ModelError` or `DataError`."""
     rows = _read_row_statistics(recipe, prepared_folder) if prepared_folder else _RowStatistics(_count_rows(recipe))
     sequence_length = int(_sequence_length(recipe, rows.max_length))
     max_steps = recipe.train.max_num_steps
-    notes = []
+    estimate_notes = []
     if rows.num_rows is None:
-        length_limit = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
-        notes.append(f"steps and tokens: {length_limit}, because the rows are not on this machine yet")
+        limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
+        estimate_notes.append(f"steps and tokens: {limit_text}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(recipe, rows, prepared_folder)
     if is_steps_bound and rows.num_rows is not None:
-        notes.append(
+        estimate_notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
-    network, memory, trace_notes = _trace_memory(recipe, model, sequence_length, progress)
+    fake_model, memory, trace_notes = _trace_memory(recipe, model, sequence_length, progress)
     rank_memory = shard_memory(memory, recipe)
     if recipe.train.activation_offload:
-        notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
-    notes += trace_notes
+        estimate_notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
+    estimate_notes += trace_notes
     kv_cache: int | None = 0
     if recipe.train.train_policy.has_rollouts:
-        kv_cache = kv_cache_bytes(network.config, recipe, sequence_length)
+        kv_cache = kv_cache_bytes(fake_model.config, recipe, sequence_length)
         if kv_cache is None:
-            notes.append(f"KV cache: unknown, because {network.config.model_type} has layers without keys and values")
-    num_parameters = sum(p.numel() for p in network.parameters())
-    num_trainable = sum(p.numel() for p in network.parameters() if p.requires_grad)
+            model_type = fake_model.config.model_type
+            estimate_notes.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
+    num_parameters = sum(p.numel() for p in fake_model.parameters())
+    num_trainable = sum(p.numel() for p in fake_model.parameters() if p.requires_grad)
     return TrainingEstimate(
         parameters=num_parameters,
         trainable=num_trainable,
         memory=rank_memory,
         peak=rank_memory.total_bytes,
-        engine_weights=_engine_weight_bytes(recipe, num_parameters),
+        engine_weights=_estimate_engine_weight_bytes(recipe, num_parameters),
         kv_cache=kv_cache,
         sequence_length=sequence_length,
         rows=rows.num_rows,
@@ -131,28 +132,29 @@ def estimate(
         is_tokens_bound=rows.mean_length is None or recipe.train.train_policy.has_rollouts,
         disk=_disk_bytes(recipe, memory, num_parameters, num_trainable, num_steps),
         machine=_describe_machine(recipe),
-        notes=tuple(notes),
+        notes=tuple(estimate_notes),
     )
 
 
-def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, length: int) -> int | None:
-    """Return the bytes of the KV cache of all concurrent sequences; None if a layer has a cache of another kind."""
+def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, sequence_length: int) -> int | None:
+    """Return the bytes of the KV cache of all concurrent sequences; None if a layer does not cache keys and values."""
     text_config, rollout = config.get_text_config(), recipe.rollout
-    window = getattr(text_config, "sliding_window", None)
-    default_layer_type = "sliding_attention" if window else "full_attention"
+    attention_window = getattr(text_config, "sliding_window", None)
+    default_layer_type = "sliding_attention" if attention_window else "full_attention"
     layer_types = getattr(text_config, "layer_types", None) or [default_layer_type] * text_config.num_hidden_layers
-    chunk = getattr(text_config, "attention_chunk_size", None)
-    lengths = {"full_attention": length, "sliding_attention": window or length, "chunked_attention": chunk or length}
-    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(lengths):
+    attention_chunk = getattr(text_config, "attention_chunk_size", None)
+    cached_lengths = {"full_attention": sequence_length, "chunked_attention": attention_chunk or sequence_length}
+    cached_lengths["sliding_attention"] = attention_window or sequence_length
+    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(cached_lengths):
         return None
     num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     parallelism = rollout.parallelism
-    num_groups = rollout.max_prompts_in_flight if recipe.num_engines else rollout.batch_size
-    num_prompts = min(num_groups, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    max_groups_in_flight = rollout.max_prompts_in_flight if recipe.num_engines else rollout.batch_size
+    num_prompts = min(max_groups_in_flight, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
     num_completions = min(rollout.n_generation, rollout.n_generation_mini_batch or rollout.n_generation)
-    num_cached_tokens = sum(min(length, lengths[layer_type]) for layer_type in layer_types)
-    bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _itemsize(recipe.train.param_dtype)
+    num_cached_tokens = sum(min(sequence_length, cached_lengths[layer_type]) for layer_type in layer_types)
+    bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _element_bytes(recipe.train.param_dtype)
     return num_cached_tokens * bytes_per_token * num_prompts * num_completions // parallelism.pp_size
 
 
@@ -160,55 +162,56 @@ def shard_memory(memory: StepMemory, recipe: Recipe) -> StepMemory:
     """Return the memory of one rank of the mesh, from the `memory` of an unsharded model. State that
     `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the rank is in the first pipeline
     stage, which holds the activations of all micro-batches in flight."""
-    mesh, mini_batch = recipe.policy.parallelism, recipe.train.rows_per_pass
-    in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": mini_batch}
-    rows = min(mini_batch, in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size) if mesh.pp_size > 1 else mini_batch
+    mesh, rows_per_pass = recipe.policy.parallelism, recipe.train.rows_per_pass
+    micro_batches_in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": rows_per_pass}
+    max_pipeline_rows = micro_batches_in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size
+    num_rows_in_memory = min(rows_per_pass, max_pipeline_rows) if mesh.pp_size > 1 else rows_per_pass
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    names = ("weights", "gradients", "optimizer", "reference", "average")
-    state_bytes = {name: 0 if recipe.train.fsdp_offload else -(-getattr(memory, name) // num_ranks) for name in names}
-    activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * mini_batch
+    state_names = ("weights", "gradients", "optimizer", "reference", "average")
+    state_bytes = {n: 0 if recipe.train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_names}
+    activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * rows_per_pass
     return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
-        activations=None if activations is None else -(-activations * rows // activation_divisor),
+        activations=None if activations is None else -(-activations * num_rows_in_memory // activation_divisor),
         **state_bytes,
     )
 
 
 def _trace_memory(
-    recipe: Recipe, model: str, length: int, progress: ProgressWriter
+    recipe: Recipe, model: str, sequence_length: int, progress: ProgressWriter
 ) -> tuple[PreTrainedModel, StepMemory, list[str]]:
     """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
-    train, policy = recipe.train, recipe.policy
+    train, policy_config = recipe.train, recipe.policy
     weight_sets = () if train.train_policy.precomputes_reference_logprobs else train.train_policy.auxiliary_model_names
-    with torch.device("meta"):  # meta tensors instead of fake tensors, to which PEFT cannot add adapters
-        empty_model = model_without_weights(
+    with torch.device("meta"):  # PEFT can add adapters to meta tensors, but not to fake tensors
+        fake_model = model_without_weights(
             model,
-            revision=policy.model_revision,
+            revision=policy_config.model_revision,
             dtype=getattr(torch, train.master_dtype),
-            gradient_checkpointing=policy.model_gradient_checkpointing,
+            gradient_checkpointing=policy_config.model_gradient_checkpointing,
         )
-        mark_trained_weights(empty_model, policy)
+        mark_trained_weights(fake_model, policy_config)
     notes: list[str] = []
     with FakeTensorMode():
-        _use_fake_tensors(empty_model)
+        _use_fake_tensors(fake_model)
         try:
-            # torchao's compiled 8-bit optimizers cannot be traced; their moments are counted below.
+            # Trace the optimizer without 8-bit moments, because torchao's compiled 8-bit optimizers cannot be traced.
             traced_config = train.copy_with(optm_name=train.optm_name.removesuffix("8bit"))
-            trainer = Trainer(CausalLM(empty_model, traced_config, InputProcessing(0)), traced_config, progress)
+            trainer = Trainer(CausalLM(fake_model, traced_config, InputProcessing(0)), traced_config, progress)
             for name in weight_sets:
-                trainer.named_weights.add(name)
-            memory = trace_step_memory(trainer, make_algorithm(recipe), traced_config, length)
+                trainer.weight_sets.add(name)
+            memory = trace_step_memory(trainer, make_algorithm(recipe), traced_config, sequence_length)
         except Exception as error:
             # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
             notes.append(f"activations: unknown, because the model cannot be traced without data ({first_line(error)})")
-            memory = estimate_untraced_memory(empty_model, len(weight_sets))
+            memory = estimate_untraced_memory(fake_model, len(weight_sets))
     if train.optm_name.endswith("8bit"):
-        memory = replace(memory, optimizer=eight_bit_moment_bytes(empty_model))
+        memory = replace(memory, optimizer=eight_bit_moment_bytes(fake_model))
     if train.ema_enable:
-        num_trained = sum(parameter.numel() for parameter in empty_model.parameters() if parameter.requires_grad)
+        num_trained = sum(parameter.numel() for parameter in fake_model.parameters() if parameter.requires_grad)
         memory = replace(memory, average=num_trained * torch.float32.itemsize)
-    return empty_model, memory, notes
+    return fake_model, memory, notes
 
 
 def _use_fake_tensors(model: PreTrainedModel) -> None:
@@ -226,33 +229,33 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
             tensors[name] = fake_tensors.get(id(tensor))
 
 
-def _read_row_statistics(recipe: Recipe, folder: Path) -> _RowStatistics:
-    statistics = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))["train"]
+def _read_row_statistics(recipe: Recipe, prepared_folder: Path) -> _RowStatistics:
+    statistics = json.loads((prepared_folder / "statistics.json").read_text(encoding="utf-8"))["train"]
     longest_row_length, num_sequences = statistics["length"]["max"], recipe.train.train_policy.num_sequences_per_row
     if num_sequences > 1:
-        rows = load_row_kind(recipe.train.train_policy.rows).open(folder, TRAIN_SPLIT, recipe.policy)
+        rows = load_row_kind(recipe.train.train_policy.rows).open(prepared_folder, TRAIN_SPLIT, recipe.policy)
         longest_row_length = int(rows.token_counts(is_packed=False).max()) // num_sequences
     return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / num_sequences)
 
 
 def _count_rows(recipe: Recipe) -> int | None:
     """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
-    tables = recipe.train.train_policy.tables_by_dataset
-    counts = [_count_dataset_rows(recipe, key, table.dataset) for key, table in tables.items()]
-    return None if None in counts else sum(filter(None, counts))
+    tables_by_dataset = recipe.train.train_policy.tables_by_dataset
+    row_counts = [_count_dataset_rows(recipe, key, table.dataset) for key, table in tables_by_dataset.items()]
+    return None if None in row_counts else sum(filter(None, row_counts))
 
 
-def _count_dataset_rows(recipe: Recipe, key: str, dataset: RowsConfig) -> int | None:
+def _count_dataset_rows(recipe: Recipe, dataset_table_key: str, dataset: RowsConfig) -> int | None:
     if annotation_path := image_settings(recipe).annotation_path:
         dataset = dataset.copy_with(name=annotation_path, split=("train",))
     is_local_path = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
     if not (is_local_path or reasoning_gym_generator(dataset.name)):
         return None
-    rows = load_rows(dataset, key)
+    dataset_rows = load_rows(dataset, dataset_table_key)
     if dataset.test_size is not None and not recipe.validation.dataset.name:
         assert recipe.train.seed is not None  # the schema replaces a missing seed by its default
-        rows, _ = split_rows(rows, dataset.test_size, recipe.train.seed)
-    return len(rows)
+        dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, recipe.train.seed)
+    return len(dataset_rows)
 
 
 def _sequence_length(recipe: Recipe, row_length: float | None) -> float:
@@ -268,25 +271,25 @@ def _estimate_training_length(
     """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound."""
     train, policy = recipe.train, recipe.train.train_policy
     if policy.has_token_based_batches:
-        return _balanced_training_length(recipe, prepared_folder)
+        return _estimate_balanced_training_length(recipe, prepared_folder)
     steps = train.max_num_steps if rows.num_rows is None else total_steps(recipe, rows.num_rows)
     num_sequences = train.train_batch_per_replica * policy.num_sequences_per_row
     num_tokens = None if steps is None else round(steps * (num_sequences * _sequence_length(recipe, rows.mean_length)))
     return steps, num_tokens, rows.num_rows is None
 
 
-def _balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> tuple[int, int, bool]:
-    """Return the values of `_estimate_training_length` for batches that are filled up to a token budget."""
+def _estimate_balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> tuple[int, int, bool]:
+    """Return steps, tokens and whether the steps are an upper bound, if batches are filled up to a token budget."""
     num_steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
     assert num_steps is not None and isinstance(policy, SupervisedConfig)  # the schema requires `max_num_steps`
     if prepared_folder is None:
         tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
         return num_steps, num_steps * tokens_per_step, True
     rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, recipe.policy)
-    lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, recipe)
+    row_lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, recipe)
     assert plan is not None
-    indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
-    return plan.total_steps, int(lengths[indices].sum()), False
+    row_indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
+    return plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
 def _disk_bytes(recipe: Recipe, memory: StepMemory, num_params: int, num_trainable: int, steps: int | None) -> int:
@@ -299,36 +302,36 @@ def _disk_bytes(recipe: Recipe, memory: StepMemory, num_params: int, num_trainab
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
         intervals = (save_freq, *([recipe.validation.freq] if is_validated else []))
         num_saved = len({steps, *(step for interval in intervals for step in range(interval, steps or 0, interval))})
-        max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint is kept in addition
+        max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint does not count in `max_keep`
         num_checkpoints = max_kept if steps is None else num_saved if ckpt.max_keep == -1 else min(num_saved, max_kept)
-    weight_bytes = num_trainable * _itemsize(recipe.train.master_dtype)  # checkpoints do not have frozen parameters
+    weight_bytes = num_trainable * _element_bytes(recipe.train.master_dtype)  # checkpoints have no frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
-    return num_checkpoints * checkpoint_bytes + num_params * _itemsize(recipe.train.param_dtype)
+    return num_checkpoints * checkpoint_bytes + num_params * _element_bytes(recipe.train.param_dtype)
 
 
 def _describe_machine(recipe: Recipe) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         gpu_properties = torch.cuda.get_device_properties(device)
-        name, memory = gpu_properties.name, gpu_properties.total_memory
+        device_name, memory_bytes = gpu_properties.name, gpu_properties.total_memory
     else:
         num_threads = torch.get_num_threads()
-        name, memory = f"cpu, {num_threads} thread{'s' * (num_threads > 1)}", psutil.virtual_memory().total
+        device_name, memory_bytes = f"cpu, {num_threads} thread{'s' * (num_threads > 1)}", psutil.virtual_memory().total
     matmul_flops = measure_matmul_flops(device, getattr(torch, recipe.train.param_dtype))
-    return {"device": name, "is_cpu": device.type == "cpu", "flops": matmul_flops, "memory": memory}
+    return {"device": device_name, "is_cpu": device.type == "cpu", "flops": matmul_flops, "memory": memory_bytes}
 
 
-def _engine_weight_bytes(recipe: Recipe, num_parameters: int) -> int:
+def _estimate_engine_weight_bytes(recipe: Recipe, num_parameters: int) -> int:
     """Return the bytes of the engine's copy of the weights; 0 if the engine uses the trainer's module."""
-    backend, parallelism = recipe.rollout.backend, recipe.rollout.parallelism
+    engine_backend, parallelism = recipe.rollout.backend, recipe.rollout.parallelism
     if not recipe.train.train_policy.has_rollouts:
         return 0
-    if backend == FALLBACK_ENGINE and recipe.policy.parallelism.world_size > 1:
-        return num_parameters * _itemsize(recipe.train.master_dtype)
-    if backend != "vllm":
+    if engine_backend == FALLBACK_ENGINE and recipe.policy.parallelism.world_size > 1:
+        return num_parameters * _element_bytes(recipe.train.master_dtype)
+    if engine_backend != "vllm":
         return 0
-    return num_parameters * _itemsize(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
+    return num_parameters * _element_bytes(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
 
 
-def _itemsize(dtype: str) -> int:
+def _element_bytes(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)

@@ -52,27 +52,27 @@ class SampleFeed:
         """Return the samples of the next train step and their metrics; None if the data has ended."""
         if self.step >= self.total_steps:
             return None
-        batch = self.samples(self.step)
+        samples_and_metrics = self.samples(self.step)
         self.step += 1
-        return batch
+        return samples_and_metrics
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
         """Return the samples of train step `step`, counted from 0, and their metrics."""
         raise NotImplementedError(type(self).__name__)
 
     def set_rows_per_pass(self, rows_per_pass: int) -> None:
-        """Put `rows_per_pass` rows into each micro-batch from now on, if the feed divides the samples."""
+        """From now on, put `rows_per_pass` rows into each micro-batch; only for feeds that form micro-batches."""
         raise AssertionError(f"{type(self).__name__} does not divide samples")
 
-    def read_again(self) -> list[Any]:
-        """Return the samples of the newest step, with the current number of rows in a micro-batch."""
+    def reread_newest_samples(self) -> list[Any]:
+        """Read the samples of the newest step again, divided into micro-batches of the current size."""
         raise AssertionError(f"{type(self).__name__} does not divide samples")
 
-    def write_records(self, folder: Path) -> None:
-        """Write files about the rows, such as pass rates, to the stage folder after training; default: none."""
+    def write_pass_rates(self, stage_folder: Path) -> None:
+        """Write the pass rates of the prompts to `stage_folder` after training; only feeds with rollouts have them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the feed's state for a checkpoint, as JSON values: the next step, and prefetched samples."""
+        """Return the feed's state for a checkpoint, as JSON values and tensors; here the number of the next step."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,10 +84,10 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
     """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0."""
     train = recipe.train
     if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
-        steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
+        num_steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
     else:
-        steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last_rows)
-    return min(steps, train.max_num_steps or steps)
+        num_steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last_rows)
+    return min(num_steps, train.max_num_steps or num_steps)
 
 
 def rows_per_step(recipe: Recipe) -> int:
@@ -97,7 +97,7 @@ def rows_per_step(recipe: Recipe) -> int:
 
 
 def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
-    """Return a message about rows of an epoch that fill no step, or ""; raise DataError if no step is full."""
+    """Return a message if an epoch has rows that no step uses, else ""; raise DataError if no step is full."""
     message = unused_rows_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
     # With dynamic sampling, a train step may use prompts of two epochs, so all prompts are used.
     return message if recipe.train.train_policy.dynamic_sampling is None else ""
@@ -105,16 +105,16 @@ def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
 
 def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan | None:
     """Return the plan of micro-batches that are filled up to a token budget; None for a fixed number of rows."""
-    train, policy = recipe.train, recipe.train.train_policy
+    train_config, policy = recipe.train, recipe.train.train_policy
     if not policy.has_token_based_batches:
         return None
     # The schema requires `max_num_steps` if batches are filled by tokens.
-    assert isinstance(policy, SupervisedConfig) and train.max_num_steps is not None
+    assert isinstance(policy, SupervisedConfig) and train_config.max_num_steps is not None
     # If `sequence_packing` is None (the model decides), plan for padding, which needs at least as many tokens.
-    is_packed = bool(train.sequence_packing)
+    is_packed = bool(train_config.sequence_packing)
     return BalancedBatchPlan(
         rows.token_counts(is_packed=is_packed),
-        lambda epoch: epoch_order(train.order_seed, epoch, mixture_or_num_rows(rows), policy.dataloader_shuffle),
+        lambda epoch: epoch_order(train_config.order_seed, epoch, mixture_or_num_rows(rows), policy.dataloader_shuffle),
         BatchingSettings(
             micro_batch_tokens(recipe),
             policy.load_balanced_pool_size,
@@ -122,17 +122,17 @@ def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan
             prefers_closest_length=policy.load_balanced_batching_strategy == "prefer_closest",
         ),
         batches_per_step=policy.load_balanced_batches_per_optimizer_step,
-        num_epochs=train.epoch,
-        max_steps=train.max_num_steps,
+        num_epochs=train_config.epoch,
+        max_steps=train_config.max_num_steps,
     )
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:
     """Return the token budget of a micro-batch."""
-    policy = recipe.train.train_policy
-    assert isinstance(policy, SupervisedConfig)
-    max_tokens = recipe.train.rows_per_pass * policy.num_sequences_per_row * recipe.policy.model_max_length
-    return policy.load_balanced_max_tokens_for_batch or max_tokens
+    train_policy = recipe.train.train_policy
+    assert isinstance(train_policy, SupervisedConfig)
+    max_tokens = recipe.train.rows_per_pass * train_policy.num_sequences_per_row * recipe.policy.model_max_length
+    return train_policy.load_balanced_max_tokens_for_batch or max_tokens
 
 
 class RowFeed(SampleFeed):
@@ -144,8 +144,8 @@ class RowFeed(SampleFeed):
     def __init__(self, rows: PreparedRows, recipe: Recipe) -> None:
         self._rows, self._recipe = rows, recipe
         self._batch_size = recipe.train.train_batch_per_replica
-        self._thread = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
-        self._prefetched_samples: tuple[int, Future[list[Any]]] | None = None
+        self._prefetch_executor = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
+        self._prefetched_step_and_samples: tuple[int, Future[list[Any]]] | None = None
         self._balanced_plan = plan_balanced_steps(rows, recipe)
         self.rows_per_pass = recipe.train.rows_per_pass
         with suppress(NotImplementedError):  # rows of media
@@ -165,38 +165,38 @@ class RowFeed(SampleFeed):
         return np.unique([i for step in steps for batch in self.micro_batches(step).values() for i in batch])
 
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
-        prefetched, self._prefetched_samples = self._prefetched_samples, None
+        prefetched, self._prefetched_step_and_samples = self._prefetched_step_and_samples, None
         samples = prefetched[1].result() if prefetched and prefetched[0] == step else self._read_samples(step)
-        if self._thread and step + 1 != self.total_steps:
-            self._prefetched_samples = step + 1, self._thread.submit(self._read_samples, step + 1)
+        if self._prefetch_executor and step + 1 != self.total_steps:
+            self._prefetched_step_and_samples = step + 1, self._prefetch_executor.submit(self._read_samples, step + 1)
         epoch = self._balanced_plan.epochs_done(step) if self._balanced_plan else (step + 1) / self.steps_per_epoch
         return samples, {"epoch": epoch}
 
     def set_rows_per_pass(self, rows_per_pass: int) -> None:
         if rows_per_pass != self.rows_per_pass:
-            self.rows_per_pass, self._prefetched_samples = rows_per_pass, None
+            self.rows_per_pass, self._prefetched_step_and_samples = rows_per_pass, None
 
-    def read_again(self) -> list[Any]:
+    def reread_newest_samples(self) -> list[Any]:
         return self._read_samples(self.step - 1)
 
     def _read_samples(self, step: int) -> list[Any]:
-        seed, batches = (self._recipe.train.order_seed, step), self.micro_batches(step).items()
-        return [sample for number, batch in batches for sample in self._rows.samples(batch, seed, number)]
+        seed_and_step, batch_items = (self._recipe.train.order_seed, step), self.micro_batches(step).items()
+        return [sample for number, batch in batch_items for sample in self._rows.samples(batch, seed_and_step, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return the row numbers of a train step by micro-batch number; all under None if the trainer divides them."""
+        """Return the row numbers of a train step by micro-batch number; by None if the trainer forms micro-batches."""
         if self._balanced_plan:
             return dict(enumerate(self._balanced_plan.micro_batches(step)))
         train, parallelism = self._recipe.train, self._recipe.policy.parallelism
-        positions = batch_positions(
+        row_positions = batch_positions(
             train.order_seed, step, self._batch_size, mixture_or_num_rows(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
-        num_ranks = parallelism.dp_replicate_size * abs(parallelism.dp_shard_size)
-        max_rows = min(self.rows_per_pass, -(-len(positions) // num_ranks))
-        batches = self._rows.micro_batches(positions, max_rows)
-        return {None: positions.tolist()} if batches is None else dict(enumerate(batches))
+        num_data_parallel_ranks = parallelism.dp_replicate_size * abs(parallelism.dp_shard_size)
+        max_rows = min(self.rows_per_pass, -(-len(row_positions) // num_data_parallel_ranks))
+        micro_batches = self._rows.micro_batches(row_positions, max_rows)
+        return {None: row_positions.tolist()} if micro_batches is None else dict(enumerate(micro_batches))
 
 
 def check_data_term_rows(recipe: Recipe, num_rows: int) -> None:
@@ -211,15 +211,15 @@ def check_data_term_rows(recipe: Recipe, num_rows: int) -> None:
 
 def make_sft_loss(rows: PreparedRows, recipe: Recipe) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
-    train, loss_config = recipe.train, recipe.train.train_policy.supervised_rows
-    assert loss_config is not None
+    train_config, sft_loss_config = recipe.train, recipe.train.train_policy.supervised_rows
+    assert sft_loss_config is not None
     check_data_term_rows(recipe, len(rows))
-    max_tokens = getattr(train.train_policy, "max_token_len_per_mini_batch", None)
+    max_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:
-        seed = train.order_seed + DATA_TERM_SEED_OFFSET
-        positions = batch_positions(seed, update_index, loss_config.batch_size, len(rows), shuffle=True)
-        samples = rows.samples(positions.tolist())
-        return make_sft_update(batch_within_token_limit(samples, max_tokens), loss_config.weight)
+        seed = train_config.order_seed + DATA_TERM_SEED_OFFSET
+        row_positions = batch_positions(seed, update_index, sft_loss_config.batch_size, len(rows), shuffle=True)
+        samples = rows.samples(row_positions.tolist())
+        return make_sft_update(batch_within_token_limit(samples, max_tokens), sft_loss_config.weight)
 
     return make_update

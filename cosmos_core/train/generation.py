@@ -60,12 +60,12 @@ class RolloutSetup:
             engine = _make_engine_fleet(stage)
             engine.send_missing_weights = lambda: self.send_missing_weights(self._published_version)
         else:
-            settings = _engine_settings(
+            engine_settings = _make_engine_settings(
                 stage, adapter.model, adapter.tokenizer, adapter.image_reader, stage.progress.beat
             )
             if stage.recipe.policy.is_diffusers:
-                settings = replace(settings, flow=make_engine_denoiser(stage, self._trainer))
-            engine = make_engine(settings)
+                engine_settings = replace(engine_settings, flow=make_engine_denoiser(stage, self._trainer))
+            engine = make_engine(engine_settings)
         self.exit_stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
         is_adapter_merged = has_lora_adapter(adapter.model) and engine.weight_format in _FULL_WEIGHT_FORMATS
@@ -99,10 +99,10 @@ class RolloutSetup:
         needs_cast = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
         return getattr(torch, train.param_dtype) if dtype is None and needs_cast else dtype
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Send the current weights to the engine as version `version`, and return metrics."""
-        self._published_version = version
-        return self._weight_publisher.publish(version)
+    def publish(self, weights_version: int) -> dict[str, float]:
+        """Send the current weights to the engine as version `weights_version`, and return metrics."""
+        self._published_version = weights_version
+        return self._weight_publisher.publish(weights_version)
 
     def make_scorer(self, rewards: RewardConfig, max_tokens: int | None = None) -> ScoreGroups:
         """Return a function that scores groups of completions by `rewards` and that all ranks call together."""
@@ -112,20 +112,20 @@ class RolloutSetup:
         """Return a function that scores groups of completions by `rewards` on the first rank. `max_tokens`: maximum
         number of tokens of a completion; None: as in training."""
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
-        key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
-        if key not in self._scorers:
-            self._scorers[key] = self.exit_stack.enter_context(open_rewards(self._stage, rewards, max_tokens))
-        return self._scorers[key]
+        scorer_key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
+        if scorer_key not in self._scorers:
+            self._scorers[scorer_key] = self.exit_stack.enter_context(open_rewards(self._stage, rewards, max_tokens))
+        return self._scorers[scorer_key]
 
-    def send_missing_weights(self, version: int) -> dict[str, float]:
-        """Send the current weights, as version `version`, to engines that have no weights."""
+    def send_missing_weights(self, weights_version: int) -> dict[str, float]:
+        """Send the current weights, as version `weights_version`, to engines that have no weights."""
         with self.engine_fleet.loading_new_engines():
-            return self._weight_publisher.publish(version)
+            return self._weight_publisher.publish(weights_version)
 
     def _compute_trainer_logprobs(self, token_ids: Sequence[int]) -> Tensor:
-        token_array = np.array(token_ids, dtype=np.int64)
-        [row] = self._trainer.evaluate([Sample(token_array, np.ones(len(token_array), dtype=np.uint8))])
-        return row["logprobs"]
+        token_id_array = np.array(token_ids, dtype=np.int64)
+        [output_row] = self._trainer.evaluate([Sample(token_id_array, np.ones(len(token_id_array), dtype=np.uint8))])
+        return output_row["logprobs"]
 
 
 def get_transfer_dtype(train: TrainConfig) -> torch.dtype | None:
@@ -133,7 +133,7 @@ def get_transfer_dtype(train: TrainConfig) -> torch.dtype | None:
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
 
 
-def _engine_settings(
+def _make_engine_settings(
     stage: Stage, model: PreTrainedModel, tokenizer: Any, image_reader: ImageReader | None, beat: Callable[[], None],
     *, is_separate: bool = False,
 ) -> EngineSettings:  # fmt: skip
@@ -145,12 +145,12 @@ def _engine_settings(
 
 
 def _make_engine_fleet(stage: Stage) -> EngineFleet:
-    rollout = stage.recipe.rollout
+    rollout_config = stage.recipe.rollout
     return EngineFleet(
         lambda: stage.engines,
-        max_groups=rollout.max_prompts_in_flight,
-        timeout_seconds=rollout.engine_timeout_seconds,
-        weight_sync_mode=rollout.async_r2r_sync,
+        max_groups=rollout_config.max_prompts_in_flight,
+        timeout_seconds=rollout_config.engine_timeout_seconds,
+        weight_sync_mode=rollout_config.async_r2r_sync,
         sleeps_in_training=stage.recipe.mode == "colocated_separated",
         weight_transfer=_make_weight_transfer(stage.recipe),
         beat=stage.progress.beat,
@@ -159,40 +159,40 @@ def _make_engine_fleet(stage: Stage) -> EngineFleet:
 
 def _make_weight_transfer(recipe: Recipe) -> NativeWeightTransfer | DeltaWeightTransfer | None:
     """Return the weight transfer of a stage; None: all weights are sent through host memory."""
-    rollout = recipe.rollout
-    if rollout.weight_transfer == "delta":
+    rollout_config = recipe.rollout
+    if rollout_config.weight_transfer == "delta":
         return DeltaWeightTransfer()
-    if rollout.weight_transfer == "host" or rollout.native_transfer_conflicts:
+    if rollout_config.weight_transfer == "host" or rollout_config.native_transfer_conflicts:
         return None  # `cosmos check` reports why native transfer is impossible
     if not torch.cuda.is_available():
         logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
         return None
-    transport = IpcTransport() if recipe.mode == "colocated_separated" else NcclTransport()
-    return NativeWeightTransfer(transport, rollout.parallelism.tp_size)
+    weight_transport = IpcTransport() if recipe.mode == "colocated_separated" else NcclTransport()
+    return NativeWeightTransfer(weight_transport, rollout_config.parallelism.tp_size)
 
 
-def open_replica(path: Path) -> EngineReplica:
-    """Open a rollout engine of the stage with folder `path` in this process, in which no trainer runs."""
-    is_on_trainer_gpu = load_stage(path).recipe.mode == "colocated_separated"
-    return EngineReplica(partial(_open_separate_engine, path), should_wait_for_trainer=is_on_trainer_gpu)
+def open_replica(stage_folder: Path) -> EngineReplica:
+    """Open a rollout engine of the stage with folder `stage_folder` in this process, in which no trainer runs."""
+    is_on_trainer_gpu = load_stage(stage_folder).recipe.mode == "colocated_separated"
+    return EngineReplica(partial(_open_separate_engine, stage_folder), should_wait_for_trainer=is_on_trainer_gpu)
 
 
-def _open_separate_engine(path: Path, beat: Callable[[], None]) -> Engine:
+def _open_separate_engine(stage_folder: Path, beat: Callable[[], None]) -> Engine:
     configure_logging("WARNING")
     mask_secrets()
-    return open_engine(load_stage(path), beat)
+    return open_engine(load_stage(stage_folder), beat)
 
 
 def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
     """Return the rollout engine of a stage in a process without a trainer; the engine calls `beat` during waits."""
     policy = stage.recipe.policy
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
-    dtype = getattr(torch, stage.recipe.train.master_dtype)
+    master_dtype = getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"):
-        model = model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
+        model = model_without_weights(stage.model, revision=policy.model_revision, dtype=master_dtype)
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)
     if generation_config := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation_config
-    return make_engine(_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))
+    return make_engine(_make_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))

@@ -14,11 +14,11 @@ class Hooks:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        function_names = {key: name for key, name in stage.recipe.train.hooks if name}
-        self._functions = {key: import_user_code(name) for key, name in function_names.items()}
+        function_names = {hook_name: name for hook_name, name in stage.recipe.train.hooks if name}
+        self._functions = {hook_name: import_user_code(name) for hook_name, name in function_names.items()}
 
-    def __call__(self, key: str, **data: Any) -> None:
-        """Call the hook named `key`, if the recipe sets it."""
-        if (function := self._functions.get(key)) is not None:
-            with convert_user_code_errors(f"train.hooks.{key}", function, ConfigError, CosmosError):
-                function(self._stage, data)
+    def __call__(self, hook_name: str, **hook_data: Any) -> None:
+        """Call the hook named `hook_name`, if the recipe sets it."""
+        if (function := self._functions.get(hook_name)) is not None:
+            with convert_user_code_errors(f"train.hooks.{hook_name}", function, ConfigError, CosmosError):
+                function(self._stage, hook_data)

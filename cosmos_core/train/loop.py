@@ -26,12 +26,12 @@ from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import VALIDATION_PREFIX
 from cosmos_core.train.mfu import FlopsUtilization
-from cosmos_core.train.named_weights import EMA_WEIGHTS, MovingAverage
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.tuning import SpeedTuning
 from cosmos_core.train.validation import Validation
+from cosmos_core.train.weight_sets import EMA_WEIGHTS, MovingAverage
 
 _PRESTART_SECONDS = 15.0
 """Remaining time of a training at which the process that verifies its export is started."""
@@ -53,9 +53,9 @@ class TrainLoop:
     check_metrics: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
     """Function that checks the metrics of a train step, for example for drift between engines and trainer, and returns
     further metrics."""
-    utilization: FlopsUtilization | None = None
-    """Counter of the model FLOPs utilization of train steps; None: utilization is not reported."""
-    tuning: SpeedTuning | None = None
+    mfu_counter: FlopsUtilization | None = None
+    """Counter of the model FLOPs utilization (MFU) of train steps; None: MFU is not reported."""
+    speed_tuning: SpeedTuning | None = None
     """Measurement of the settings that the recipe sets to `auto`; None: there are none."""
     first_checkpoint: Path | None = None
     """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
@@ -79,7 +79,7 @@ class TrainLoop:
         try:
             return self._restore_and_train()
         except StopRequested:
-            raise self._save_and_make_error() from None
+            raise self._save_and_make_preempted_error() from None
 
     def _restore_and_train(self) -> dict[str, float]:
         self.trainer.adapter.check_parallel_plan()
@@ -96,7 +96,7 @@ class TrainLoop:
             try:
                 self._train(profiler)
             except StopRequested:  # save before the profiler writes its trace, which may take long
-                raise self._save_and_make_error() from None
+                raise self._save_and_make_preempted_error() from None
         has_new_metrics = self.validation.wait(self.step)
         has_new_metrics |= self._validate_last_step()
         self.checkpointer.wait()
@@ -104,7 +104,7 @@ class TrainLoop:
             self._save_checkpoint()
             self.checkpointer.wait()
         if self.moving_average:
-            self.trainer.named_weights.copy_to_policy(EMA_WEIGHTS)
+            self.trainer.weight_sets.copy_to_policy(EMA_WEIGHTS)
         hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last_metrics)
         return self._last_metrics
 
@@ -116,18 +116,18 @@ class TrainLoop:
             profiler.step(self.step)
             is_last_step, previous_best_step = self.step == self.feed.total_steps, validation.best_step
             is_validation_due = validation.should_validate(self.step, is_last_step=is_last_step)
-            is_async = is_validation_due and validation.async_validation is not None and not is_last_step
+            is_validation_async = is_validation_due and validation.async_validation is not None and not is_last_step
             saves_checkpoint = self.step % save_freq == 0
             if (is_validation_due or saves_checkpoint) and validation.wait(self.step):
                 # If the finished validation changed the best step, its checkpoint was saved when the validation began.
                 previous_best_step = validation.best_step
-            if is_async:
+            if is_validation_async:
                 # Save now: if the validation selects this step as the best, later steps have changed the weights.
                 saves_checkpoint = True
             elif is_validation_due:
                 metrics |= self._validation_metrics(metrics)
             self._log_step(self.step, metrics)
-            if is_async:
+            if is_validation_async:
                 validation.start_async(self.step)
             if train.ckpt.enable_checkpoint and (saves_checkpoint or validation.best_step != previous_best_step):
                 self._save_checkpoint()
@@ -147,7 +147,7 @@ class TrainLoop:
         return metrics
 
     def _validate_last_step(self) -> bool:
-        """Validate the last step unless it was validated, and return whether this validation was necessary."""
+        """Validate the last step unless it was already validated, and return whether this validation was necessary."""
         if not self.validation.needs_last_validation(self.step):
             return False
         # The engine may lack the weights of the last step, because weights are sent before the next step.
@@ -156,7 +156,8 @@ class TrainLoop:
         return True
 
     def _validation_metrics(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the metrics of a validation. If a stop is requested meanwhile, log the train step's `metrics`."""
+        """Validate the current step, and return the metrics. Log the train step's `metrics` before raising
+        StopRequested."""
         try:
             return self.validation.run(self.step)
         except StopRequested:
@@ -165,7 +166,7 @@ class TrainLoop:
             raise
 
     def _log_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the validation metrics of a step after its training metrics were logged."""
+        """Log the validation metrics of a step whose training metrics are already logged."""
         self._last_metrics |= metrics
         self.stage.metrics.log(step, metrics)
 
@@ -174,9 +175,9 @@ class TrainLoop:
         if (samples_and_metrics := self.feed.next_samples()) is None:
             return None
         samples, metrics = samples_and_metrics
-        if self.tuning:
+        if self.speed_tuning:
             self.stage.progress.phase("step")
-            samples, tuning_metrics = self.tuning.choose(samples)
+            samples, tuning_metrics = self.speed_tuning.choose(samples)
             metrics |= tuning_metrics
         self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.stage.progress.phase("step")
@@ -187,27 +188,27 @@ class TrainLoop:
             self._num_updates += 1
             if self.moving_average:
                 self.moving_average.update(self._num_updates)
-            if self.utilization:
-                self.utilization.add(update)
+            if self.mfu_counter:
+                self.mfu_counter.add(update)
         self.algorithm.after_train_step(self.step + 1, self.trainer)
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
         metrics |= _mean_over_updates(update_metrics)
         metrics |= self.check_metrics(self.step + 1, metrics)
         compile_seconds = self.stage.progress.compile_seconds - compile_seconds_before
-        seconds = time.perf_counter() - start_time - compile_seconds
-        if self.utilization:
-            metrics["throughput/mfu"] = self.utilization.utilization_since_last(seconds)
+        train_seconds = time.perf_counter() - start_time - compile_seconds
+        if self.mfu_counter:
+            metrics["throughput/mfu"] = self.mfu_counter.utilization_since_last(train_seconds)
         num_tokens = sum(self.trainer.adapter.num_tokens(sample) for sample in samples)
         return metrics | {
             **learning_rates,
             "tokens": float(num_tokens),
-            "time/train": seconds,
+            "time/train": train_seconds,
             **({"time/compile": compile_seconds} if compile_seconds else {}),
-            "throughput/tokens_per_second": num_tokens / max(1e-9, seconds),
+            "throughput/tokens_per_second": num_tokens / max(1e-9, train_seconds),
             **_memory_metrics(),
         }
 
-    def _save_and_make_error(self) -> Preempted:
+    def _save_and_make_preempted_error(self) -> Preempted:
         """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. No weight may have
         changed since the last completed step."""
         progress_text = f"stopped after step {self.step} of {self.feed.total_steps}"
@@ -215,7 +216,7 @@ class TrainLoop:
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
         if (validating_step := self.validation.validating_step) not in (None, self.step):
-            saved_step = self.checkpointer.latest_step()  # a resumed run repeats the validation of this step
+            saved_step = self.checkpointer.latest_step()  # a resumed run validates the saved step again
             progress_text += f", while step {validating_step} was validated"
             return Preempted(f"{progress_text}; the checkpoint is of step {saved_step}")
         if self.checkpointer.latest_step() != self.step:
@@ -226,38 +227,39 @@ class TrainLoop:
     def _restore_checkpoint(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
-        state, total_steps = self._make_train_state(), self.feed.total_steps
-        own_checkpoint_step = start_step = self.checkpointer.load_latest(state) or 0
+        train_state, total_steps = self._make_train_state(), self.feed.total_steps
+        own_checkpoint_step = start_step = self.checkpointer.load_latest(train_state) or 0
         if not own_checkpoint_step and self.first_checkpoint:
-            start_step = load_checkpoint(self.first_checkpoint, state, self.stage.progress.beat)
+            start_step = load_checkpoint(self.first_checkpoint, train_state, self.stage.progress.beat)
         if start_step > own_checkpoint_step and start_step >= total_steps:
             raise ConfigError(
                 f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
                 f"{total_steps}; raise train.epoch or train.max_num_steps"
             )
         if start_step:
-            self.feed.load_state_dict(state.feed or {"step": start_step})
-            self.algorithm.load_state_dict(state.algorithm)
-            self._num_updates = int(state.extra.get("num_updates", start_step))
-            if self.tuning:
-                self.tuning.restore(state.extra.get("speed_settings"))
+            self.feed.load_state_dict(train_state.feed or {"step": start_step})
+            self.algorithm.load_state_dict(train_state.algorithm)
+            self._num_updates = int(train_state.extra.get("num_updates", start_step))
+            if self.speed_tuning:
+                self.speed_tuning.restore(train_state.extra.get("speed_settings"))
             # Random generators are restored last, because starting an engine advances and reseeds them.
-            rng_state, saved_rank = state.extra["rng"], state.extra.get("seed_rank", self._data_parallel_rank)
-            # On another mesh, ranks that share a sample would draw different numbers, for example of dropout.
-            if all_reduce_any(rng_state is None or saved_rank != self._data_parallel_rank):
+            rng_state = train_state.extra["rng"]
+            saved_data_parallel_rank = train_state.extra.get("seed_rank", self._data_parallel_rank)
+            # After a change of the mesh, ranks that share a sample would draw different numbers from the saved states.
+            if all_reduce_any(rng_state is None or saved_data_parallel_rank != self._data_parallel_rank):
                 seed_rng(self.stage.seed, start_step, self._data_parallel_rank)
             else:
                 restore_rng(rng_state)
         else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
             seed_rng(self.stage.seed, 0, self._data_parallel_rank, keeps_torch_rng=self._data_parallel_rank == 0)
-        self.validation.load_state_dict(start_step, state.extra if own_checkpoint_step else {})
+        self.validation.load_state_dict(start_step, train_state.extra if own_checkpoint_step else {})
         if own_checkpoint_step:
-            self._last_metrics = dict(state.extra["metrics"])
+            self._last_metrics = dict(train_state.extra["metrics"])
             self.stage.progress.report_checkpoint(own_checkpoint_step)
         if start_step:
             self._hooks("load_checkpoint_hook", step=start_step)
-        self.checkpointer.write_best_step(self._best_to_save)
-        needs_validation = bool(own_checkpoint_step and state.extra.get("is_unmeasured"))
+        self.checkpointer.write_best_step(self._best_step_to_save)
+        needs_validation = bool(own_checkpoint_step and train_state.extra.get("is_unmeasured"))
         self.stage.metrics.remove_lines_after_step(start_step, prefix=VALIDATION_PREFIX if needs_validation else "")
         self.stage.progress.step(start_step, total_steps)
         self.step = start_step
@@ -265,31 +267,31 @@ class TrainLoop:
 
     @property
     def _data_parallel_rank(self) -> int:
-        """Return the data-parallel rank, which random seeds contain: ranks that share a sample have equal seeds."""
-        mesh = self.trainer.adapter.mesh
-        return mesh.dp.get_local_rank() if mesh else 0
+        """Return the data-parallel rank. Random seeds depend on it, so ranks that share a sample have equal seeds."""
+        device_mesh = self.trainer.adapter.mesh
+        return device_mesh.dp.get_local_rank() if device_mesh else 0
 
     def _save_checkpoint(self) -> None:
         self.stage.progress.phase("save")
         self._hooks("save_checkpoint_hook", step=self.step)
-        state = self._make_train_state()
-        state.extra = {
+        train_state = self._make_train_state()
+        train_state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "num_updates": self._num_updates,
             "rng": capture_rng(), "seed_rank": self._data_parallel_rank, "metrics": self._last_metrics,
             **self.validation.state_dict(self.step),
-            **({"speed_settings": self.tuning.chosen} if self.tuning else {}),
+            **({"speed_settings": self.speed_tuning.chosen} if self.speed_tuning else {}),
         }  # fmt: skip
         self.stage.metrics.sync()
-        self.checkpointer.save(self.step, state, self._best_to_save)
+        self.checkpointer.save(self.step, train_state, self._best_step_to_save)
 
     @property
-    def _best_to_save(self) -> BestStep | None:
+    def _best_step_to_save(self) -> BestStep | None:
         """Return the best step so far if its checkpoint is kept, else None."""
         return self.validation.best_step if self.stage.recipe.train.ckpt.enable_checkpoint else None
 
     def _make_train_state(self) -> TrainState:
         return TrainState(
-            self.trainer.adapter.model, self.trainer.optimizer, named_weights=self.trainer.named_weights.tensors,
+            self.trainer.adapter.model, self.trainer.optimizer, weight_sets=self.trainer.weight_sets.tensors,
             feed=self.feed.state_dict(), algorithm=self.algorithm.state_dict(),
         )  # fmt: skip
 
@@ -298,9 +300,9 @@ class TrainLoop:
         self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in maxima.items()}
         self.stage.metrics.log(step, metrics)
         progress_names = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        progress = {name: metrics[key] for key, name in progress_names.items() if key in metrics}
-        progress |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
-        self.stage.progress.step(step, self.feed.total_steps, **progress)
+        progress_metrics = {name: metrics[key] for key, name in progress_names.items() if key in metrics}
+        progress_metrics |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
+        self.stage.progress.step(step, self.feed.total_steps, **progress_metrics)
 
 
 def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -39,7 +39,7 @@ from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
 SAMPLES_FILE = "samples.jsonl"
 VALIDATION_PREFIX = "validation/"
-_MAX_SAMPLES = 24
+_MAX_SAVED_SAMPLES = 24
 _VALIDATION_SEED_STEP = 0
 """Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
 the results of two validations differ only by the weights."""
@@ -51,13 +51,13 @@ def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: Prep
     batch_size = stage.recipe.validation.batch_size or stage.recipe.train.rows_per_pass
     rows_per_chunk = REFERENCE_BATCH_ROWS if rows.has_sample_pairs else batch_size * (mesh.dp.size() if mesh else 1)
 
-    def sample_chunks() -> Iterator[list[Any]]:
+    def read_sample_chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
             stage.progress.advance(start, len(rows))
             check_stop(stage)
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
-    metrics = algorithm.measure(sample_chunks(), trainer, batch_size)
+    metrics = algorithm.measure(read_sample_chunks(), trainer, batch_size)
     return {VALIDATION_PREFIX + name: value for name, value in metrics.items()}
 
 
@@ -78,7 +78,7 @@ def completion_metrics(
         scores = [score for group in groups for score in group.scores]
         raise invalid_scores_error(f"all {num_completions} held-out completions have an invalid reward", scores)
     completions = [completion for group in groups for completion in group.group.completions]
-    lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
+    completion_lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness_metrics: dict[str, float] = {}
     correct_flags = [
         [has_full_reward(score.value, full_reward) for score in group.scores if score.value is not None]
@@ -91,9 +91,9 @@ def completion_metrics(
     return {
         **{VALIDATION_PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
         "validation/reward": float(reward_values.mean()),
-        **_standard_error(groups),
+        **_estimate_standard_error(groups),
         "validation/invalid": float(num_completions - len(reward_values)),
-        **({"validation/length_mean": float(np.mean(lengths))} if lengths else {}),
+        **({"validation/length_mean": float(np.mean(completion_lengths))} if completion_lengths else {}),
         "validation/prompts": float(len(groups)),
         **correctness_metrics,
         **{f"validation/reward/{name}": mean for name, mean in reward_means(groups).items()},
@@ -101,7 +101,7 @@ def completion_metrics(
     }
 
 
-def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _estimate_standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the standard error of the mean reward; empty for one prompt. The mean reward of a prompt is one sample,
     because completions of a prompt are not independent."""
     group_means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
@@ -121,10 +121,10 @@ def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, fl
     return metrics
 
 
-def pass_at_k(k: int, count: int, num_correct: int) -> float:
-    """Return the probability that `k` random completions of `count` include one of the `num_correct` correct
-    completions. It is 1 - C(count - num_correct, k) / C(count, k) (Chen et al., arXiv 2107.03374, section 2.1)."""
-    return 1.0 - math.comb(count - num_correct, k) / math.comb(count, k)
+def pass_at_k(k: int, num_completions: int, num_correct: int) -> float:
+    """Return the probability that `k` random completions of `num_completions` include one of the `num_correct` correct
+    completions. It is 1 - C(n - c, k) / C(n, k) for c correct of n completions (Chen et al., arXiv 2107.03374)."""
+    return 1.0 - math.comb(num_completions - num_correct, k) / math.comb(num_completions, k)
 
 
 class CompletionValidation:
@@ -144,46 +144,47 @@ class CompletionValidation:
         if not self._has_rewards:
             self._prompts = self._prompts[: gallery.MAX_PROMPTS]
         batch_size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
-        groups: list[ScoredGroup] = []
+        scored_groups: list[ScoredGroup] = []
         self._engine.wake()
         for start in range(0, len(self._prompts), batch_size):
             self._stage.progress.advance(start, len(self._prompts))
-            batch = self._prompts[start : start + batch_size]
-            groups += self.score(generate(self._engine, batch, self._sampling, _VALIDATION_SEED_STEP))
+            prompt_batch = self._prompts[start : start + batch_size]
+            scored_groups += self.score(generate(self._engine, prompt_batch, self._sampling, _VALIDATION_SEED_STEP))
             check_stop(self._stage)
         self._engine.sleep(level=sleep_level)
-        return self.log_metrics(step, groups)
+        return self.log_metrics(step, scored_groups)
 
     @property
     def validation_requests(self) -> tuple[Sequence[Prompt], Sampling, int]:
         """Return the held-out prompts, their sampling settings, and the step number from which seeds are derived."""
         return self._prompts, self._sampling, _VALIDATION_SEED_STEP
 
-    def log_metrics(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    def log_metrics(self, step: int, scored_groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of scored groups, of which the first rank adds some to `samples.jsonl`."""
         if is_first_rank():
             with raise_disk_full(self._stage.path):
-                add_samples(self._stage.path / SAMPLES_FILE, step, groups[:_MAX_SAMPLES], has_rewards=self._has_rewards)
-        metrics = completion_metrics(groups, self._full_reward) if self._has_rewards else {}
+                samples_file, saved_groups = self._stage.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
+                add_samples(samples_file, step, saved_groups, has_rewards=self._has_rewards)
+        metrics = completion_metrics(scored_groups, self._full_reward) if self._has_rewards else {}
         if self._sampling.flow is not None and self._sampling.num_completions > 1:
-            metrics[f"{VALIDATION_PREFIX}diversity"] = compute_diversity(groups)
+            metrics[f"{VALIDATION_PREFIX}diversity"] = compute_diversity(scored_groups)
         return metrics
 
 
-def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
-    """Add the first completion of each group to the file of samples, and remove lines of `step` and later steps from
-    it. Write images or videos of the groups to a folder of the step."""
+def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
+    """Add the first completion of each group to the file of samples, and remove the file's lines of `step` and later
+    steps. Write images or videos of the groups to a folder of the step."""
     lines_to_write = []
-    if path.exists():
-        lines = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-        earlier_records = [line for line in lines if has_step(line) and line["step"] < step]
+    if samples_file.exists():
+        saved_records = parse_json_objects(samples_file.read_text(encoding="utf-8", errors="replace").split("\n"))
+        earlier_records = [line for line in saved_records if has_step(line) and line["step"] < step]
         lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
-    rows = [gallery.samples_of_group(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
-    media_rows = [row for row in rows if row]  # rows of text completions are empty
-    media_files = gallery.save_step_samples(path.parent, step, media_rows) if media_rows else []
+    sample_rows = [gallery.collect_samples(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
+    media_rows = [row for row in sample_rows if row]  # leave out text completions, which have no media
+    media_files = gallery.save_step_samples(samples_file.parent, step, media_rows) if media_rows else []
     for index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
-        record: dict[str, Any] = {
+        sample_record: dict[str, Any] = {
             "step": step,
             "prompt": prompt.text,
             "reference": prompt.reference,
@@ -191,25 +192,25 @@ def add_samples(path: Path, step: int, groups: Sequence[ScoredGroup], *, has_rew
             "reward": score.value if has_rewards else None,
         }
         if index < len(media_files):
-            record["media"] = media_files[index]
-            record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}
+            sample_record["media"] = media_files[index]
+            sample_record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}
         if completion.turns:
-            record["turns"] = [asdict(turn) for turn in completion.turns]
-        lines_to_write.append(json.dumps(record, ensure_ascii=False))
-    write_text(path, "".join(line + "\n" for line in lines_to_write))
+            sample_record["turns"] = [asdict(turn) for turn in completion.turns]
+        lines_to_write.append(json.dumps(sample_record, ensure_ascii=False))
+    write_text(samples_file, "".join(line + "\n" for line in lines_to_write))
 
 
 def validation_sampling(recipe: Recipe) -> Sampling:
-    """Return the sampling settings of held-out completions; `[rollout]` has the values of keys that are unset."""
-    validation, rollout = recipe.validation, recipe.rollout
+    """Return the sampling settings of held-out completions; keys unset in `[validation]` are taken from `[rollout]`."""
+    validation_config, rollout_config = recipe.validation, recipe.rollout
     assert recipe.train.seed is not None
     return Sampling(
-        temperature=validation.temperature,
-        top_p=rollout.sampling_config.top_p if validation.top_p is None else validation.top_p,
-        top_k=rollout.sampling_config.top_k if validation.top_k is None else validation.top_k,
-        repetition_penalty=validation.repetition_penalty,
+        temperature=validation_config.temperature,
+        top_p=rollout_config.sampling_config.top_p if validation_config.top_p is None else validation_config.top_p,
+        top_k=rollout_config.sampling_config.top_k if validation_config.top_k is None else validation_config.top_k,
+        repetition_penalty=validation_config.repetition_penalty,
         max_tokens=max_held_out_tokens(recipe),
-        num_completions=validation.n_generation,
+        num_completions=validation_config.n_generation,
         seed=recipe.train.seed,
         flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
     )
@@ -222,8 +223,8 @@ def max_held_out_tokens(recipe: Recipe) -> int:
 
 def training_rewards(recipe: Recipe) -> RewardConfig:
     """Return the rewards by which completions are scored in training, local or remote."""
-    policy = recipe.train.train_policy
-    return policy.remote_reward_config or policy.rewards
+    train_policy = recipe.train.train_policy
+    return train_policy.remote_reward_config or train_policy.rewards
 
 
 def held_out_rewards(recipe: Recipe) -> RewardConfig:
@@ -242,21 +243,21 @@ def open_rewards(stage: Stage, rewards: RewardConfig, max_tokens: int | None = N
     training.
     """
     if isinstance(rewards, RemoteRewardConfig):
-        yield RemoteRewards(rewards, read_service_endpoints(), beat=stage.progress.beat).score_groups
+        yield RemoteRewards(rewards, read_service_endpoints(), on_wait=stage.progress.beat).score_groups
         return
-    if not rewards or not is_first_rank():  # the recipe sets `bypass_reward`, or this rank scores nothing
+    if not rewards or not is_first_rank():  # `bypass_reward` is set, or another rank scores
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
-    env = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in rewards else ()))
-    mask_secrets(env)
+    secret_names = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in rewards else ()))
+    mask_secrets(secret_names)
     with RewardRunner(
         rewards,
         timeout_seconds=stage.recipe.train.train_policy.reward_call_timeout_seconds,
         timeout_by_reward={"judge": stage.recipe.judge.timeout_seconds} if "judge" in rewards else {},
         constant_fields=stage.recipe.reward_keyword_constants
         | ({} if max_tokens is None else {"max_tokens": max_tokens}),
-        env=env,
-        beat=stage.progress.beat,
+        env_names=secret_names,
+        on_wait=stage.progress.beat,
         calls_per_group=stage.recipe.train.train_policy.calls_rewards_per_group,
     ) as runner:
         yield runner.score_groups
@@ -265,11 +266,11 @@ def open_rewards(stage: Stage, rewards: RewardConfig, max_tokens: int | None = N
 def score_on_first_rank(score: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
-    def score_and_broadcast(groups: Sequence[Group]) -> list[ScoredGroup]:
-        all_scores = [scored_group.scores for scored_group in score(groups)] if is_first_rank() else []
-        wait_for_ranks(lambda: None)  # rewards may take longer than the timeout of a collective
+    def score_and_broadcast(scored_groups: Sequence[Group]) -> list[ScoredGroup]:
+        all_scores = [scored_group.scores for scored_group in score(scored_groups)] if is_first_rank() else []
+        wait_for_ranks(lambda: None)  # scoring may take longer than the timeout of the broadcast
         all_scores = broadcast_object(all_scores)
-        return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
+        return [ScoredGroup(group, scores) for group, scores in zip(scored_groups, all_scores, strict=True)]
 
     return score_and_broadcast
 

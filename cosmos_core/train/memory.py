@@ -56,9 +56,9 @@ class StepMemory:
 def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> StepMemory:
     """Return the memory of a train step that cannot be traced, without its activations and casts, for an optimizer with
     two moments and `num_weight_sets` copies of the trained parameters."""
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return StepMemory(weights, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
+    return StepMemory(weight_bytes, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
 
 
 def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
@@ -80,23 +80,23 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
     than one, because the second micro-batch runs while the gradients of the first exist.
     """
     policy, model = train.train_policy, trainer.adapter.model
-    token_ids, mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
+    token_ids, loss_mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
     num_rows, num_sequences = min(2 * train.rows_per_pass, train.train_batch_per_replica), policy.num_sequences_per_row
     row_numbers = [i for i in range(num_rows) for _ in range(num_sequences)]
-    micro_batches = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
-    samples = [Sample(token_ids, mask, advantage=1.0, reward=1.0, micro_batch=number) for number in micro_batches]
+    batch_numbers = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
+    samples = [Sample(token_ids, loss_mask, advantage=1.0, reward=1.0, micro_batch=number) for number in batch_numbers]
     byte_counter = _LiveByteCounter()
     with byte_counter, byte_counter.forbid_reading_tensor_values(model):
         byte_counter.attribute_storages("weights", (*model.parameters(), *model.buffers()))
-        weight_sets = trainer.named_weights.tensors.values()
+        weight_sets = trainer.weight_sets.tensors.values()
         byte_counter.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
-        # In every step but the first, gradients of the previous step exist until the update frees them.
+        # Allocate gradients, because in every step but the first those of the previous step exist until the update.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        byte_counter.attribute_storages("gradients", _gradients(model))
+        byte_counter.attribute_storages("gradients", _get_gradients(model))
         for update in algorithm.updates(samples, trainer):
             trainer.update(update)
-            byte_counter.attribute_storages("gradients", _gradients(model))
+            byte_counter.attribute_storages("gradients", _get_gradients(model))
         state_values = [value for state in trainer.optimizer.state.values() for value in state.values()]
         byte_counter.attribute_storages("optimizer", [value for value in state_values if isinstance(value, Tensor)])
     return byte_counter.peak_memory()
@@ -110,7 +110,7 @@ class _LiveByteCounter(TorchDispatchMode):
         self._storage_numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._storage_sizes: list[int] = []
         self._use_by_storage: list[str] = []
-        self._events: list[tuple[int, int]] = []
+        self._allocation_events: list[tuple[int, int]] = []
         """Allocations and releases in order of time: number of the storage, and 1 for allocated or -1 for released."""
         self._is_inside_model = False
 
@@ -127,25 +127,25 @@ class _LiveByteCounter(TorchDispatchMode):
             self._is_inside_model = is_inside_model
 
         base, on_enter, on_exit = (model.base_model, partial(set_is_inside, True), partial(set_is_inside, False))
-        hooks = [base.register_forward_pre_hook(on_enter), base.register_forward_hook(on_exit, always_call=True)]
+        hook_handles = [base.register_forward_pre_hook(on_enter), base.register_forward_hook(on_exit, always_call=True)]
         try:
             yield
         finally:
-            for hook in hooks:
+            for hook in hook_handles:
                 hook.remove()
 
     def peak_memory(self) -> StepMemory:
         """Return the bytes of each use at the moment of peak memory. The optimizer's state counts from the start, as in
         every step but the first."""
         sizes_and_memory_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
-        optimizer = sum(size for size, memory_use in sizes_and_memory_uses if memory_use == "optimizer")
-        events = [(self._use_by_storage[i], change * self._storage_sizes[i]) for i, change in self._events]
+        optimizer_bytes = sum(size for size, memory_use in sizes_and_memory_uses if memory_use == "optimizer")
+        events = [(self._use_by_storage[i], change * self._storage_sizes[i]) for i, change in self._allocation_events]
         events = [event for event in events if event[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in events])
         bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
         for memory_use, size in events[: int(cumulative_bytes.argmax()) + 1]:
             bytes_by_use[memory_use] += size
-        return StepMemory(optimizer=optimizer, **bytes_by_use)
+        return StepMemory(optimizer=optimizer_bytes, **bytes_by_use)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -153,11 +153,11 @@ class _LiveByteCounter(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and not self._is_inside_model:
             # The values of the loss, the norm and the metrics do not affect memory: return a finite 1 for each.
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        result = _empty_grouped_product(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._track_storage, result)
+        output = _empty_grouped_product(*args) if func is aten._grouped_mm.default else func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._track_storage, output)
         if func is aten._to_copy.default and self._use_by_storage[self._track_storage(args[0])] == "weights":
-            self.attribute_storages("casts", [result])
-        return result
+            self.attribute_storages("casts", [output])
+        return output
 
     def _track_storage(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage, and track the storage if it is new."""
@@ -166,16 +166,16 @@ class _LiveByteCounter(TorchDispatchMode):
             self._storage_numbers[storage] = storage_number = len(self._storage_sizes)
             self._storage_sizes.append(storage.nbytes())
             self._use_by_storage.append("activations")
-            self._events.append((storage_number, 1))
-            weakref.finalize(storage, self._events.append, (storage_number, -1)).atexit = False
+            self._allocation_events.append((storage_number, 1))
+            weakref.finalize(storage, self._allocation_events.append, (storage_number, -1)).atexit = False
         return int(self._storage_numbers[storage])
 
 
-def _empty_grouped_product(inputs: Tensor, weights: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+def _empty_grouped_product(token_inputs: Tensor, weights: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
     """Return an empty result of `_grouped_mm` of experts, because PyTorch's meta kernel requires bfloat16."""
-    group_shape = () if offsets is None or not inputs.ndim == weights.ndim == 2 else (len(offsets),)
-    return inputs.new_empty((*group_shape, inputs.shape[-2], weights.shape[-1]))
+    group_shape = () if offsets is None or not token_inputs.ndim == weights.ndim == 2 else (len(offsets),)
+    return token_inputs.new_empty((*group_shape, token_inputs.shape[-2], weights.shape[-1]))
 
 
-def _gradients(model: PreTrainedModel) -> list[Tensor]:
+def _get_gradients(model: PreTrainedModel) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

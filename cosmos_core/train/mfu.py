@@ -14,7 +14,7 @@ class FlopsUtilization:
     def __init__(self, trainer: Trainer, dtype: str) -> None:
         """Measure the matmul rate of the trainer's device in `dtype`."""
         adapter = trainer.adapter
-        self._num_tokens = adapter.num_tokens
+        self._count_tokens = adapter.num_tokens
         self._train_flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
         self._matmul_flops = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
         self._num_flops = 0.0
@@ -22,9 +22,9 @@ class FlopsUtilization:
     def add(self, update: Update) -> None:
         """Count the FLOPs of an update, including those of its supervised loss, if any."""
         for counted_update in filter(None, (update, update.data)):
-            self._num_flops += self._train_flops.total_flops(list(map(self._num_tokens, counted_update.samples)))
+            self._num_flops += self._train_flops.total_flops(list(map(self._count_tokens, counted_update.samples)))
 
-    def utilization_since_last(self, seconds: float) -> float:
-        """Return the utilization, as a fraction, since the previous call, which was `seconds` ago."""
+    def utilization_since_last(self, elapsed_seconds: float) -> float:
+        """Return the utilization, as a fraction, since the previous call, which was `elapsed_seconds` ago."""
         num_flops, self._num_flops = self._num_flops, 0.0
-        return num_flops / max(1e-9, seconds) / self._matmul_flops
+        return num_flops / max(1e-9, elapsed_seconds) / self._matmul_flops

@@ -25,15 +25,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
     the groups with `is_matrix`, scaled to the size of AdamW's updates (arXiv 2502.16982), with the same learning
     rates."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, **adamw_args: Any) -> None:
-        """Build Muon and AdamW over the parameter `groups`; AdamW also gets `adamw_args`."""
+    def __init__(self, parameter_groups: list[dict[str, Any]], *, lr: float, **adamw_args: Any) -> None:
+        """Build Muon and AdamW over the groups of `parameter_groups`; AdamW also gets `adamw_args`."""
         optimizer_kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
             (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
             (False, torch.optim.AdamW, adamw_args),
         ]
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
         for is_matrix, optimizer_class, optimizer_settings in optimizer_kinds:
-            if optimizer_groups := [group for group in groups if group["is_matrix"] == is_matrix]:
+            if optimizer_groups := [group for group in parameter_groups if group["is_matrix"] == is_matrix]:
                 self._optimizers[is_matrix] = optimizer_class(optimizer_groups, lr=lr, **optimizer_settings)
         super().__init__([group for optimizer in self._optimizers.values() for group in optimizer.param_groups], {})
 
@@ -46,7 +46,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             optimizer.step()
 
 
-def _hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+def _find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the two-dimensional parameters of a model except embeddings and the output head."""
     output_head = getattr(model, "get_output_embeddings", lambda: None)()
     excluded_modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -64,31 +64,31 @@ def build_optimizer(
     groups without weight decay. `full_model` is the complete model if `model` is a pipeline stage; else None. Raise
     `ConfigError` if a module path or the model has no trained parameters.
     """
-    learning_rates = _learning_rates(train)
+    learning_rates = _get_learning_rates(train)
     check_module_paths(full_model or model, train)
-    groups: list[dict[str, Any]] = []
-    for path, trained_parameters in _parameters_by_path(model, learning_rates).items():
-        settings = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
+    parameter_groups: list[dict[str, Any]] = []
+    for path, trained_parameters in _group_parameters_by_path(model, learning_rates).items():
+        path_settings = {"lr": learning_rates[path], "initial_lr": learning_rates[path], "path": path}
         for params in group_by_mesh(trained_parameters):
-            groups += [
-                {**settings, "params": [p for p in params if p.ndim > 1], "weight_decay": train.optm_weight_decay},
-                {**settings, "params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+            parameter_groups += [
+                {**path_settings, "params": [p for p in params if p.ndim > 1], "weight_decay": train.optm_weight_decay},
+                {**path_settings, "params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
             ]
     if train.optm_name == "Muon":
-        matrices = _hidden_matrices(full_model or model)
-        groups = [
+        matrices = _find_hidden_matrices(full_model or model)
+        parameter_groups = [
             {**group, "params": [p for p in group["params"] if (p in matrices) == is_matrix], "is_matrix": is_matrix}
-            for group in groups
+            for group in parameter_groups
             for is_matrix in (True, False)
         ]
-    if not any(group["params"] for group in groups):
+    if not any(group["params"] for group in parameter_groups):
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     is_8bit = train.optm_name.endswith("8bit")
     optimizer_args = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
-    module = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
-    optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(module, train.optm_name)
+    optimizer_module = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
+    optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(optimizer_module, train.optm_name)
     optimizer: torch.optim.Optimizer = optimizer_class(
-        [group for group in groups if group["params"]],
+        [group for group in parameter_groups if group["params"]],
         lr=learning_rates[GLOBAL_LR_KEY],
         betas=train.optm_betas,
         eps=train.epsilon,
@@ -97,23 +97,23 @@ def build_optimizer(
     return optimizer
 
 
-def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> float:
+def learning_rate_factor(step: int, total_steps: int, train_config: TrainConfig) -> float:
     """Return the factor of the peak learning rate at optimizer step `step` (0-based) of `total_steps`.
 
     The phases warm-up, stable and decay are those of Cosmos-RL (`optm/__init__.py`), with two corrections. Step k of W
     warm-up steps has the factor start + (1 - start) * (k + 1) / W; in Cosmos-RL, step 0 has the start factor, so with
     the default of 0 it changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
     """
-    warmup_steps = train.optm_warmup_steps
+    warmup_steps = train_config.optm_warmup_steps
     warmup_steps = int(warmup_steps * total_steps) if isinstance(warmup_steps, float) else warmup_steps
     warmup_steps = min(warmup_steps, total_steps)
     if step < warmup_steps:
-        start_factor = train.optm_warmup_start_factor
+        start_factor = train_config.optm_warmup_start_factor
         return start_factor + (1 - start_factor) * (step + 1) / warmup_steps
 
     decay_steps = total_steps - warmup_steps
-    if train.optm_decay_ratio is not None:
-        decay_steps = min(decay_steps, round(total_steps * train.optm_decay_ratio))
+    if train_config.optm_decay_ratio is not None:
+        decay_steps = min(decay_steps, round(total_steps * train_config.optm_decay_ratio))
     num_decayed_steps = step - (total_steps - decay_steps)
     if num_decayed_steps <= 0:
         return 1.0
@@ -123,22 +123,22 @@ def learning_rate_factor(step: int, total_steps: int, train: TrainConfig) -> flo
         "linear": 1 - decay_progress,
         "sqrt": 1 - math.sqrt(decay_progress),
         "cosine": (1 + math.cos(math.pi * decay_progress)) / 2,
-    }[train.optm_decay_type or "none"]
-    return train.optm_min_lr_factor + (1 - train.optm_min_lr_factor) * decay_factor
+    }[train_config.optm_decay_type or "none"]
+    return train_config.optm_min_lr_factor + (1 - train_config.optm_min_lr_factor) * decay_factor
 
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig
 ) -> dict[str, float]:
     """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
-    factor = learning_rate_factor(step, total_steps, train)
+    learning_rate_scale = learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
-        learning_rate = group["initial_lr"] * factor
-        if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads the learning rate from a tensor
+        learning_rate = group["initial_lr"] * learning_rate_scale
+        if isinstance(group["lr"], torch.Tensor):  # fill it in place: torchao's compiled step reads it
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
-    learning_rates = {path: lr * factor for path, lr in _learning_rates(train).items()}
+    learning_rates = {path: lr * learning_rate_scale for path, lr in _get_learning_rates(train).items()}
     return {"lr" if path == GLOBAL_LR_KEY else f"lr/{path}": lr for path, lr in learning_rates.items()}
 
 
@@ -149,35 +149,35 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     would turn one bad value into NaN everywhere, and only the caller can skip the step.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(p.grad for p in parameters if p.grad is not None)
-    scale_gradients(parameters, norm, max_norm)
-    return float(norm)
+    gradient_norm = total_norm(p.grad for p in parameters if p.grad is not None)
+    scale_gradients(parameters, gradient_norm, max_norm)
+    return float(gradient_norm)
 
 
-def _learning_rates(train: TrainConfig) -> dict[str, float]:
+def _get_learning_rates(train: TrainConfig) -> dict[str, float]:
     assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
     return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL_LR_KEY: train.optm_lr}
 
 
-def _parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
+def _group_parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
     """Return the trained parameters by the deepest of the module paths `paths` that contains them."""
     names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names_by_parameter.setdefault(parameter, []).append(name)
-    groups: dict[str, list[nn.Parameter]] = {GLOBAL_LR_KEY: []}
+    parameters_by_path: dict[str, list[nn.Parameter]] = {GLOBAL_LR_KEY: []}
     for parameter, parameter_names in names_by_parameter.items():
         matching_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in parameter_names)]
         path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL_LR_KEY)
-        groups.setdefault(path, []).append(parameter)
-    return groups
+        parameters_by_path.setdefault(path, []).append(parameter)
+    return parameters_by_path
 
 
 def check_module_paths(model: nn.Module, train: TrainConfig) -> None:
     """Check that each module path of `optm_lr` has trained parameters; raise ConfigError if one has none."""
-    paths = _learning_rates(train)
-    groups = _parameters_by_path(model, paths)
-    for path in [path for path in paths if path not in groups]:
+    module_paths = _get_learning_rates(train)
+    parameters_by_path = _group_parameters_by_path(model, module_paths)
+    for path in [path for path in module_paths if path not in parameters_by_path]:
         module_names = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
             f"train.optm_lr: no weight is trained with the rate of {path!r}; give the path of a module that is trained"

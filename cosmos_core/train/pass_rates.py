@@ -23,15 +23,15 @@ class PassRates:
         self._get_full_reward = get_full_reward
         self._counts: dict[str, list[float]] = {}
 
-    def add(self, groups: Sequence[ScoredGroup]) -> None:
+    def add(self, scored_groups: Sequence[ScoredGroup]) -> None:
         """Count sampled groups and their completions with a valid reward."""
-        for group in groups:
+        for group in scored_groups:
             rewards = [score.value for score in group.scores if score.value is not None]
             full_reward = self._get_full_reward(group.group.prompt.source)
             full_reward_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
-            new_counts = (1, len(rewards), sum(rewards), sum(full_reward_flags))
-            key = str(group.group.prompt.id)
-            self._counts[key] = list(map(add, self._counts.get(key, [0.0] * 4), new_counts))
+            group_counts = (1, len(rewards), sum(rewards), sum(full_reward_flags))
+            prompt_id = str(group.group.prompt.id)
+            self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 4), group_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
@@ -43,17 +43,17 @@ class PassRates:
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
-        lines = []
+        json_lines = []
         for prompt in prompts:
             num_sampled, num_valid, reward_sum, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
             has_pass_rate = num_valid and self._get_full_reward(prompt.source) is not None
-            line = {
+            record = {
                 "prompt": prompt.text,
                 "pass_rate": num_passed / num_valid if has_pass_rate else None,
                 "mean_reward": reward_sum / num_valid if num_valid else None,
                 "drawn": int(num_sampled),
                 "completions": int(num_valid),
             }
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+            json_lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         with raise_disk_full(folder):
-            write_text(folder / PASS_RATES_FILE, "".join(lines))
+            write_text(folder / PASS_RATES_FILE, "".join(json_lines))

@@ -46,8 +46,8 @@ class StepProfiler:
             self._begin_profile()
 
     def _read_profile_request_time(self) -> float:
-        path = self._stage.path / PROFILE_REQUEST_FILE
-        return path.stat().st_mtime if path.exists() else 0.0
+        request_file = self._stage.path / PROFILE_REQUEST_FILE
+        return request_file.stat().st_mtime if request_file.exists() else 0.0
 
     def _begin_profile(self) -> None:
         config, has_gpu = self._config, torch.cuda.is_available()
@@ -72,12 +72,12 @@ class StepProfiler:
             return  # the training ended before the first step to trace, so there is no trace
         folder = self._stage.path / PROFILES_FOLDER
         folder.mkdir(exist_ok=True)
-        name = f"steps_{first_traced_step}-{self._step}_rank_{self._rank}"
-        profile.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        write_json(folder / f"{name}.operators.json", _slowest_operators(profile))
+        trace_name = f"steps_{first_traced_step}-{self._step}_rank_{self._rank}"
+        profile.export_chrome_trace(str(folder / f"{trace_name}.json.gz"))
+        write_json(folder / f"{trace_name}.operators.json", _list_slowest_operators(profile))
 
 
-def _slowest_operators(profile: profile) -> list[dict[str, Any]]:
+def _list_slowest_operators(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time, in milliseconds on the device that computes."""
     time_attribute = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     timed_events = [(getattr(event, time_attribute), event) for event in profile.key_averages()]

@@ -50,7 +50,7 @@ _MAX_SKIPPED_FRACTION = 0.2  # if more samples are unusable, the data set probab
 _NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _BYTES_PER_GIB = 2**30
 _STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
-_STATE_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
+_STATE_MEMORY_FRACTION = 0.7  # fraction of memory for weights and optimizer state; the rest is for activations
 _TEXT_COLUMN_OPTIONS = ("prompt", "response", "chosen", "rejected")
 _DATASET_KEY = "train.train_policy.dataset"
 
@@ -73,12 +73,12 @@ class CliOptions(NamedTuple):
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return the data set that the options name; raise ConfigError if a key has a value that it cannot have."""
+        """Return the data set that the options name; raise ConfigError if an option has an invalid value."""
         return parse_table(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET_KEY)
 
     @property
     def reward_names(self) -> list[str]:
-        """Return the names of the rewards, which commas separate."""
+        """Return the reward names in the comma-separated option `--reward`."""
         return [name.strip() for name in self.reward.split(",")]
 
 
@@ -105,13 +105,13 @@ def detect_hardware() -> Hardware:
 
 def propose(options: CliOptions, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the proposed settings of a recipe for the model and the rows that the options name. Raise `ModelError` or
-    `DataError` if the model or the rows are unusable, or the options must name the columns, and `ConfigError` if the
-    reward cannot be imported."""
+    `DataError` if the model or the rows are unusable, or if the columns must be named by options, and `ConfigError` if
+    the reward cannot be imported."""
     method = TRAINING_METHODS[options.method]
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
     yield from ((f"{_DATASET_KEY}.{key}", value, "--set") for key, value in options.rows.items())
-    for reward in filter(is_user_code, options.reward_names):  # report errors of user code early
+    for reward in filter(is_user_code, options.reward_names):  # report errors of the import before the run
         load_reward(reward)
     propose_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
     yield from propose_settings(options, method, hardware)
@@ -126,25 +126,25 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
     # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
-    names = sampled_rows[0][1].keys()
-    complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in names))
+    column_names = sampled_rows[0][1].keys()
+    complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in column_names))
     location_and_row = next(complete_rows, sampled_rows[0])
     columns, reason = _infer_columns(options, method, *location_and_row)
     yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
-    config, tokenizer = load_config(options.model), load_tokenizer(options.model)
+    model_config, tokenizer = load_config(options.model), load_tokenizer(options.model)
     row_kind = load_tokenised_kind(method.rows)
     try:
         max_row_length = _max_row_length(tokenizer, options, _make_recipe(options, columns), rows, sampled_rows)
     except ModelError:  # rows with conversations need a chat template
         if tokenizer.chat_template:
             raise
-        template = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
-        set_chat_template(tokenizer, template)
-        recipe = _make_recipe(options, columns, template)
+        template_name = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
+        set_chat_template(tokenizer, template_name)
+        recipe = _make_recipe(options, columns, template_name)
         max_row_length = _max_row_length(tokenizer, options, recipe, rows, sampled_rows)
-        yield "policy.chat_template", template, "the model has none, and the rows have turns"
-    text_config, has_completions = config.get_text_config(), row_kind.is_prompt
+        yield "policy.chat_template", template_name, "the model has none, and the rows have turns"
+    text_config, has_completions = model_config.get_text_config(), row_kind.is_prompt
     completion_tokens = (1024 if hardware.num_gpus else 256) * has_completions
     context_length = getattr(text_config, "max_position_embeddings", None) or 1 << 20
     max_length = min(context_length, 64 * ceil((max_row_length * 1.1 + completion_tokens) / 64))
@@ -160,7 +160,7 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     yield from _model_size_settings(method, num_params, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
-    free_bytes = hardware.memory * 0.9 - min(num_params * _STATE_BYTES, int(hardware.memory * _STATE_FRACTION))
+    free_bytes = hardware.memory * 0.9 - min(num_params * _STATE_BYTES, int(hardware.memory * _STATE_MEMORY_FRACTION))
     max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(row_kind.token_id_columns))))
     yield from _batch_settings(has_completions, len(rows), max_rows, max(1, hardware.num_gpus))
     if len(rows) >= 10:
@@ -169,14 +169,14 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
         yield from _validation_settings(f"the {'rewards' if has_completions else 'loss'} of held-out rows")
 
 
-def _validation_settings(value: str) -> Iterator[ProposedSetting]:
-    yield "validation.enable", True, value
+def _validation_settings(reason: str) -> Iterator[ProposedSetting]:
+    yield "validation.enable", True, reason
     yield "validation.val_before_train", True, "so that the report has before and after"
     yield "validation.freq", 50, "steps"
 
 
 def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
-    """Return the column names that differ from the defaults, and the reason; raise DataError if there is none."""
+    """Return the column names to set in the recipe, and the reason; raise DataError if they cannot be inferred."""
     row_kind = load_tokenised_kind(method.rows)
     named_columns = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
     try:
@@ -191,18 +191,18 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
         columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
         text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
         if named_columns or len(text_columns) != 2 or not row_kind.has_one_response:
-            names = ("prompt", "response") if row_kind.has_one_response else ("prompt", "chosen", "rejected")
-            options_text = " and ".join(f"--{name} COLUMN" for name in names)
-            message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
-            raise DataError(message) from error
-        columns = dict(zip(_TEXT_COLUMN_OPTIONS, text_columns, strict=False))
-        return columns, "the only two columns of text, in their order"
+            required_options = ("prompt", "response") if row_kind.has_one_response else ("prompt", "chosen", "rejected")
+            options_text = " and ".join(f"--{name} COLUMN" for name in required_options)
+            error_message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
+            raise DataError(error_message) from error
+        inferred_columns = dict(zip(_TEXT_COLUMN_OPTIONS, text_columns, strict=False))
+        return inferred_columns, "the only two columns of text, in their order"
     return named_columns, "named by an option"
 
 
-def _make_recipe(options: CliOptions, columns: dict[str, str], chat_template: str | None = None) -> Recipe:
+def _make_recipe(options: CliOptions, columns_by_option: dict[str, str], chat_template: str | None = None) -> Recipe:
     policy_table = {key.rpartition(".")[2]: value for key, value in TRAINING_METHODS[options.method].settings.items()}
-    policy_table |= {f"{name}_column_name": column for name, column in columns.items()}
+    policy_table |= {f"{name}_column_name": column for name, column in columns_by_option.items()}
     recipe_tables = {"policy": {"chat_template": chat_template}, "train": {"train_policy": policy_table}}
     return Recipe.model_validate(dict(recipe_tables, custom=options.custom))
 
@@ -231,14 +231,14 @@ def _model_size_settings(method: TrainingMethod, num_params: int, hardware: Hard
     """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
-    num_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
-    fits_in_memory = num_params * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_FRACTION
+    size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
+    fits_in_memory = num_params * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
     if not fits_in_memory:
-        yield "policy.lora.r", 16, f"{num_text} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
+        yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    size_index = bisect((1e8, 1e9), num_params) if fits_in_memory else 3  # index 3: for an adapter
+    lr_index = bisect((1e8, 1e9), num_params) if fits_in_memory else 3  # index 3: for an adapter
     trained_weights = "all weights" if fits_in_memory else "an adapter"
-    yield "train.optm_lr", method.learning_rates[size_index], f"{trained_weights} of a model of {num_text} weights"
+    yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights} of a model of {size_text} weights"
     if hardware.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {hardware.num_gpus} GPUs"
 
@@ -271,41 +271,41 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
     """Yield the settings of a diffusion model, whose size is read from its configuration."""
     if Path(options.model).is_dir() and not (Path(options.model) / "model_index.json").is_file():
         raise ModelError(f"--model {options.model}: no pipeline of diffusers; cosmos sft trains a language model")
-    num_media, problems = 0, []
+    num_media, media_problems = 0, []
     for media_item in islice(open_media_items(options.dataset, _DATASET_KEY)(), _NUM_TRAINED_IMAGES):
         num_media += media_item.content is not None and not media_item.problem
-        problems += [media_item.problem] * bool(media_item.problem)
+        media_problems += [media_item.problem] * bool(media_item.problem)
     if not num_media:
-        remedy = [*problems, "give a folder with 0001.png and its caption in 0001.txt, or rows with images"][0]
+        remedy = [*media_problems, "give a folder with 0001.png and its caption in 0001.txt, or rows with images"][0]
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
     count_text = f"{num_media:,}{' or more' * (num_media == _NUM_TRAINED_IMAGES)}"
     yield f"train.train_policy.dataset.{key}", options.data, f"--data; {count_text} images and videos with a caption"
-    skipped_fraction = len(problems) / (num_media + len(problems))
+    skipped_fraction = len(media_problems) / (num_media + len(media_problems))
     if DatasetConfig().max_skipped_fraction < skipped_fraction <= _MAX_SKIPPED_FRACTION:
-        reason = f"left out: {len(problems)}; {problems[0]}"
-        yield f"{_DATASET_KEY}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, reason
-    num_params, max_media = 10**10, 4  # assumed for a model on the Hub, which is not downloaded here
+        skipped_reason = f"left out: {len(media_problems)}; {media_problems[0]}"
+        yield f"{_DATASET_KEY}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, skipped_reason
+    num_params, max_media_per_pass = 10**10, 4  # assumed size of a model on the Hub, which is not downloaded
     if Path(options.model).is_dir():
         folder = PipelineFolder(options.model)
-        family = find_family_class(folder)(folder, DiffusersConfig())
+        pipeline = find_family_class(folder)(folder, DiffusersConfig())
         with torch.device("meta"):
-            num_params = sum(weight.numel() for weight in folder.build_component(family.denoiser_name).parameters())
-        latent_size = folder.settings(family.denoiser_name).get("sample_size")
-        if isinstance(latent_size, int) and not family.is_video:
-            image_size = latent_size * family.pixels_per_latent[1]
+            num_params = sum(weight.numel() for weight in folder.build_component(pipeline.denoiser_name).parameters())
+        latent_size = folder.settings(pipeline.denoiser_name).get("sample_size")
+        if isinstance(latent_size, int) and not pipeline.is_video:
+            image_size = latent_size * pipeline.pixels_per_latent[1]
             yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
-        elif family.is_video:
+        elif pipeline.is_video:
             call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
             frame_size = [call_parameters[name].default for name in ("height", "width")]
             yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
-            max_media = 1  # a clip has the activations of many images
+            max_media_per_pass = 1  # a clip has the activations of many images
     if max_prompt_length := _read_max_prompt_tokens(Path(options.model)):
         yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
     yield from _model_size_settings(method, num_params, hardware)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
     yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {count_text}"
-    yield "train.train_policy.mini_batch", min(batch_size, max_media), "images or clips of one pass"
+    yield "train.train_policy.mini_batch", min(batch_size, max_media_per_pass), "images or clips of one pass"
     num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_media))
     yield "train.epoch", num_epochs, f"about {_NUM_TRAINED_IMAGES:,} images seen in all, or three epochs"
     if num_media >= 10:
@@ -317,17 +317,17 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
 def _read_max_prompt_tokens(model: Path) -> int | None:
     """Return the token limit of a pipeline's T5 tokenizer; None if the limit is unknown or not below the default."""
     try:
-        config = json.loads((model / "tokenizer_3" / "tokenizer_config.json").read_text(encoding="utf-8"))
-        length = int(config["model_max_length"])
+        tokenizer_config = json.loads((model / "tokenizer_3" / "tokenizer_config.json").read_text(encoding="utf-8"))
+        max_tokens = int(tokenizer_config["model_max_length"])
     except (OSError, KeyError, TypeError, ValueError):
         return None
-    return length if 0 < length < DiffusersConfig().max_prompt_length else None
+    return max_tokens if 0 < max_tokens < DiffusersConfig().max_prompt_length else None
 
 
 def main() -> int:
     """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
     try:
-        with redirect_stdout(sys.stderr):  # the code of a reward may print
+        with redirect_stdout(sys.stderr):  # standard output is for the JSON, and reward code may print
             settings = list(propose(CliOptions(**json.loads(sys.argv[1])), detect_hardware()))
     except CosmosError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")

@@ -33,11 +33,11 @@ mismatched sample under the same names."""
 logger = logging.getLogger(__name__)
 
 
-def pair_logprobs(trainer: Trainer, rows: PreparedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
+def compute_pair_logprobs(trainer: Trainer, rows: PreparedRows, positions: Sequence[int], recipe: Recipe) -> np.ndarray:
     """Return the summed log-probabilities of both samples of each row at `positions`: shape (N, 2), float64."""
-    size = recipe.train.rows_per_pass * recipe.train.train_policy.num_sequences_per_row
-    outputs = trainer.evaluate(rows.samples(positions), size=size)
-    logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in outputs]
+    samples_per_pass = recipe.train.rows_per_pass * recipe.train.train_policy.num_sequences_per_row
+    sample_outputs = trainer.evaluate(rows.samples(positions), size=samples_per_pass)
+    logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in sample_outputs]
     return torch.stack(logprob_sums).cpu().numpy().reshape(-1, 2)
 
 
@@ -58,13 +58,13 @@ def reference_logprobs(
     last_save_time = time.monotonic()
     for start in range(0, len(positions), REFERENCE_BATCH_ROWS):
         stage.progress.advance(start, len(positions))
-        chunk = positions[start : start + REFERENCE_BATCH_ROWS]
-        if not np.isnan(logprobs[chunk]).any():
+        chunk_positions = positions[start : start + REFERENCE_BATCH_ROWS]
+        if not np.isnan(logprobs[chunk_positions]).any():
             continue
         if all_reduce_any(stage.stop_requested):
             _save_logprobs(file, cache_key, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
-        logprobs[chunk] = pair_logprobs(trainer, rows, chunk.tolist(), stage.recipe)
+        logprobs[chunk_positions] = compute_pair_logprobs(trainer, rows, chunk_positions.tolist(), stage.recipe)
         if time.monotonic() - last_save_time > _SAVE_INTERVAL_SECONDS:
             _save_logprobs(file, cache_key, logprobs)
             last_save_time = time.monotonic()
@@ -77,10 +77,10 @@ def load_earlier_reference(stage: Stage, rows: PreparedRows, split_name: str) ->
     algorithm needs none. Raise `ConfigError` if no input stage saved any."""
     if not stage.recipe.train.train_policy.saves_reference_logprobs:
         return None
-    key = {"rows": sha256(rows.path)}
+    cache_key = {"rows": sha256(rows.path)}
     for stage_result in stage.inputs.values():
-        file = Path(stage_result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json"
-        if not np.isnan(logprobs := _read_saved_logprobs(file, key, len(rows))).any():
+        logprobs_file = Path(stage_result["path"]) / REFERENCE_WEIGHTS / f"{split_name}.json"
+        if not np.isnan(logprobs := _read_saved_logprobs(logprobs_file, cache_key, len(rows))).any():
             return logprobs
     raise ConfigError(
         f"stage {stage.name!r} has no log-probabilities of its held-out rows under a reference; name the stage that "
@@ -89,19 +89,19 @@ def load_earlier_reference(stage: Stage, rows: PreparedRows, split_name: str) ->
     )
 
 
-def _read_saved_logprobs(file: Path, cache_key: dict[str, str], num_rows: int) -> np.ndarray:
-    content = read_json(file)
-    if not isinstance(content, dict) or any(content.get(name) != value for name, value in cache_key.items()):
+def _read_saved_logprobs(logprobs_file: Path, cache_key: dict[str, str], num_rows: int) -> np.ndarray:
+    saved_values = read_json(logprobs_file)
+    if not isinstance(saved_values, dict) or any(saved_values.get(name) != value for name, value in cache_key.items()):
         return np.full((num_rows, 2), np.nan)
-    return np.array([content[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
+    return np.array([saved_values[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
 
 
-def _save_logprobs(file: Path, cache_key: dict[str, str], logprobs: np.ndarray) -> None:
+def _save_logprobs(logprobs_file: Path, cache_key: dict[str, str], logprobs: np.ndarray) -> None:
     if not is_first_rank():
         return
-    file.parent.mkdir(exist_ok=True)
-    columns: dict[str, Any] = {
+    logprobs_file.parent.mkdir(exist_ok=True)
+    logprob_columns: dict[str, Any] = {
         name: [None if np.isnan(v) else v for v in logprobs[:, i].tolist()] for i, name in enumerate(_LOGPROB_COLUMNS)
     }
-    write_json(file, cache_key | columns)
-    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(logprobs[:, 0])).sum()), file)
+    write_json(logprobs_file, cache_key | logprob_columns)
+    logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(logprobs[:, 0])).sum()), logprobs_file)

@@ -48,9 +48,9 @@ def adopt_checkpoint(stage: Stage) -> None:
     if newest_complete_step_on_ranks(checkpoint_folder, stage.checkpoint_fingerprint, send_heartbeat) is not None:
         return
     all_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
-    folders = [folder for folder in all_folders if folder != checkpoint_folder]
-    checkpoints = sorted(((step, folder) for folder in folders for step in saved_steps(folder)), reverse=True)
-    log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # other ranks log warnings too
+    other_folders = [folder for folder in all_folders if folder != checkpoint_folder]
+    checkpoints = sorted(((step, folder) for folder in other_folders for step in saved_steps(folder)), reverse=True)
+    log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # one warning, not one from each rank
     skipped_steps = set()
     candidates = [(step, str(folder), stage.checkpoint_fingerprint) for step, folder in checkpoints]
     stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(stage.path / FINGERPRINT_FILE))
@@ -58,16 +58,16 @@ def adopt_checkpoint(stage: Stage) -> None:
         other_fingerprint = read_json_object(folder.parent / FINGERPRINT_FILE)
         if _fingerprint_inputs_without_mesh(other_fingerprint) == stage_fingerprint_inputs:
             candidates.append((step, str(folder), other_fingerprint.get("of_training", other_fingerprint["value"])))
-    for step, name, fingerprint in broadcast_object(candidates):
-        checkpoint = step_folder(folder := Path(name), step)
-        resume_obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
-        resume_obstacle = resume_obstacle or _link_checkpoint(folder, step, fingerprint, stage)
-        if resume_obstacle is None:
+    for step, folder_name, fingerprint in broadcast_object(candidates):
+        checkpoint = step_folder(folder := Path(folder_name), step)
+        obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
+        obstacle = obstacle or _link_checkpoint(folder, step, fingerprint, stage)
+        if obstacle is None:
             logger.info("going on from %s", checkpoint)
             return
         should_report = folder.parent.name == stage.name and checkpoint not in skipped_steps
-        if should_report and resume_obstacle != OTHER_CONFIGURATION_REASON:
-            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, resume_obstacle)
+        if should_report and obstacle != OTHER_CONFIGURATION_REASON:
+            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
             skipped_steps.add(checkpoint)
     step_folders = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
     manifests = {path / "policy": read_manifest(path / "policy") for path in step_folders if path not in skipped_steps}
@@ -83,13 +83,13 @@ def resume_checkpoint_path(stage: Stage) -> Path | None:
     the checkpoint, which has only the trained weights, belongs to another base model."""
     if not isinstance(stage.recipe.train.resume, str):
         return None
-    policy = Path(stage.recipe.train.resume)
-    fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (policy.parents[2], stage.path)]
+    folder = Path(stage.recipe.train.resume)
+    fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (folder.parents[2], stage.path)]
     fingerprint_inputs = [fingerprint["ingredients"] for fingerprint in fingerprints if fingerprint.get("ingredients")]
     models = [(item["model"], item["inputs"].get(referenced_stage(stage.config.model))) for item in fingerprint_inputs]
-    if len(models) == 2 and models[0] != models[1]:  # without ingredients the model is unknown
-        raise ModelError(f"train.resume = '{policy}' began from another model than {stage.model}; start from that one")
-    return policy
+    if len(models) == 2 and models[0] != models[1]:  # compare only if both models are known
+        raise ModelError(f"train.resume = '{folder}' began from another model than {stage.model}; start from that one")
+    return folder
 
 
 def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +104,10 @@ def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) ->
     meanwhile; otherwise None. All ranks call this function."""
     extra_state = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
     best_step = broadcast_object((extra_state.get("best") or {}).get("step", step))
-    steps = [step]
+    linked_steps = [step]
     if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, stage.progress.beat):
-        steps = [best_step, step]
-    return broadcast_object(_link_step_folders(folder, steps, stage) if is_first_rank() else None)
+        linked_steps = [best_step, step]
+    return broadcast_object(_link_step_folders(folder, linked_steps, stage) if is_first_rank() else None)
 
 
 def _link_step_folders(folder: Path, steps: list[int], stage: Stage) -> str | None:
@@ -116,23 +116,23 @@ def _link_step_folders(folder: Path, steps: list[int], stage: Stage) -> str | No
         try:
             with (
                 translate_disk_errors(f"a copy of {source_folder}", lambda: "the original is intact"),
-                replace_folder(step_folder(stage.path / "checkpoints", step)) as new_folder,
+                replace_folder(step_folder(stage.path / "checkpoints", step)) as copied_folder,
             ):
-                shutil.copytree(source_folder, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
-                manifest = new_folder / "policy" / MANIFEST
-                manifest_content = read_manifest(manifest.parent)
-                manifest.unlink()  # the manifest is a hard link, and the other run's file must not change
-                write_json(manifest, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
+                shutil.copytree(source_folder, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
+                manifest_file = copied_folder / "policy" / MANIFEST
+                manifest_content = read_manifest(manifest_file.parent)
+                manifest_file.unlink()  # the manifest is a hard link, and the other run's file must not change
+                write_json(manifest_file, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
         except (OSError, StageFailed):
             if source_folder.exists():
                 raise
             return f"{source_folder.name} is gone"
     with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
-        for name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER):
-            source, target = folder.parent / name, stage.path / name
-            if source.is_dir():  # the folder with the images and videos of the samples
-                with replace_folder(target) as new_folder:
-                    shutil.copytree(source, new_folder, copy_function=link_or_copy, dirs_exist_ok=True)
-            elif source.is_file():
-                shutil.copy2(source, target)
+        for file_name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER):
+            source_path, target_path = folder.parent / file_name, stage.path / file_name
+            if source_path.is_dir():  # the folder with the images and videos of the samples
+                with replace_folder(target_path) as copied_folder:
+                    shutil.copytree(source_path, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
+            elif source_path.is_file():
+                shutil.copy2(source_path, target_path)
     return None

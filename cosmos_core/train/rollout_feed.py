@@ -31,17 +31,17 @@ class RolloutFeed(SampleFeed):
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        source: GroupSource,
+        group_source: GroupSource,
         algorithm: Algorithm,
         recipe: Recipe,
         log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
     ) -> None:
         """Build the feed; `log_groups` is called with each train step, counted from 1, and the step's groups."""
-        self._source, self._algorithm, self._log_groups = source, algorithm, log_groups
-        self._group_plan = plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
+        self._group_source, self._algorithm, self._log_groups = group_source, algorithm, log_groups
+        self._group_plan = group_plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
         self._policy, self._prompts = recipe.train.train_policy, prompts
         self._pass_rates = PassRates(partial(full_reward, self._policy.remote_reward_config or self._policy.rewards))
-        self.steps_per_epoch = max(1, len(prompts) * plan.group_size // plan.completions_per_step)
+        self.steps_per_epoch = max(1, len(prompts) * group_plan.group_size // group_plan.completions_per_step)
         self.total_steps = total_steps(recipe, len(prompts))
         longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
         self.max_sample_tokens = longest_prompt + recipe.rollout.max_response_length if longest_prompt else None
@@ -51,50 +51,51 @@ class RolloutFeed(SampleFeed):
         """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
         before the last planned step if the source drops groups. Raise the errors of `check_scores`, or `ProgramError`
         if all groups of the step were dropped."""
-        if self._source.is_exhausted or self.step == self.total_steps:
+        if self._group_source.is_exhausted or self.step == self.total_steps:
             return None
-        groups, metrics = self._next_groups()
-        if self._source.is_exhausted and (groups or self.step > 0):
-            if not groups:
+        scored_groups, metrics = self._next_groups()
+        if self._group_source.is_exhausted and (scored_groups or self.step > 0):
+            if not scored_groups:
                 return None
             self.total_steps = self.step + 1
-        samples, algorithm_metrics = self._assign_credit(groups, metrics)
+        samples, algorithm_metrics = self._assign_credit(scored_groups, metrics)
         self.step += 1
         return samples, metrics | algorithm_metrics
 
     def _next_groups(self, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of the next train step and their metrics, and count all sampled groups."""
-        groups_and_metrics = self._source.next_groups(self.step, num_groups)
-        self._pass_rates.add(self._source.sampled_groups)
+        """Return the groups of the next train step and their metrics, and add all sampled groups to the pass rates."""
+        groups_and_metrics = self._group_source.next_groups(self.step, num_groups)
+        self._pass_rates.add(self._group_source.sampled_groups)
         return groups_and_metrics
 
-    def write_records(self, folder: Path) -> None:
+    def write_pass_rates(self, stage_folder: Path) -> None:
         if is_first_rank():
-            self._pass_rates.write(folder, self._prompts)
+            self._pass_rates.write(stage_folder, self._prompts)
 
     def _assign_credit(
-        self, groups: Sequence[ScoredGroup], metrics: dict[str, float]
+        self, scored_groups: Sequence[ScoredGroup], metrics: dict[str, float]
     ) -> tuple[list[Any], dict[str, float]]:
         """Return the samples that the algorithm makes of the scored groups of a train step, and their metrics."""
-        if not groups:
+        if not scored_groups:
             raise ProgramError(
                 f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
                 f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
             )
-        check_scores(self.step, groups)
-        samples_and_metrics = self._algorithm.credit(groups)
-        self._log_groups(self.step + 1, groups)
+        check_scores(self.step, scored_groups)
+        samples_and_metrics = self._algorithm.credit(scored_groups)
+        self._log_groups(self.step + 1, scored_groups)
         return samples_and_metrics
 
     def state_dict(self) -> dict[str, Any]:
         pass_rates = {"pass_rates": counts} if (counts := self._pass_rates.state_dict()) else {}
-        return super().state_dict() | {"source": self._source.state_dict(), **pass_rates}
+        return super().state_dict() | {"source": self._group_source.state_dict(), **pass_rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the feed's state. Without the group source's state, the prompts of completed steps count as used."""
         super().load_state_dict(state)
         self._pass_rates.load_state_dict(state.get("pass_rates", {}))
-        self._source.load_state_dict({"drawn": self._group_plan.first_position(self.step), **state.get("source", {})})
+        used_prompts = {"drawn": self._group_plan.first_position(self.step)}
+        self._group_source.load_state_dict({**used_prompts, **state.get("source", {})})
 
 
 class PromptOrder:
@@ -112,13 +113,13 @@ class PromptOrder:
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
         """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at the end."""
-        rows, shuffle = mixture_or_num_rows(self._prompts), self._train.train_policy.dataloader_shuffle
+        mixture_or_size, shuffle = mixture_or_num_rows(self._prompts), self._train.train_policy.dataloader_shuffle
         num_positions = self._train.epoch * len(self._prompts)
         prompts = []
         end_position = num_positions if end_position is None else min(end_position, num_positions)
         for position in range(start_position, min(start_position + num_prompts, end_position)):
             epoch, i = divmod(position, len(self._prompts))
-            prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, rows, shuffle)[i])])
+            prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, mixture_or_size, shuffle)[i])])
         return prompts
 
 
@@ -138,14 +139,14 @@ def make_sync_source(sync_source: SyncGroupSource, prompt_order: PromptOrder, re
 
 def training_sampling(recipe: Recipe) -> Sampling:
     """Return the sampling settings of training completions."""
-    config, policy = recipe.rollout.sampling_config, recipe.train.train_policy
+    sampling_config, policy = recipe.rollout.sampling_config, recipe.train.train_policy
     seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
     assert seed is not None
     return Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        repetition_penalty=config.repetition_penalty,
+        temperature=sampling_config.temperature,
+        top_p=sampling_config.top_p,
+        top_k=sampling_config.top_k,
+        repetition_penalty=sampling_config.repetition_penalty,
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,

@@ -26,20 +26,20 @@ class SampleQueue:
     def __init__(self) -> None:
         self._queued_samples: list[tuple[int, Sample | None]] = []
         """Queued completions: version of the sampling weights, and the sample or None if the reward is invalid."""
-        self._metrics: dict[str, float] = {}
+        self._group_metrics: dict[str, float] = {}
         """Metrics of the groups of completions that were added last."""
 
     def __len__(self) -> int:
         return len(self._queued_samples)
 
-    def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], metrics: dict[str, float]) -> None:
+    def add(self, groups: Sequence[ScoredGroup], samples: Sequence[Any], group_metrics: dict[str, float]) -> None:
         """Add the completions of groups with the groups' metrics. Each of `samples` has a `completion_index`, or there
         is one sample per completion with a valid reward; raise ConfigError otherwise."""
-        scores = [(group.group.version, score.value) for group in groups for score in group.scores]
-        self._metrics = metrics
+        rewards = [(group.group.version, score.value) for group in groups for score in group.scores]
+        self._group_metrics = group_metrics
         indices = [sample.completion_index for sample in samples if isinstance(sample, Sample)]
         if len(indices) != len(samples) or None in indices:
-            indices = [i for i, (_, value) in enumerate(scores) if value is not None or len(samples) == len(scores)]
+            indices = [i for i, (_, value) in enumerate(rewards) if value is not None or len(samples) == len(rewards)]
             if len(samples) != len(indices) or not all(isinstance(sample, Sample) for sample in samples):
                 raise ConfigError(
                     f"the algorithm makes {len(samples)} samples of {len(indices)} completions with valid rewards, so "
@@ -47,7 +47,7 @@ class SampleQueue:
                     f"rollout.n_generation"
                 )
         sample_by_index = dict(zip(indices, samples, strict=True))
-        self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(scores)]
+        self._queued_samples += [(version, sample_by_index.get(i)) for i, (version, _) in enumerate(rewards)]
 
     def take_samples(self, num_completions: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove the first `num_completions` completions from the queue, and return their samples with metrics. Rewards
@@ -55,19 +55,19 @@ class SampleQueue:
         entries, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
         lags = [step - version for version, _ in entries]
         lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
-        return [sample for _, sample in entries if sample is not None], self._metrics | lag_metrics
+        return [sample for _, sample in entries if sample is not None], self._group_metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions and metrics as JSON values and tensors."""
-        entries = [[version, sample and _sample_to_state(sample)] for version, sample in self._queued_samples]
-        return {"entries": entries, "metrics": self._metrics}
+        queued_entries = [[version, sample and _sample_to_state(sample)] for version, sample in self._queued_samples]
+        return {"entries": queued_entries, "metrics": self._group_metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the queue that `state_dict` returned."""
         self._queued_samples = [
             (int(version), saved_sample and _restore_sample(saved_sample)) for version, saved_sample in state["entries"]
         ]
-        self._metrics = dict(state["metrics"])
+        self._group_metrics = dict(state["metrics"])
 
 
 class SplitGroupFeed(RolloutFeed):
@@ -79,11 +79,11 @@ class SplitGroupFeed(RolloutFeed):
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples and metrics of a train step; None: the data has ended. The last step may be smaller."""
-        if self.step == self.total_steps or (self._source.is_exhausted and not self._sample_queue):
+        if self.step == self.total_steps or (self._group_source.is_exhausted and not self._sample_queue):
             return None
         num_missing_completions = max(0, self._group_plan.completions_per_step - len(self._sample_queue))
         groups, metrics = self._next_groups(-(-num_missing_completions // self._group_plan.group_size))
-        if not (groups or self._sample_queue) and (not metrics or (self._source.is_exhausted and self.step > 0)):
+        if not (groups or self._sample_queue) and (not metrics or (self._group_source.is_exhausted and self.step > 0)):
             return None
         if groups or not self._sample_queue:
             samples, algorithm_metrics = self._assign_credit(groups, metrics)
@@ -93,7 +93,7 @@ class SplitGroupFeed(RolloutFeed):
             self._sample_queue.add(groups, samples, group_metrics | algorithm_metrics)
         samples, sample_metrics = self._sample_queue.take_samples(self._group_plan.completions_per_step, self.step)
         self.step += 1
-        if self._source.is_exhausted and not self._sample_queue:
+        if self._group_source.is_exhausted and not self._sample_queue:
             self.total_steps = self.step
         max_tokens = getattr(self._policy, "max_token_len_per_mini_batch", None)
         return batch_within_token_limit(samples, max_tokens), metrics | sample_metrics
@@ -108,12 +108,12 @@ class SplitGroupFeed(RolloutFeed):
 
 
 def _sample_to_state(sample: Sample) -> dict[str, Any]:
-    values = {field.name: getattr(sample, field.name) for field in fields(sample)}
-    values["images"] = [
+    field_values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+    field_values["images"] = [
         {**asdict(image), "content": image.content and torch.frombuffer(bytearray(image.content), dtype=torch.uint8)}
         for image in sample.images
     ]
-    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
+    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in field_values.items()}
 
 
 def _restore_sample(state: dict[str, Any]) -> Sample:

@@ -22,8 +22,8 @@ from cosmos_core.models.base import MicroBatch, ModelAdapter, OutputSpec, has_dr
 from cosmos_core.parallel.mesh import all_gather_object
 from cosmos_core.parallel.pipeline import clip_gradients_over_stages, sum_tied_gradients
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.named_weights import NamedWeights
 from cosmos_core.train.optim import build_optimizer, clip_gradients, set_learning_rate
+from cosmos_core.train.weight_sets import WeightSets
 
 QUANTILE_FRACTIONS = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
@@ -50,14 +50,14 @@ class Trainer:
     """Trainer of one rank. All ranks of a mesh call the same methods in the same order."""
 
     def __init__(
-        self, adapter: ModelAdapter, train: TrainConfig, progress: ProgressWriter, num_threads: int | None = None
+        self, adapter: ModelAdapter, train: TrainConfig, progress_writer: ProgressWriter, num_threads: int | None = None
     ) -> None:
         """Make the trainer of a model, with `num_threads` CPU threads; None: as many as this process has."""
         self.adapter = adapter
-        self.named_weights = NamedWeights(adapter.model)
+        self.weight_sets = WeightSets(adapter.model)
         self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
-        self._models: dict[str, ModelAdapter] = {}
-        self._train, self._progress = train, progress
+        self._extra_models: dict[str, ModelAdapter] = {}
+        self._train, self._progress_writer = train, progress_writer
         self.max_batch_tokens = 0
         """Number of tokens of the largest micro-batch of this rank so far, without padding; callers may reset it."""
         self.speed_settings = SpeedSettings(train.rows_per_pass, num_threads or torch.get_num_threads())
@@ -70,13 +70,13 @@ class Trainer:
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
         """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
         adapter.model.requires_grad_(False)
-        self._models[name] = adapter
+        self._extra_models[name] = adapter
 
     @contextmanager
     def use_weights(self, name: str) -> Iterator[None]:
-        """Return a context manager in which the model computes with named weights; `policy` are the trained weights.
-        Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
-        with self.named_weights.use_weights(name):
+        """Return a context manager in which the model computes with the weight set `name`; `policy` means the trained
+        weights. Parameters that FSDP has gathered from the previous weights are freed on entry and on exit."""
+        with self.weight_sets.use_weights(name):
             self.adapter.runner.reshard()
             try:
                 yield
@@ -97,7 +97,7 @@ class Trainer:
                 f"loss = {loss}, gradient norm = {grad_norm}: not finite; lower train.optm_lr or look at the data"
             )
         self.optimizer.step()
-        metrics = {**compute_means(metric_totals), **_quantiles(values_by_metric), **update.metrics}
+        metrics = {**compute_means(metric_totals), **_compute_quantiles(values_by_metric), **update.metrics}
         return {"loss": loss, "grad_norm": grad_norm, **metrics}
 
     def compute_gradients(self, update: Update) -> list[Loss]:
@@ -117,11 +117,11 @@ class Trainer:
     def evaluate(
         self, samples: Sequence[Any], request: OutputSpec = None, *, weights: str = "policy", size: int | None = None
     ) -> list[dict[str, Tensor]]:
-        """Return the outputs that `request` selects for each sample, under named weights or by another model, without
-        dropout, on all ranks. `size` is the number of samples in a forward pass; None: `mini_batch`."""
-        adapter = self._models.get(weights, self.adapter)
-        named_weights = "policy" if weights in self._models else weights
-        outputs = self._compute_local_outputs(adapter, samples, request, named_weights, size=size)
+        """Return on all ranks the outputs that `request` selects for each sample, without dropout. `weights` names a
+        weight set or a model of `add_model`. `size`: number of samples in a forward pass; None: `mini_batch`."""
+        adapter = self._extra_models.get(weights, self.adapter)
+        weight_set = "policy" if weights in self._extra_models else weights
+        outputs = self._compute_local_outputs(adapter, samples, request, weight_set, size=size)
         if adapter.mesh:
             cpu_outputs = {i: {name: row.cpu() for name, row in rows.items()} for i, rows in outputs.items()}
             outputs_by_rank = adapter.mesh.all_gather_object(cpu_outputs)
@@ -130,14 +130,14 @@ class Trainer:
         return [outputs[i] for i in range(len(samples))]
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set named weights to the policy's current weights; with `optimizer`, also reset the optimizer's moments."""
-        self.named_weights.reset(weights)
+        """Overwrite the weight set `weights` with the policy's; with `optimizer`, reset the optimizer's moments."""
+        self.weight_sets.copy_from_policy(weights)
         if optimizer:
             self.optimizer.state.clear()  # an optimizer creates missing state as zeros
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
-        """Move named weights towards the policy: weights + fraction * (policy - weights)."""
-        self.named_weights.lerp(weights, fraction)
+        """Move the weight set W named `weights` towards the policy: W + fraction * (policy - W)."""
+        self.weight_sets.move_towards_policy(weights, fraction)
 
     @property
     def _has_dropout(self) -> bool:
@@ -145,16 +145,17 @@ class Trainer:
         adapter = self.adapter  # `adapter.meta_copy` has all modules of the model, also on a pipeline rank
         return has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
-    def _find_weights_equal_to_policy(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the weights that equal the policy's on all ranks; empty if the model has dropout."""
+    def _find_sets_equal_to_policy(self, names: Sequence[str]) -> list[str]:
+        """Return those of the named weight sets that equal the policy on all ranks; none if the model has dropout."""
         if not names or self._has_dropout:
             return []
-        equal_names_by_rank = all_gather_object([name for name in names if self.named_weights.equals_policy(name)])
+        equal_names_by_rank = all_gather_object([name for name in names if self.weight_sets.equals_policy(name)])
         return [name for name in names if all(name in rank_names for rank_names in equal_names_by_rank)]
 
     def _compute_local_outputs(
-        self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weights: str, size: int | None = None
-    ) -> dict[int, dict[str, Tensor]]:
+        self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weights: str,
+        size: int | None = None,
+    ) -> dict[int, dict[str, Tensor]]:  # fmt: skip
         """Return the outputs of this rank's samples by their positions, computed by a model without dropout."""
         outputs: dict[int, dict[str, Tensor]] = {}
 
@@ -167,8 +168,8 @@ class Trainer:
         return outputs
 
     @torch.no_grad()
-    def _reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
-        """Return the outputs of this rank's samples under the named weights that the policy is compared with."""
+    def _compute_reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+        """Return the outputs of this rank's samples under the weight sets that the loss compares with the policy."""
         outputs: dict[int, dict[str, Tensor]] = {}
         for weights in names:
             for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, weights).items():
@@ -180,9 +181,9 @@ class Trainer:
         """Accumulate the gradient of an update, and return the loss of each micro-batch of this rank. A loss that the
         model computes, such as a router loss, is divided by `num_tokens`, the tokens of the whole optimizer step."""
         losses: list[Loss] = []
-        names_equal_to_policy = self._find_weights_equal_to_policy(update.extra_weights)
-        differing_names = [name for name in update.extra_weights if name not in names_equal_to_policy]
-        reference_outputs = self._reference_outputs(update, differing_names)
+        names_equal_to_policy = self._find_sets_equal_to_policy(update.extra_weights)
+        differing_weight_sets = [name for name in update.extra_weights if name not in names_equal_to_policy]
+        reference_outputs = self._compute_reference_outputs(update, differing_weight_sets)
 
         def compute_loss(micro_batch: MicroBatch) -> Tensor:
             if update.extra_weights:
@@ -229,7 +230,7 @@ class Trainer:
             return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), zero_loss)
 
         def collate(plan: MicroBatchPlan) -> Any:
-            self._progress.beat()
+            self._progress_writer.beat()
             num_tokens = sum(adapter.num_tokens(samples[i]) for i in plan.indices)
             self.max_batch_tokens = max(self.max_batch_tokens, num_tokens)
             batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.padding_position])
@@ -239,11 +240,11 @@ class Trainer:
         rows_per_pass = size or self.speed_settings.rows_per_pass
         max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
         plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=size is None)
-        empty_plan = MicroBatchPlan((), _shortest_sample(adapter, samples, range(len(samples))))
+        empty_plan = MicroBatchPlan((), _find_shortest_sample(adapter, samples, range(len(samples))))
         plans += [empty_plan] * (adapter.runner.num_micro_batches(len(plans), rows_per_pass) - len(plans))
-        batches = [partial(collate, plan) for plan in plans]
+        collate_functions = [partial(collate, plan) for plan in plans]
         with _use_threads(self.speed_settings.num_threads):
-            adapter.runner.run(batches, process_batch_outputs, request, rows_per_pass)
+            adapter.runner.run(collate_functions, process_batch_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
@@ -254,21 +255,22 @@ class Trainer:
         All ranks get the same number of micro-batches, of which some may be empty."""
         assigned_batch_ids = [adapter.assigned_batch_id(sample) for sample in samples]
         has_batch_ids = is_default_size and None not in assigned_batch_ids
-        batches: dict[Any, list[int]] = {}
+        batches_by_id: dict[Any, list[int]] = {}
         for i in sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i])):
-            batches.setdefault(assigned_batch_ids[i] if has_batch_ids else i, []).append(i)
-        groups: dict[Any, list[list[int]]] = {}
-        for batch in batches.values():
-            groups.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
+            batches_by_id.setdefault(assigned_batch_ids[i] if has_batch_ids else i, []).append(i)
+        batches_by_key: dict[Any, list[list[int]]] = {}
+        for batch in batches_by_id.values():
+            batches_by_key.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         num_ranks, can_rearrange = adapter.mesh.dp.size() if adapter.mesh else 1, is_default_size and not has_batch_ids
-        plans: list[MicroBatchPlan] = []
-        for batching_key in sorted(groups):
-            group_batches, positions = groups[batching_key], list(chain(*groups[batching_key]))
-            padding_position = _shortest_sample(adapter, samples, positions)
-            rearranged = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
-            chunks = _local_chunks(adapter, rearranged or group_batches, 1 if has_batch_ids or rearranged else size)
-            plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in chunks]
-        return plans
+        batch_plans: list[MicroBatchPlan] = []
+        for batching_key in sorted(batches_by_key):
+            group_batches, positions = batches_by_key[batching_key], list(chain(*batches_by_key[batching_key]))
+            padding_position = _find_shortest_sample(adapter, samples, positions)
+            new_batches = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
+            chunk_size = 1 if has_batch_ids or new_batches else size
+            local_chunks = _select_local_chunks(adapter, new_batches or group_batches, chunk_size)
+            batch_plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in local_chunks]
+        return batch_plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
         """Return the loss, metrics and values over the micro-batches of all ranks, the same result on each rank."""
@@ -293,7 +295,7 @@ class Trainer:
         return clip_gradients_over_stages(model, mesh.pp, max_norm)
 
 
-def _local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
     """Return this data-parallel rank's share of `batches` in chunks of `size`; each rank gets equally many chunks."""
     num_batches = len(batches)
     if adapter.mesh:
@@ -316,7 +318,7 @@ def _use_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(previous_num_threads)
 
 
-def _shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
+def _find_shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
     return min(indices, key=lambda i: adapter.num_tokens(samples[i]))
 
 
@@ -325,10 +327,10 @@ def _move_loss_to_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
     return loss.value.cpu(), metrics, values
 
 
-def _quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:
+def _compute_quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:
     quantiles: dict[str, float] = {}
     for name, tensors in values_by_metric.items():
         values = torch.cat(tensors).float().sort().values
-        for key, fraction in QUANTILE_FRACTIONS.items() if len(values) else ():
-            quantiles[f"{name}_{key}"] = values[min(len(values) - 1, int(fraction * len(values)))].item()
+        for quantile_name, fraction in QUANTILE_FRACTIONS.items() if len(values) else ():
+            quantiles[f"{name}_{quantile_name}"] = values[min(len(values) - 1, int(fraction * len(values)))].item()
     return quantiles

@@ -45,11 +45,11 @@ MAX_MEMORY_FRACTION = 0.85
 _MAX_SLOWDOWN = 1.15
 """Ratio to the fastest settings above which settings are slow. After two slow ones in a row, no further ones are
 measured in the same direction."""
-_NUM_FINALISTS, _NUM_FINAL_ROUNDS = 4, 4
+_NUM_FINALISTS, _NUM_FINALIST_ROUNDS = 4, 4
 """Number of settings that are measured again in turns, and how often."""
 _MIN_SECONDS, _MAX_REPEATS = 0.5, 5
 """Minimum total duration of the measurements of one setting, unless it was measured `_MAX_REPEATS` times."""
-_MAX_POSTPONED = 3
+_MAX_POSTPONED_STEPS = 3
 """Number of train steps without enough samples to measure, after which the default is chosen."""
 _MIN_PEAK_BYTES = 1 << 20
 """Minimum memory that activations are assumed to take, because the memory that a process already holds may suffice."""
@@ -82,49 +82,50 @@ class SettingsSearch:
         """Minimum of the measured seconds of each setting."""
 
     def run(self) -> SpeedSettings:
-        """Return the fastest settings. Measured are all sizes with the most threads, the smallest first, which needs
-        the least memory; then for each other number of threads, if it is not slow with the fastest size so far, the
-        sizes around that; and finally the fastest settings again."""
-        start = SpeedSettings(self._sizes[0], self._thread_counts[-1])
-        self._try(start)
-        self._walk_sizes(start)
+        """Return the fastest settings. First measure all sizes with the most threads, from the smallest size, which
+        needs the least memory. Then measure each smaller number of threads with the fastest size so far and, if it is
+        not slow, with the sizes around it. Finally measure the fastest settings again."""
+        start_settings = SpeedSettings(self._sizes[0], self._thread_counts[-1])
+        self._measure_if_affordable(start_settings)
+        self._measure_nearby_sizes(start_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
-            settings = self._fastest._replace(num_threads=num_threads)
-            if self._try(settings) and not self._is_slow(settings):
-                self._walk_sizes(settings)
+            settings = self._fastest_settings._replace(num_threads=num_threads)
+            if self._measure_if_affordable(settings) and not self._is_slow(settings):
+                self._measure_nearby_sizes(settings)
         finalists = sorted(self.seconds, key=lambda settings: self.seconds[settings])[:_NUM_FINALISTS]
-        for settings in finalists * _NUM_FINAL_ROUNDS if len(finalists) > 1 else ():
+        for settings in finalists * _NUM_FINALIST_ROUNDS if len(finalists) > 1 else ():
             if math.isfinite(self.seconds[settings]):
-                self._try(settings)
-        limit = _MIN_SPEEDUP * self.seconds.get(self._fastest, math.inf)
-        close_settings = [settings for settings, seconds in self.seconds.items() if seconds <= limit]
-        return min(close_settings, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=start)
+                self._measure_if_affordable(settings)
+        max_close_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
+        close_settings = [settings for settings, seconds in self.seconds.items() if seconds <= max_close_seconds]
+        return min(close_settings, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=start_settings)
 
     @property
-    def _fastest(self) -> SpeedSettings:
-        start = SpeedSettings(self._sizes[0], self._thread_counts[-1])
-        return min(self.seconds, key=lambda settings: self.seconds[settings], default=start)
+    def _fastest_settings(self) -> SpeedSettings:
+        start_settings = SpeedSettings(self._sizes[0], self._thread_counts[-1])
+        return min(self.seconds, key=lambda settings: self.seconds[settings], default=start_settings)
 
     def _is_slow(self, settings: SpeedSettings) -> bool:
         seconds = self.seconds[settings]
-        return math.isinf(seconds) or seconds > _MAX_SLOWDOWN * self.seconds[self._fastest]
+        return math.isinf(seconds) or seconds > _MAX_SLOWDOWN * self.seconds[self._fastest_settings]
 
-    def _walk_sizes(self, start: SpeedSettings) -> None:
-        """Measure sizes above the size of `start`, ascending, then those below, descending. Each direction ends after
-        two slow settings in a row, or at settings that are too expensive."""
-        larger_sizes = [size for size in self._sizes if size > start.rows_per_pass]
-        smaller_sizes = [size for size in reversed(self._sizes) if size < start.rows_per_pass]
+    def _measure_nearby_sizes(self, start_settings: SpeedSettings) -> None:
+        """Measure settings with larger sizes than `start_settings` in ascending order, then with smaller sizes in
+        descending order. Either order ends after two slow settings in a row, or before settings that are too
+        expensive."""
+        larger_sizes = [size for size in self._sizes if size > start_settings.rows_per_pass]
+        smaller_sizes = [size for size in reversed(self._sizes) if size < start_settings.rows_per_pass]
         for sizes in (larger_sizes, smaller_sizes):
-            num_slow = 0
+            num_consecutive_slow = 0
             for size in sizes:
-                settings = start._replace(rows_per_pass=size)
-                if num_slow == 2 or not self._try(settings):
+                settings = start_settings._replace(rows_per_pass=size)
+                if num_consecutive_slow == 2 or not self._measure_if_affordable(settings):
                     break
-                num_slow = num_slow + 1 if self._is_slow(settings) else 0
+                num_consecutive_slow = num_consecutive_slow + 1 if self._is_slow(settings) else 0
                 if math.isinf(self.seconds[settings]):
                     break
 
-    def _try(self, settings: SpeedSettings) -> bool:
+    def _measure_if_affordable(self, settings: SpeedSettings) -> bool:
         """Measure settings, and return True; return False if they are too expensive."""
         finite_seconds = filter(math.isfinite, self.seconds.values())
         expected_seconds = self.seconds.get(settings, max(finite_seconds, default=0.0))
@@ -145,50 +146,49 @@ class SpeedTuning:
         self, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm, train: TrainConfig, progress: ProgressWriter
     ) -> None:
         self._trainer, self._feed, self._algorithm, self._progress = trainer, feed, algorithm, progress
-        default, mesh, policy = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
+        default_settings, mesh, policy = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
         self._num_data_ranks = mesh.dp.size() if mesh else 1
         self._samples_per_row, self._rows_per_update = policy.num_sequences_per_row, rows_per_update(train)
-        self._sizes, self._thread_counts = ([value] for value in default)
+        self._sizes, self._thread_counts = ([value] for value in default_settings)
         if policy.mini_batch == "auto" and not policy.has_token_based_batches:
             self._sizes = micro_batch_sizes(train, self._num_data_ranks)
         self._num_local_ranks = all_gather_object(platform.node()).count(platform.node())
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
             num_cores = max(1, len(os.sched_getaffinity(0)) // self._num_local_ranks)
-            self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default.num_threads))))
+            self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default_settings.num_threads))))
         self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_SECONDS
         self.chosen: SpeedSettings | None = None
         """The chosen settings; None: not chosen yet."""
-        self._num_postponed = 0
+        self._num_postponed_steps = 0
 
     def restore(self, settings: Sequence[int] | None) -> None:
-        """Use the settings in a checkpoint; None: it has none. A value that the recipe names is not replaced, and if
-        one that it leaves open is not possible here, such as on a mesh of more ranks, all are measured again."""
-        choices = (self._sizes, self._thread_counts)
-        saved_settings = [v if len(c) > 1 else c[0] for v, c in zip(settings or (), choices, strict=False)]
-        if saved_settings and all(value in c for value, c in zip(saved_settings, choices, strict=True)):
-            self._choose(SpeedSettings(*saved_settings))
+        """Use the settings in a checkpoint; None: it has none. Values in the recipe have priority. If a saved value is
+        impossible here, for example on a larger mesh, ignore all saved values: they are measured again."""
+        allowed_values = (self._sizes, self._thread_counts)
+        saved_settings = [v if len(c) > 1 else c[0] for v, c in zip(settings or (), allowed_values, strict=False)]
+        if saved_settings and all(value in c for value, c in zip(saved_settings, allowed_values, strict=True)):
+            self._set_chosen(SpeedSettings(*saved_settings))
 
     def choose(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
         """Choose settings with the samples of the newest train step of the feed. Return these samples, divided into
-        micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing; if the algorithm
-        leaves out most of the samples, because nothing is learned from them, wait for another step, but not for ever.
-        """
+        micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing. If the algorithm
+        leaves out most of the samples, postpone the choice to a later step, but only a few times."""
         if self.chosen is not None or not samples or len(self._sizes) == len(self._thread_counts) == 1:
             return samples, {}
         previous_settings = self._trainer.speed_settings
         measurement = _Measurement(self, samples)
-        sizes = measurement.select_samples()
-        if sizes is None:
-            self._num_postponed += 1
-            self._use(previous_settings)
-            if self._num_postponed == _MAX_POSTPONED:
-                self._choose(previous_settings)
+        measured_sizes = measurement.select_samples()
+        if measured_sizes is None:
+            self._num_postponed_steps += 1
+            self._apply_settings(previous_settings)
+            if self._num_postponed_steps == _MAX_POSTPONED_STEPS:
+                self._set_chosen(previous_settings)
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
-        search = SettingsSearch(sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
+        search = SettingsSearch(measured_sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
         chosen = search.run()
         if not search.seconds:  # no time was left
             chosen = previous_settings
-        self._choose(chosen)
+        self._set_chosen(chosen)
         slowest = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen)
         logger.info(
             "mini_batch = %d, num_threads = %d: %.2f times as fast as %d and %d; measured %d settings with %d of %d "
@@ -198,11 +198,11 @@ class SpeedTuning:
         metrics = {f"tuning/{name}": float(value) for name, value in chosen._asdict().items()}
         return measurement.read_samples(), {**metrics, "time/tuning": measurement.seconds}
 
-    def _choose(self, settings: SpeedSettings) -> None:
+    def _set_chosen(self, settings: SpeedSettings) -> None:
         self.chosen = settings
-        self._use(settings)
+        self._apply_settings(settings)
 
-    def _use(self, settings: SpeedSettings) -> None:
+    def _apply_settings(self, settings: SpeedSettings) -> None:
         self._trainer.speed_settings = settings
         if self._feed.rows_per_pass is not None:
             self._feed.set_rows_per_pass(settings.rows_per_pass)
@@ -218,9 +218,9 @@ class _Measurement:
         self._rng_states, self._algorithm_state = capture_rng(), copy.deepcopy(tuning._algorithm.state_dict())
         self._start_time, self._num_update_samples = time.monotonic(), 0
         self._start_compile_seconds = tuning._progress.compile_seconds
-        self._memory = PeakMemory(self._trainer.adapter.device, tuning._num_local_ranks)
+        self._peak_memory = PeakMemory(self._trainer.adapter.device, tuning._num_local_ranks)
         self._gradient_bytes, optimizer_bytes = self._measure_parameters()
-        free_bytes = tuning.max_memory_fraction * self._memory.available_bytes()
+        free_bytes = tuning.max_memory_fraction * self._peak_memory.available_bytes()
         self._max_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
         self._bytes_per_token = self._largest_bytes = 0.0
         self._largest_size = 0
@@ -236,17 +236,18 @@ class _Measurement:
         """Duration of all measurements so far, on the slowest rank."""
 
     def select_samples(self) -> list[int] | None:
-        """Select so many samples that a gradient takes a few seconds, and return the sizes to measure with them; None
-        if the algorithm leaves out most of the samples."""
-        tuning, unit = self._tuning, self._tuning._samples_per_row * self._tuning._num_data_ranks
-        start = SpeedSettings(tuning._sizes[0], tuning._thread_counts[-1])
+        """Select so many samples that computing their gradient takes a few seconds, and return the sizes to measure
+        with them; None if the algorithm leaves out most of the samples."""
+        tuning, sample_multiple = self._tuning, self._tuning._samples_per_row * self._tuning._num_data_ranks
+        start_settings = SpeedSettings(tuning._sizes[0], tuning._thread_counts[-1])
         min_rows_per_rank = max(2, tuning._sizes[0])
-        self.num_samples = min(len(self._all_samples), min_rows_per_rank * unit)
-        self.measure(start)  # the first gradient is slow: memory is allocated, and kernels are chosen
-        seconds_per_sample = self.measure(start) / self.num_samples
+        self.num_samples = min(len(self._all_samples), min_rows_per_rank * sample_multiple)
+        self.measure(start_settings)  # the first gradient is slow: memory is allocated, and kernels are chosen
+        seconds_per_sample = self.measure(start_settings) / self.num_samples
         max_samples = int(_GRADIENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
-        self.num_samples = min(len(self._all_samples), max(min_rows_per_rank, max_samples // unit) * unit)
-        self.measure(start)
+        num_samples = max(min_rows_per_rank, max_samples // sample_multiple) * sample_multiple
+        self.num_samples = min(len(self._all_samples), num_samples)
+        self.measure(start_settings)
         num_rows_per_update = min(self.num_samples // tuning._samples_per_row, tuning._rows_per_update)
         if 2 * self._num_update_samples < num_rows_per_update * tuning._samples_per_row:
             return None
@@ -255,14 +256,14 @@ class _Measurement:
 
     def read_samples(self) -> list[Any]:
         """Return all samples of the train step, divided into micro-batches of the current size."""
-        return self._feed.read_again() if self._is_divided_by_feed else self._all_samples
+        return self._feed.reread_newest_samples() if self._is_divided_by_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
         """Return whether all ranks have memory for settings, and whether there is time to measure them."""
-        size = settings.rows_per_pass
+        rows_per_pass = settings.rows_per_pass
         # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
-        scaled_bytes = self._largest_bytes * size / max(1, self._largest_size)
-        num_bytes = max(size * self._max_tokens * self._bytes_per_token, scaled_bytes)
+        scaled_bytes = self._largest_bytes * rows_per_pass / max(1, self._largest_size)
+        num_bytes = max(rows_per_pass * self._max_tokens * self._bytes_per_token, scaled_bytes)
         is_measured_size = settings.rows_per_pass <= self._largest_size
         has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
         return has_time and (is_measured_size or num_bytes <= self._max_bytes)
@@ -270,41 +271,41 @@ class _Measurement:
     def measure(self, settings: SpeedSettings) -> float:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
         the memory of the GPU does not suffice. All ranks get the same number."""
-        self._tuning._use(settings)
+        self._tuning._apply_settings(settings)
         samples = self.read_samples()
         compile_seconds = self._tuning._progress.compile_seconds
-        self._memory.reset()
+        self._peak_memory.reset()
         self._trainer.max_batch_tokens = 0
         start_time = time.perf_counter()
         try:
             for update in islice(self._algorithm.updates(samples[: self.num_samples], self._trainer), 1):
                 self._num_update_samples = len(update.samples)
                 self._trainer.compute_gradients(update)
-            self._memory.synchronize()
+            self._peak_memory.synchronize()
             seconds = time.perf_counter() - start_time - (self._tuning._progress.compile_seconds - compile_seconds)
         except torch.OutOfMemoryError:
             if not is_single_rank():
-                raise  # the other ranks wait in a collective operation
+                raise  # the other ranks would wait for this one in a collective
             seconds = math.inf
         self._trainer.drop_gradients()
         restore_rng(self._rng_states)
         self._algorithm.load_state_dict(copy.deepcopy(self._algorithm_state))
-        activation_bytes = float(max(_MIN_PEAK_BYTES, self._memory.peak_bytes() - self._gradient_bytes))
+        activation_bytes = float(max(_MIN_PEAK_BYTES, self._peak_memory.peak_bytes() - self._gradient_bytes))
         compile_seconds = self._tuning._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
         rank_values = all_gather_object((seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds))
         seconds, activation_bytes, num_tokens, self.seconds = map(max, zip(*rank_values, strict=True))
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
-            # More rows give a better estimate, because memory that does not depend on the rows counts less. With
-            # pipeline parallelism, several micro-batches are in memory.
+            # More rows give a better estimate, because memory that does not depend on the rows counts less.
+            # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.
             num_tokens = max(1, num_tokens, settings.rows_per_pass * self._min_tokens)
             self._bytes_per_token, self._largest_bytes = activation_bytes / num_tokens, activation_bytes
             self._largest_size = settings.rows_per_pass
         return seconds
 
     def _measure_parameters(self) -> tuple[int, int]:
-        """Return the size of this rank's gradients, and of the two moments of each parameter that the optimizer creates
-        in its first step."""
+        """Return the bytes of this rank's gradients, and of the moments that the optimizer will create in its first
+        step, two for each parameter."""
         optimizer = self._trainer.optimizer
         gradient_bytes = optimizer_bytes = 0
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -316,12 +317,12 @@ class _Measurement:
 
 
 class PeakMemory:
-    """Memory of this process on a device, a GPU or the host, beyond its memory when the object was created."""
+    """Peak memory of this process on a GPU or the host, minus its memory when the object was created."""
 
     def __init__(self, device: torch.device, num_local_ranks: int) -> None:
         self._device, self._is_cuda, self._num_local_ranks = device, device.type == "cuda", num_local_ranks
         self.synchronize()
-        with suppress(OSError, AttributeError):  # give back what was freed, which would hide new allocations
+        with suppress(OSError, AttributeError):  # release freed memory: its reuse would hide allocations
             ctypes.CDLL(None).malloc_trim(0)
         self._start_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
 
@@ -330,7 +331,7 @@ class PeakMemory:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        with suppress(OSError):  # without the permission, the peak is that since the start of the process
+        with suppress(OSError):  # without permission, the peak since the process started is measured
             Path("/proc/self/clear_refs").write_text("5")
 
     def synchronize(self) -> None:
@@ -339,12 +340,12 @@ class PeakMemory:
             torch.cuda.synchronize(self._device)
 
     def peak_bytes(self) -> int:
-        """Return the peak since the last reset, beyond the memory at the creation of the object."""
+        """Return the peak memory since the last reset, minus the memory at the creation of the object."""
         if self._is_cuda:
             return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
         with suppress(OSError, ValueError, StopIteration):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+            status_lines = Path("/proc/self/status").read_text().splitlines()
+            peak_kib = next(int(line.split()[1]) for line in status_lines if line.startswith("VmHWM:"))
             return max(0, 1024 * peak_kib - self._start_bytes)
         return 0
 
@@ -354,10 +355,11 @@ class PeakMemory:
             unused_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return torch.cuda.mem_get_info(self._device)[0] + unused_bytes
         free_bytes, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-        with suppress(OSError, ValueError, KeyError):  # no limit is the word `max`
-            limit, current = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
-            statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-            free_bytes = min(free_bytes, limit - current + int(statistics["inactive_file"]))  # with the page cache
+        with suppress(OSError, ValueError, KeyError):  # without a limit, memory.max is the word `max`
+            cgroup_limit, cgroup_usage = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+            memory_statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            page_cache_bytes = int(memory_statistics["inactive_file"])  # the kernel frees the page cache on demand
+            free_bytes = min(free_bytes, cgroup_limit - cgroup_usage + page_cache_bytes)
         return free_bytes // self._num_local_ranks
 
 
@@ -372,8 +374,8 @@ def micro_batch_sizes(train: TrainConfig, num_data_ranks: int) -> list[int]:
     `num_data_ranks` data-parallel ranks has in an optimizer step."""
     num_rows, max_rows = train.train_batch_per_replica, rows_per_update(train)
     num_divisible_rows = max(1, num_rows // num_data_ranks) if train.train_policy.has_rollouts else num_rows
-    divisor = math.gcd(num_divisible_rows, max_rows)
-    return [size for size in range(1, -(-max_rows // num_data_ranks) + 1) if divisor % size == 0]
+    common_divisor = math.gcd(num_divisible_rows, max_rows)
+    return [size for size in range(1, -(-max_rows // num_data_ranks) + 1) if common_divisor % size == 0]
 
 
 def thread_counts(max_threads: int) -> list[int]:

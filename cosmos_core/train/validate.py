@@ -24,22 +24,22 @@ METRICS_FILE = "metrics.json"
 
 def run(stage: Stage) -> Outcome:
     """Evaluate the model on its held-out rows, and write `metrics.json`."""
-    recipe, folder = stage.recipe, measure.prepared_folder(stage)
-    require_held_out_rows(folder)
+    recipe, data_folder = stage.recipe, measure.prepared_folder(stage)
+    require_held_out_rows(data_folder)
     trainer = open_trainer(stage)
-    rows, prompts = open_held_out(folder, recipe.train.train_policy, recipe.policy, trainer.adapter)
+    rows, prompts = open_held_out(data_folder, recipe.train.train_policy, recipe.policy, trainer.adapter)
     with torch.no_grad():
         trainer.adapter.check_parallel_plan()
     stage.progress.phase("validate")
-    outputs = [METRICS_FILE]
+    output_names = [METRICS_FILE]
     metrics: dict[str, float] = {}
     try:
         if prompts is not None:
             with ExitStack() as exit_stack:
-                resources = RolloutSetup(stage, trainer, exit_stack)
-                score = resources.make_scorer(measure.held_out_rewards(recipe), measure.max_held_out_tokens(recipe))
-                metrics = measure.CompletionValidation(prompts, resources.engine, score, stage).validate(0)
-            outputs += [name for name in (measure.SAMPLES_FILE, DRAWINGS) if (stage.path / name).exists()]
+                rollout_setup = RolloutSetup(stage, trainer, exit_stack)
+                score = rollout_setup.make_scorer(measure.held_out_rewards(recipe), measure.max_held_out_tokens(recipe))
+                metrics = measure.CompletionValidation(prompts, rollout_setup.engine, score, stage).validate(0)
+            output_names += [name for name in (measure.SAMPLES_FILE, DRAWINGS) if (stage.path / name).exists()]
         if rows is not None:
             if rows.has_sample_pairs:
                 rows.reference_logprobs = load_earlier_reference(stage, rows, VALIDATION_SPLIT)
@@ -49,4 +49,4 @@ def run(stage: Stage) -> Outcome:
     stage.metrics.log(0, metrics)
     if is_first_rank():
         (stage.path / METRICS_FILE).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    return Outcome(outputs=tuple(outputs), metrics=metrics)
+    return Outcome(outputs=tuple(output_names), metrics=metrics)

@@ -46,12 +46,12 @@ class Validation:
 
     def set_callbacks(
         self,
-        hooks: Callable[..., None],
+        call_hook: Callable[..., None],
         record_metrics: Callable[[int, dict[str, float]], None],
         check_stop: Callable[[], None],
     ) -> None:
         """Set the functions that call user-defined hooks, record the metrics of a step, and raise StopRequested."""
-        self._hooks, self._record_metrics, self._check_stop = hooks, record_metrics, check_stop
+        self._call_hook, self._record_metrics, self._check_stop = call_hook, record_metrics, check_stop
 
     @property
     def validating_step(self) -> int | None:
@@ -59,7 +59,7 @@ class Validation:
         return None if self.async_validation is None else self.async_validation.step
 
     def should_validate(self, step: int, *, is_last_step: bool) -> bool:
-        """Return whether the recipe sets a validation after train step `step`; the last step is always validated."""
+        """Return whether a validation after train step `step` is due; the last step is always validated."""
         return self.compute_metrics is not None and (step % self.config.freq == 0 or is_last_step)
 
     def needs_last_validation(self, step: int) -> bool:
@@ -126,12 +126,12 @@ class Validation:
 
     def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
-        self._hooks("pre_validation_hook", current_step=step)
+        self._call_hook("pre_validation_hook", current_step=step)
         if step % self.publish_interval:
             self.publish(step)
 
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
-        self._hooks("post_validation_hook", current_step=step, **metrics)
+        self._call_hook("post_validation_hook", current_step=step, **metrics)
         self._last_validated_step = step
         if step:  # step 0, before the training, is never the best step
             self.best_step = select_best_step(self.best_step, step, metrics)

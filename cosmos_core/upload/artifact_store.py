@@ -44,12 +44,12 @@ _RUNS_PATH = "/runs/"
 class ArtifactStore:
     """Artifact store below one URL; its methods raise ConfigError or UploadError, with one line, if the store fails."""
 
-    def __init__(self, url: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Open the store at `url`; `pause` is called between files and their parts, and may raise an error to stop."""
+    def __init__(self, url: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
+        """Open the store at `url`; `check_cancellation` is called between parts of files, and may raise an error."""
         name, self._prefix = split_s3_url(url)
         self.url = f"{S3_SCHEME}{name}/{self._prefix}".rstrip("/")
         self._bucket = Bucket(name)
-        self._content_store = ContentStore(self._bucket, self._object_key("objects"), pause)
+        self._content_store = ContentStore(self._bucket, self._object_key("objects"), check_cancellation)
 
     def check(self) -> None:
         """Check that the bucket can be reached and written, without storing anything."""
@@ -57,8 +57,8 @@ class ArtifactStore:
 
     def put_run(self, run_path: Path, *, has_new_stages: bool = False) -> str:
         """Store `pipeline.toml` and `run.json` of a run unless they are stored, and return its URL for
-        `open_stored_run`. With `has_new_stages`, replace stored files of other content. A run gets another id in the
-        store if another machine started a run of the same id in the same second."""
+        `open_stored_run`. With `has_new_stages`, replace the stored files if their content differs. A run gets another
+        id in the store if another machine started a run of the same id in the same second."""
         files = {name: _read_text(run_path / name) for name in (_PIPELINE_FILE, _RUN_FILE)}
         start_info = read_start_info(run_path)
         # The local folder of the run may have another name than the run in the store.
@@ -67,7 +67,7 @@ class ArtifactStore:
             name = next(name for name in _iter_run_names(run_id) if self._claim_run_name(name, files, has_new_stages))
         return f"{self.url}{_RUNS_PATH}{name}"
 
-    def run(self, run_id: str) -> dict[str, str]:
+    def read_run(self, run_id: str) -> dict[str, str]:
         """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
         files = self._read_json(f"runs/{run_id}/run.json")
         if files is None:
@@ -88,13 +88,13 @@ class ArtifactStore:
         """Store the manifest of a stage under its fingerprint, for reuse by other runs, after storing its outputs."""
         self._write_json(f"made/{result['fingerprint']}/{RESULT_FILE}", result)
 
-    def result(self, run_id: str, stage: str) -> Result | None:
-        """Return the stored manifest of a stage; None if the stage of this run is not complete."""
-        return self._read_result(f"runs/{run_id}/stages/{stage}/{RESULT_FILE}")
+    def read_result(self, run_id: str, stage: str) -> Result | None:
+        """Return the stored manifest of a stage of a run; None if the stage is not complete."""
+        return self._read_result_document(f"runs/{run_id}/stages/{stage}/{RESULT_FILE}")
 
     def find_stored_result(self, fingerprint: str) -> Result | None:
         """Return the stored result of a fingerprint; None if there is none, or an output is missing or truncated."""
-        result = self._read_result(f"made/{fingerprint}/{RESULT_FILE}")
+        result = self._read_result_document(f"made/{fingerprint}/{RESULT_FILE}")
         if result is None:
             return None
         size_by_digest = {record["sha256"]: record["size"] for record in result["outputs"]}
@@ -106,11 +106,11 @@ class ArtifactStore:
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
-        outputs = [
+        entry_by_path = [
             (stage_path / each["path"], ContentEntry(each["size"], each["sha256"])) for each in result["outputs"]
         ]
         with translate_errors(self.url):
-            self._content_store.fetch(dict(outputs), local_files)
+            self._content_store.fetch(dict(entry_by_path), local_files)
         for record in result["outputs"]:
             file_status = (stage_path / record["path"]).stat()
             record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
@@ -119,17 +119,17 @@ class ArtifactStore:
         """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
         return Lease(self._bucket, self._object_key(f"made/{fingerprint}/lease.json"), holder, has_died)
 
-    def checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
+    def open_checkpoints(self, fingerprint: str, stage_path: Path) -> StoredCheckpoints:
         """Return the checkpoints in the store that belong to the training with this fingerprint."""
         return StoredCheckpoints(self._bucket, self._object_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
 
-    def record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
+    def open_record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
         """Return the stored copies of a stage's small files, which other machines display."""
         prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
         return StoredRecord(self._bucket, prefix, stage_path, machine)
 
     def _claim_run_name(self, name: str, files: dict[str, str], has_new_stages: bool) -> bool:
-        """Return True if the name in the store belongs to the run with these files; claim it if it is free."""
+        """Return True if the run name in the store belongs to the run with these files, or was free and now does."""
         key = self._object_key(f"runs/{name}/run.json")
         stored_files, _ = read_document(self._bucket, key)
         if stored_files is None:
@@ -143,30 +143,30 @@ class ArtifactStore:
             write_document(self._bucket, key, files)
         return True
 
-    def _read_result(self, key: str) -> Result | None:
+    def _read_result_document(self, key: str) -> Result | None:
         result = self._read_json(key)
         return result | {STORE_URL_KEY: self.url} if result is not None else None
 
     def _object_key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+    def _write_json(self, name: str, document: dict[str, Any]) -> None:
         with translate_errors(self.url):
-            write_document(self._bucket, self._object_key(name), value)
+            write_document(self._bucket, self._object_key(name), document)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         with translate_errors(self.url):
             return read_document(self._bucket, self._object_key(name))[0]
 
 
-def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
+def open_stored_run(url: str, folder: str, check_cancellation: Callable[[], None]) -> Path:
     """Return the local directory of the run that is stored at `url`; create the directory if it does not exist.
 
     A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
     directory gets the stages that were added to the run since, unless a process executes the run there.
     """
     store_url, _, run_id = url.rpartition(_RUNS_PATH)
-    files = ArtifactStore(store_url, pause).run(run_id)
+    files = ArtifactStore(store_url, check_cancellation).read_run(run_id)
     pipeline = tomllib.loads(files[_PIPELINE_FILE])
     runs_folder = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
     pipeline["pipeline"]["output_dir"] = str(runs_folder)
@@ -186,9 +186,9 @@ def open_stored_run(url: str, folder: str, pause: Callable[[], None]) -> Path:
 def _is_same_run(run_json: str, other_run_json: str) -> bool:
     """Return True if the contents of two files `run.json` identify one run; invalid contents are compared as text."""
     with suppress(ValueError):
-        values = [json.loads(text) for text in (run_json, other_run_json)]
-        if all(isinstance(each, dict) for each in values):
-            run_identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in values]
+        parsed_runs = [json.loads(text) for text in (run_json, other_run_json)]
+        if all(isinstance(each, dict) for each in parsed_runs):
+            run_identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in parsed_runs]
             return run_identities[0] == run_identities[1]
     return run_json == other_run_json
 
@@ -198,12 +198,12 @@ def _iter_run_names(run_id: str) -> Iterator[str]:
 
 
 def _read_text(file: Path) -> str:
-    """Return the text of a file of a run; empty if the file is missing, so that a damaged run can continue."""
+    """Return the text of a file of a run; an empty string for a missing file, so that a damaged run can continue."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def make_result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
-    """Return a function that looks up the result of a fingerprint in the artifact store of a pipeline, if any."""
+    """Return a function that finds the result of a fingerprint in a pipeline's artifact store; None without a store."""
     url = pipeline.config.artifact_store
     return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None
 
@@ -215,4 +215,4 @@ def check_store(pipeline: Pipeline) -> None:
         if url:
             ArtifactStore(url).check()
     except (ConfigError, UploadError) as error:
-        raise ConfigError(f"{pipeline.source}: pipeline.artifact_store = {url!r}: {error}") from error
+        raise ConfigError(f"{pipeline.source_path}: pipeline.artifact_store = {url!r}: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeGuard
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.errors import ConfigError, UploadError
-from cosmos_core.registry import is_import_path, load_named
+from cosmos_core.registry import is_import_path, load_class
 
 RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
@@ -25,11 +25,11 @@ class PublicationTarget(Protocol):
     `path/file.py:Class://LOCATION`. A target may have further methods, of which `S3Target` has all:
 
     - `check()` raises ConfigError if the target cannot be written.
-    - `prepare_upload(folder, pause)` lets an interrupted upload continue: the target keeps a journal in the folder.
-      The target calls `pause` repeatedly and before it moves the pointer; `pause` raises an error to stop the upload.
-    - `where(version)` and `damage(folder, version, record)`: with both, the same weights are not published twice.
-      `damage` returns what is wrong with the files of `record` in a version, or an empty string.
-    - `history`, `record_of`, `where` and `point_to`: a target with all four supports rollback of the pointer.
+    - `prepare_upload(folder, check_cancellation)` lets an interrupted upload continue: the target keeps a journal in
+      the folder. The target calls `check_cancellation` repeatedly, and this function raises an error to stop it.
+    - `get_address(version)` and `find_damage(folder, version, record)`: with both, the same weights are not published
+      twice. `find_damage` returns what is wrong with the files of `record` in a version, or an empty string.
+    - `history`, `read_record`, `get_address` and `point_to`: a target with all four supports rollback of the pointer.
     - `versions` lists all stored versions, including versions from which the pointer was rolled back.
     """
 
@@ -79,7 +79,9 @@ def check_targets(pipeline: Pipeline) -> None:
         try:
             check_target()
         except (ConfigError, UploadError) as error:
-            raise ConfigError(f"{pipeline.source}: stage {stage.name!r}: target = {stage.target!r}: {error}") from error
+            raise ConfigError(
+                f"{pipeline.source_path}: stage {stage.name!r}: target = {stage.target!r}: {error}"
+            ) from error
 
 
 def open_target(target: str) -> PublicationTarget:
@@ -87,7 +89,7 @@ def open_target(target: str) -> PublicationTarget:
     imported."""
     name, location = split_publication_target(target)
     try:
-        target_class: Callable[[str], PublicationTarget] = load_named(name, PUBLICATION_TARGETS_FOLDER, "Target")
+        target_class: Callable[[str], PublicationTarget] = load_class(name, PUBLICATION_TARGETS_FOLDER, "Target")
     except ConfigError as error:
         raise ConfigError(f"target = {target!r}: {error}") from error
     return target_class(location)

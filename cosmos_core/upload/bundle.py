@@ -26,7 +26,7 @@ _MAX_PARALLEL_FILES = 4
 
 @dataclass(frozen=True)
 class ContentEntry:
-    """Size and digest of the content of one file."""
+    """Size in bytes and SHA-256 of the content of one file."""
 
     size: int
     sha256: str
@@ -39,7 +39,7 @@ class ContentEntry:
 
 @dataclass(frozen=True)
 class FileIndex:
-    """Index of stored files: the size and digest of each file by path, and a dict of further information."""
+    """Index of stored files: size and digest of each file, by path, and `info`, further values about all files."""
 
     files: Mapping[str, ContentEntry]
     info: dict[str, Any] = field(default_factory=dict)
@@ -48,15 +48,15 @@ class FileIndex:
 class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
-    def __init__(self, bucket: Bucket, prefix: str, pause: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `prefix`; `pause` is called between files and their parts, and may raise an error."""
-        self._bucket, self._prefix, self._pause = bucket, prefix, pause
+    def __init__(self, bucket: Bucket, prefix: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
+        """Store contents below `prefix`; `check_cancellation` is called between parts and may raise an error."""
+        self._bucket, self._prefix, self._check_cancellation = bucket, prefix, check_cancellation
 
     def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
         """Store files under their digests and verify them. The journal file lets an interrupted upload continue; for
         errors see `FileTransfer.send`."""
-        sources = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
-        FileTransfer(self._bucket, UploadJournal(journal), self._pause).send(sources)
+        file_and_digest_by_key = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
+        FileTransfer(self._bucket, UploadJournal(journal), self._check_cancellation).send(file_and_digest_by_key)
 
     def write(self, data: bytes) -> ContentEntry:
         """Store bytes in one request; return their size and digest."""
@@ -65,7 +65,8 @@ class ContentStore:
         return entry
 
     def read(self, entry: ContentEntry) -> bytes | None:
-        """Return the bytes with the digest of `entry`, or None; raise UploadError if they are altered."""
+        """Return the stored bytes that have the digest of `entry`; None if no such object is stored. Raise UploadError
+        if the bytes arrive with another digest at each attempt."""
         key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             data = self._bucket.read(key)
@@ -80,15 +81,15 @@ class ContentStore:
     def find_missing_digest(self, size_by_digest: Mapping[str, int]) -> str:
         """Return the first digest whose object is missing or of another size than in `size_by_digest`; else empty."""
         for digest, size in size_by_digest.items():
-            self._pause()
+            self._check_cancellation()
             object_info = self._bucket.head(self._make_object_key(digest))
             if object_info is None or object_info["size"] != size:
                 return digest
         return ""
 
     def fetch(self, files: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download contents to local files that lack them; copy them from `local_files`, files by digest, if possible.
-        Raise UploadError if a content is missing or altered."""
+        """Download contents to those of `files` that lack them, or copy them from `local_files`, local files by digest.
+        Raise UploadError if a content is missing or altered in the store."""
         files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
         for file, entry in files.items():
             if not _matches_content_entry(file, entry):
@@ -103,7 +104,7 @@ class ContentStore:
                 self._bucket.remove(stored_object.key)
 
     def _fetch_content(self, entry: ContentEntry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
-        self._pause()
+        self._check_cancellation()
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
         first_path, *other_paths = paths
@@ -140,26 +141,26 @@ def write_index(bucket: Bucket, key: str, index: FileIndex) -> None:
 
 
 def read_index(bucket: Bucket, key: str) -> tuple[FileIndex | None, str]:
-    """Return a stored file index and its ETag, None and "" if it does not exist; see `read_document`."""
+    """Return a stored file index and its ETag, or None and "" if it does not exist; see `read_document`."""
     document, etag = read_document(bucket, key)
     if document is None:
         return None, etag
     return FileIndex({path: ContentEntry(*entry) for path, entry in document["files"].items()}, document["info"]), etag
 
 
-def write_document(bucket: Bucket, key: str, value: dict[str, Any]) -> None:
+def write_document(bucket: Bucket, key: str, document: dict[str, Any]) -> None:
     """Replace a JSON document in one request."""
-    bucket.write(key, encode_document(value))
+    bucket.write(key, encode_document(document))
 
 
-def encode_document(value: dict[str, Any]) -> bytes:
+def encode_document(document: dict[str, Any]) -> bytes:
     """Return the content of a JSON document with its digest, which `read_document` verifies."""
-    text = json.dumps(value)
-    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}).encode()
+    document_text = json.dumps(document)
+    return json.dumps({"sha256": hashlib.sha256(document_text.encode()).hexdigest(), "text": document_text}).encode()
 
 
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return a JSON document and its ETag, None and "" if it does not exist; raise UploadError if it is damaged."""
+    """Return a JSON document and its ETag, or None and "" if it does not exist; raise UploadError if it is damaged."""
     for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
         data, etag = bucket.read_with_etag(key)
         if data is None:

@@ -31,9 +31,9 @@ _POLL_INTERVAL_SECONDS = 1.0
 _RETRY_DELAY_SECONDS = 30.0
 
 
-def checkpoint_url(parent: str, training: str, run_id: str) -> str:
-    """Return the upload URL, below the URL `parent`, for a training's checkpoints; empty if `parent` is empty."""
-    return f"{parent}/{training}/saves/{run_id}" if parent else ""
+def checkpoint_url(parent_url: str, training_name: str, run_id: str) -> str:
+    """Return the upload URL for a training's checkpoints, below `parent_url`; empty if `parent_url` is empty."""
+    return f"{parent_url}/{training_name}/saves/{run_id}" if parent_url else ""
 
 
 class CheckpointUploader:
@@ -44,30 +44,31 @@ class CheckpointUploader:
         self._bucket, self._stage_path = Bucket(name), stage_path
         self._uploaded_names: set[str] = set()
 
-    def push(self, pause: Callable[[], None] = lambda: None) -> Iterator[str]:
+    def push(self, check_cancellation: Callable[[], None] = lambda: None) -> Iterator[str]:
         """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
-        `pause` is called between requests and during waits; it may raise an error to end the upload. Raise ConfigError
-        or UploadError if the store fails; files already sent remain."""
+        `check_cancellation` is called between requests and during waits; it may raise an error to end the upload. Raise
+        ConfigError or UploadError if the store fails; files already sent remain."""
         with FileLock(self._stage_path / "sending.lock") as lock:  # another stage may upload the same checkpoints
-            lock.acquire(on_poll=pause)
+            lock.acquire(on_poll=check_cancellation)
             for name, manifest in saved_manifests(self._stage_path).items():
-                if name not in self._uploaded_names and self._push_checkpoint(name, manifest, pause):
+                if name not in self._uploaded_names and self._push_checkpoint(name, manifest, check_cancellation):
                     yield name
 
-    def _push_checkpoint(self, name: str, manifest: Path, pause: Callable[[], None]) -> bool:
+    def _push_checkpoint(self, name: str, manifest: Path, check_cancellation: Callable[[], None]) -> bool:
         """Upload a checkpoint unless it is stored or was removed; return True if it was uploaded."""
         staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
         with translate_errors(url), link_checkpoint(manifest.parent, staging_path) as folder:
             if folder is None:
                 return False
-            # A training that restarted from the beginning has other checkpoints of the same names.
+            # Contents are compared, because a training that starts again makes other checkpoints of the same names.
             manifest_key, manifest_data = self._object_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
             is_stored = self._bucket.read(manifest_key) == manifest_data
             if not is_stored:
                 self._bucket.remove(manifest_key)
-                entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
-                files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in entries.items()}
-                FileTransfer(self._bucket, UploadJournal(self._stage_path / _JOURNAL_FILE), pause).send(files)
+                file_entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
+                files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}
+                journal = UploadJournal(self._stage_path / _JOURNAL_FILE)
+                FileTransfer(self._bucket, journal, check_cancellation).send(files)
                 self._bucket.write(manifest_key, manifest_data)
         self._uploaded_names.add(name)
         return not is_stored
@@ -77,9 +78,9 @@ class CheckpointUploader:
 
 
 @contextmanager
-def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
-    """Upload each checkpoint of a training as soon as it is saved, while the `with` block runs; none if `url` is empty.
-    After an error of the store, which is logged, the upload is tried again, at the latest by the `upload` stage."""
+def upload_checkpoints_in_background(stage_path: Path, url: str) -> Iterator[None]:
+    """Upload each checkpoint of a training when it is saved, while the `with` block runs; do nothing if `url` is empty.
+    An upload that fails is logged and tried again, at the latest by the `upload` stage."""
     if not url:
         yield
         return
@@ -95,7 +96,7 @@ def upload_checkpoints_during(stage_path: Path, url: str) -> Iterator[None]:
 
 
 def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Event) -> None:
-    def pause() -> None:
+    def check_cancellation() -> None:
         if stop_event.is_set():
             raise Preempted("the training has ended")  # the `upload` stage sends the remaining checkpoints
 
@@ -104,15 +105,15 @@ def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Even
     while not stop_event.wait(_POLL_INTERVAL_SECONDS):
         try:
             uploader = uploader or CheckpointUploader(stage_path, url)
-            for name in uploader.push(pause):
+            for name in uploader.push(check_cancellation):
                 record_event(stage_path, "sent", f"{name} to {url}")
         except Preempted:
             return
         except Exception as error:  # noqa: BLE001 - no error of an upload may stop the training
-            reason = str(error) if isinstance(error, CosmosError) else f"{type(error).__name__}: {error}"
-            logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, reason)
+            error_message = str(error) if isinstance(error, CosmosError) else f"{type(error).__name__}: {error}"
+            logger.warning("%s: a checkpoint was not sent, it is tried again: %s", stage_path.name, error_message)
             with suppress(OSError):
-                record_event(stage_path, "not sent", reason)
+                record_event(stage_path, "not sent", error_message)
             stop_event.wait(_RETRY_DELAY_SECONDS)
 
 
@@ -123,20 +124,20 @@ def lower_cpu_priority() -> None:
 
 
 @contextmanager
-def link_checkpoint(source: Path, target: Path) -> Iterator[Path | None]:
-    """Hard-link the checkpoint `source` into `target` and yield `target`; yield None if the checkpoint was removed."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+def link_checkpoint(source_folder: Path, target_folder: Path) -> Iterator[Path | None]:
+    """Hard-link a checkpoint's files into `target_folder` and yield this folder; None: the checkpoint was removed."""
+    shutil.rmtree(target_folder, ignore_errors=True)
+    target_folder.mkdir(parents=True)
     linked_folder = None
     try:
         with suppress(FileNotFoundError):
-            for name in [*read_json_object(source / MANIFEST_FILE).get("files", {}), MANIFEST_FILE]:
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(source / name, target / name)
-            linked_folder = target
+            for name in [*read_json_object(source_folder / MANIFEST_FILE).get("files", {}), MANIFEST_FILE]:
+                (target_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(source_folder / name, target_folder / name)
+            linked_folder = target_folder
         yield linked_folder
     finally:
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(target_folder, ignore_errors=True)
 
 
 def saved_manifests(stage_path: Path) -> dict[str, Path]:

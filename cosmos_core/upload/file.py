@@ -20,11 +20,11 @@ class FileTarget:
 
     def __init__(self, location: str) -> None:
         self.folder = Path(location)
-        self._pause: Callable[[], None] = lambda: None
+        self._check_cancellation: Callable[[], None] = lambda: None
 
-    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function that `publish` calls before it moves the pointer; an interrupted copy starts again."""
-        self._pause = pause
+    def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
+        """Set the function that `publish` calls before it moves the pointer; an interrupted copy is made again."""
+        self._check_cancellation = check_cancellation
 
     def check(self) -> None:
         """Raise ConfigError if the target folder can neither be written nor created; change nothing."""
@@ -39,38 +39,38 @@ class FileTarget:
         with self._translate_errors("read"):
             if not latest_link.is_symlink() and not latest_link.exists():
                 return None
-            return self._read_record(latest_link, f"publish again, or remove {latest_link}")
+            return self._read_record_file(latest_link, f"publish again, or remove {latest_link}")
 
-    def record_of(self, version: str) -> dict[str, Any]:
+    def read_record(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors("read"):
-            return self._read_record(self.folder / version, "publish again")
+            return self._read_record_file(self.folder / version, "publish again")
 
     def history(self) -> list[str]:
         """Return the versions to which the link `latest` has pointed, the current version last."""
         current_version = (
             os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
         )
-        entries = read_json(self.folder / HISTORY_FILE)
-        names = [name for name in entries if isinstance(name, str)] if isinstance(entries, list) else []
+        saved_names = read_json(self.folder / HISTORY_FILE)
+        names = [name for name in saved_names if isinstance(name, str)] if isinstance(saved_names, list) else []
         return append_version(names, current_version) if current_version else []
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        # Names with a dot are unfinished copies.
+        # Folders whose names begin with a dot are unfinished copies.
         record_files = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(record_files, key=lambda file: (file.stat().st_mtime, file))]
 
-    def where(self, version: str) -> str:
+    def get_address(self, version: str) -> str:
         """Return the path of the folder with a published version."""
         return str(self.folder / version)
 
-    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or altered in a version; else empty."""
-        path = self.folder / version
-        if read_json(path / RECORD_FILE) is None:
+        version_folder = self.folder / version
+        if read_json(version_folder / RECORD_FILE) is None:
             return "no record"
-        files = {str(file.relative_to(path)): file for file in list_files_below(path)}
+        files = {str(file.relative_to(version_folder)): file for file in list_files_below(version_folder)}
         for name, digest in record["files"].items():
             if name not in files or sha256(files[name]) != digest:
                 return f"{name} is missing or altered"
@@ -82,22 +82,22 @@ class FileTarget:
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         with self._translate_errors("written"):
-            if damage_message := self.damage(self.folder, version, self.record_of(version)):
+            if damage_message := self.find_damage(self.folder, version, self.read_record(version)):
                 raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
             self._move_pointer(version, history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        path = self.folder / version
+        version_folder = self.folder / version
         with self._translate_errors("written"):
-            if read_json(path / RECORD_FILE) != record or self.damage(folder, version, record):
-                with replace_folder(path) as temporary_folder:
+            if read_json(version_folder / RECORD_FILE) != record or self.find_damage(folder, version, record):
+                with replace_folder(version_folder) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
                     write_json(temporary_folder / RECORD_FILE, record)
-            if damage_message := self.damage(folder, version, record):
-                raise UploadError(f"{path}: {damage_message} after the copy; the pointer was not moved")
-            self._pause()
+            if damage_message := self.find_damage(folder, version, record):
+                raise UploadError(f"{version_folder}: {damage_message} after the copy; the pointer was not moved")
+            self._check_cancellation()
             self._move_pointer(version)
-        return str(path)
+        return str(version_folder)
 
     @contextmanager
     def _translate_errors(self, operation: str) -> Iterator[None]:
@@ -105,11 +105,11 @@ class FileTarget:
             yield
         except OSError as error:
             # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
-            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+            error_reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             pointer_note = "; the pointer was not moved" if operation == "written" else ""
-            raise UploadError(f"target {self.folder} cannot be {operation}: {reason}{pointer_note}") from error
+            raise UploadError(f"target {self.folder} cannot be {operation}: {error_reason}{pointer_note}") from error
 
-    def _read_record(self, folder: Path, remedy: str) -> dict[str, Any]:
+    def _read_record_file(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD_FILE)
         if not is_publication_record(record):
             raise DamagedRecord(f"{folder / RECORD_FILE} is missing or damaged; {remedy}")

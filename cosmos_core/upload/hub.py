@@ -21,13 +21,13 @@ from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.run.hub import call_with_timeout
 from cosmos_core.upload.base import RECORD_FILE, is_publication_record
 
-_MAX_TRIES = 5
+_MAX_ATTEMPTS = 5
 _MAX_WAIT_SECONDS = 300.0
 _SLEEP_INTERVAL_SECONDS = 0.5
 _CHECK_TIMEOUT_SECONDS = 8.0
 _ACCESS_DENIED_STATUSES = {401, 403}
 _TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
-_FILES_OF_HUB = {".gitattributes"}
+_HUB_MANAGED_FILES = {".gitattributes"}
 _MODEL_CARD_FILE, _EMPTY_MODEL_CARD = "README.md", "---\nlibrary_name: transformers\n---"
 
 
@@ -39,8 +39,8 @@ class HubTarget:
         if not name or name.count("/") > 1:
             raise ConfigError(f"hub://{location} names no repository; write hub://OWNER/NAME")
         self._repository_name = name.strip("/")
-        self._wait_seconds = retry_wait_seconds
-        self._pause: Callable[[], None] = lambda: None
+        self._retry_wait_seconds = retry_wait_seconds
+        self._check_cancellation: Callable[[], None] = lambda: None
 
     def check(self) -> None:
         """Raise ConfigError or UploadError for an invalid name or token, or if the Hub cannot be reached."""
@@ -49,14 +49,14 @@ class HubTarget:
         with self._translate_errors():
             validate_repo_id(self._repository_name)
             request = partial(self._retry_call, self.hub_api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
-            account: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, request)
-        access_token = (account.get("auth") or {}).get("accessToken") or {}
+            account_info: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, request)
+        access_token = (account_info.get("auth") or {}).get("accessToken") or {}
         if access_token.get("role") == "read":
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
 
-    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, called between attempts and before the commit. The Hub skips files that it has."""
-        self._pause = pause
+    def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
+        """Set the function that is called before each request and the commit; the Hub skips files that it has."""
+        self._check_cancellation = check_cancellation
 
     @cached_property
     def hub_api(self) -> Any:
@@ -77,7 +77,7 @@ class HubTarget:
             return self._repository_name
         return f"{self._retry_call(self.hub_api.whoami)['name']}/{self._repository_name}"
 
-    def where(self, version: str) -> str:
+    def get_address(self, version: str) -> str:
         """Return the address of a version, `hub://OWNER/NAME@TAG`."""
         return f"hub://{self.repository}@{version}"
 
@@ -85,7 +85,7 @@ class HubTarget:
         with self._translate_errors():
             return self._retry_call(lambda: self._read_record(self.branch or "main"))
 
-    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
         if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
         branch = self.branch or "main"
@@ -103,12 +103,12 @@ class HubTarget:
                 self._retry_call(lambda: self.hub_api.create_branch(self.repository, branch=branch, exist_ok=True))
             # If the response to a commit was lost, the commit may exist: `_commit_files` compares stored files first.
             commit_id = self._retry_call(lambda: self._commit_files(folder, version, record, branch))
-            # The branch may have the commit of another publication by now.
+            # Compare the commit, not the branch, which another publication may have moved meanwhile.
             if damage_message := self._retry_call(lambda: self._find_damaged_file(folder, record, commit_id)):
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
             create_tag = partial(self.hub_api.create_tag, self.repository, tag=version, exist_ok=True)
             self._retry_call(partial(create_tag, revision=commit_id))
-        return self.where(version)
+        return self.get_address(version)
 
     def _commit_files(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
         """Return the id of a commit with the files of a version: the newest commit of the branch, or a new commit."""
@@ -128,15 +128,15 @@ class HubTarget:
             self.hub_api.preupload_lfs_files(self.repository, operations, revision=branch)
         except (RuntimeError, PermissionError, TimeoutError) as error:  # the transfer of a file failed, by LFS or Xet
             raise ConnectionError(str(error)) from error
-        self._pause()  # raises an error if the run is to stop; the commit publishes the files
+        self._check_cancellation()  # last point at which the upload can stop: the commit publishes
         model_card = _render_model_card(folder / _MODEL_CARD_FILE, record)
         operations.append(CommitOperationAdd(_MODEL_CARD_FILE, model_card.encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
-        kept_paths = {operation.path_in_repo for operation in operations} | _FILES_OF_HUB
+        kept_paths = {operation.path_in_repo for operation in operations} | _HUB_MANAGED_FILES
         stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in kept_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
-        commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
-        return str(commit(commit_message=f"Publish {version}", revision=branch).oid)
+        create_commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
+        return str(create_commit(commit_message=f"Publish {version}", revision=branch).oid)
 
     def _find_damaged_file(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
@@ -184,9 +184,9 @@ class HubTarget:
 
         start_time = time.monotonic()
         for attempt in itertools.count():
-            self._pause()
-            wait_seconds = self._wait_seconds * 2.0**attempt
-            is_last_attempt = attempt == _MAX_TRIES - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
+            self._check_cancellation()
+            wait_seconds = self._retry_wait_seconds * 2.0**attempt
+            is_last_attempt = attempt == _MAX_ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
             try:
                 return function()
             except HfHubHTTPError as error:
@@ -197,10 +197,10 @@ class HubTarget:
             except (HTTPError, ConnectionError):
                 if is_last_attempt:
                     raise
-            # `pause` ends a long wait that the Hub has requested if the run is to stop.
+            # `_check_cancellation` raises an error if the run is to stop, also during a long wait for a busy Hub.
             deadline = time.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
             while (seconds_left := deadline - time.monotonic()) > 0:
-                self._pause()
+                self._check_cancellation()
                 time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
 
     @contextmanager
@@ -229,13 +229,13 @@ def _get_status_code(error: Any) -> int:
 
 def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
     """Return the text of a model card with the version of the model, its metrics and the digests of its inputs."""
-    text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else _EMPTY_MODEL_CARD
-    lines = [text, "", f"## Published as `{record.get('version', '')}`", ""]
-    lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
+    card_text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else _EMPTY_MODEL_CARD
+    card_lines = [card_text, "", f"## Published as `{record.get('version', '')}`", ""]
+    card_lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
     if metrics := record["metrics"]:
-        lines += ["", "| metric | value |", "|---|---|"]
-        lines += [f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items())]
-    return "\n".join(lines) + "\n"
+        card_lines += ["", "| metric | value |", "|---|---|"]
+        card_lines += [f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items())]
+    return "\n".join(card_lines) + "\n"
 
 
 def _compute_git_blob_id(file: Path) -> str:

@@ -97,9 +97,9 @@ class Lease:
                 self._bucket.remove(self._object_key)
 
     def _read_lease(self) -> tuple[LeaseHolder | None, str]:
-        value, etag = read_document(self._bucket, self._object_key)
+        document, etag = read_document(self._bucket, self._object_key)
         try:
-            return (LeaseHolder(**value) if value is not None else None), etag
+            return (LeaseHolder(**document) if document is not None else None), etag
         except TypeError:  # the lease was written by another version of this package
             return None, etag
 

@@ -31,7 +31,7 @@ class MlflowTarget:
         if not location or set(location) & set("/:'`"):
             raise ConfigError(f"mlflow://{location} names no registered model; write mlflow://MODEL")
         self.name = location
-        self._pause: Callable[[], None] = lambda: None
+        self._check_cancellation: Callable[[], None] = lambda: None
 
     @cached_property
     def client(self) -> Any:
@@ -43,20 +43,20 @@ class MlflowTarget:
         with self._translate_errors():
             call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._find_registered_model)
 
-    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Set the function `pause`, called before each file and the version; files on the server are not sent again."""
-        self._pause = pause
+    def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
+        """Set the function that is called before each file and the version; files on the server are not sent again."""
+        self._check_cancellation = check_cancellation
 
     def published(self) -> dict[str, Any] | None:
         with self._translate_errors():
             current_version = self._find_current_version()
-        return None if current_version is None else self.record_of(current_version.tags.get(VERSION_TAG, ""))
+        return None if current_version is None else self.read_record(current_version.tags.get(VERSION_TAG, ""))
 
-    def record_of(self, version: str) -> dict[str, Any]:
+    def read_record(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors():
             model_version = self._find_version(version)
-            if record := _read_record(model_version.source) if model_version else None:
+            if record := _read_artifact_record(model_version.source) if model_version else None:
                 return record
         raise DamagedRecord(f"mlflow://{self.name}: {RECORD_FILE} of {version} is missing or damaged; publish again")
 
@@ -73,13 +73,13 @@ class MlflowTarget:
             tags = [each.tags for each in self._find_versions()]
         return list(dict.fromkeys(each[VERSION_TAG] for each in tags if VERSION_TAG in each))
 
-    def where(self, version: str) -> str:
+    def get_address(self, version: str) -> str:
         """Return the address of a version, `mlflow://MODEL@NUMBER`, with the number that MLflow gave to the version."""
         with self._translate_errors():
             model_version = self._find_version(version)
         return f"mlflow://{self.name}@{model_version.version if model_version else version}"
 
-    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or of other size or digest; else empty."""
         with self._translate_errors():
             model_version = self._find_version(version)
@@ -101,46 +101,46 @@ class MlflowTarget:
             lineage_tags |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
             # The key has a digest: if a forced rerun of the stage made other weights, they become a new version.
             tags = lineage_tags | {VERSION_TAG: version, RUN_KEY_TAG: f"{version}-{_get_artifact_folder(record)}"}
-            run = get_or_create_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage_tags)
-            self._send_files(run, folder, record)
-            self._pause()
+            mlflow_run = get_or_create_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage_tags)
+            self._send_files(mlflow_run, folder, record)
+            self._check_cancellation()
             if self._find_registered_model() is None:
                 self.client.create_registered_model(self.name)
             if not self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG]):
-                artifact_uri = f"{run.info.artifact_uri}/{_get_artifact_folder(record)}"
-                self.client.create_model_version(self.name, artifact_uri, run_id=run.info.run_id, tags=tags)
+                artifact_uri = f"{mlflow_run.info.artifact_uri}/{_get_artifact_folder(record)}"
+                self.client.create_model_version(self.name, artifact_uri, run_id=mlflow_run.info.run_id, tags=tags)
             model_version, *duplicates = self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG])
-            for duplicate in duplicates:  # created by repeated requests whose response was lost
+            for duplicate in duplicates:  # delete versions that repeated requests created after a lost response
                 self.client.delete_model_version(self.name, duplicate.version)
             if damage_message := self._find_damaged_file(model_version, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage_message} after the upload; the alias was not moved")
             self._move_alias(model_version, append_version(self.history(), version))
         return f"mlflow://{self.name}@{model_version.version}"
 
-    def _send_files(self, run: Any, folder: Path, record: dict[str, Any]) -> None:
+    def _send_files(self, mlflow_run: Any, folder: Path, record: dict[str, Any]) -> None:
         """Send the files that an MLflow run lacks, then the record, then the metrics."""
         from mlflow.entities import Metric
 
-        run_id, artifact_folder = run.info.run_id, _get_artifact_folder(record)
+        run_id, artifact_folder = mlflow_run.info.run_id, _get_artifact_folder(record)
         artifact_sizes = self._list_artifact_sizes(run_id)
         for name in record["files"]:
-            self._pause()
+            self._check_cancellation()
             if artifact_sizes.get(f"{artifact_folder}/{name}") != (folder / name).stat().st_size:
                 self.client.log_artifact(run_id, str(folder / name), str(Path(artifact_folder, name).parent))
-        if _read_record(f"{run.info.artifact_uri}/{artifact_folder}") != record:
+        if _read_artifact_record(f"{mlflow_run.info.artifact_uri}/{artifact_folder}") != record:
             self.client.log_dict(run_id, record, f"{artifact_folder}/{RECORD_FILE}")
-        logged_metrics, start_time = run.data.metrics, run.info.start_time
+        logged_metrics, start_time = mlflow_run.data.metrics, mlflow_run.info.start_time
         metrics = {sanitize_metric_name(name): value for name, value in record["metrics"].items()}
         if new_metrics := [Metric(k, v, start_time, 0) for k, v in metrics.items() if k not in logged_metrics]:
             self.client.log_batch(run_id, metrics=new_metrics)
         self.client.set_terminated(run_id)
 
-    def _find_damaged_file(self, version: Any, folder: Path, record: dict[str, Any]) -> str:
-        stored_record = _read_record(version.source) or {"files": {}}
-        artifact_sizes = self._list_artifact_sizes(version.run_id)
+    def _find_damaged_file(self, model_version: Any, folder: Path, record: dict[str, Any]) -> str:
+        stored_record = _read_artifact_record(model_version.source) or {"files": {}}
+        artifact_sizes = self._list_artifact_sizes(model_version.run_id)
         for name, digest in record["files"].items():
-            size = artifact_sizes.get(f"{_get_artifact_folder(stored_record)}/{name}")
-            if stored_record["files"].get(name) != digest or size != (folder / name).stat().st_size:
+            artifact_size = artifact_sizes.get(f"{_get_artifact_folder(stored_record)}/{name}")
+            if stored_record["files"].get(name) != digest or artifact_size != (folder / name).stat().st_size:
                 return f"{name} is missing or altered"
         return ""
 
@@ -157,14 +157,14 @@ class MlflowTarget:
     def _find_registered_model(self) -> Any:
         return next(iter(self.client.search_registered_models(f"name = '{self.name}'")), None)
 
-    def _find_versions(self, tag: str = "", tag_value: str = "") -> list[Any]:
-        """Return the versions of the model with a value of a tag (empty tag: all versions), the oldest first."""
-        query, versions, page_token = f"name = '{self.name}'", [], None
-        query += f" and tags.`{tag}` = '{tag_value}'" if tag else ""
+    def _find_versions(self, tag_name: str = "", tag_value: str = "") -> list[Any]:
+        """Return the versions of the model with this value of a tag, or all if `tag_name` is empty; oldest first."""
+        search_filter, versions, page_token = f"name = '{self.name}'", [], None
+        search_filter += f" and tags.`{tag_name}` = '{tag_value}'" if tag_name else ""
         while page_token != "":
-            page = self.client.search_model_versions(query, max_results=200, page_token=page_token)
-            versions += page
-            page_token = page.token or ""
+            version_page = self.client.search_model_versions(search_filter, max_results=200, page_token=page_token)
+            versions += version_page
+            page_token = version_page.token or ""
         return sorted(versions, key=lambda each: int(each.version))
 
     def _find_current_version(self) -> Any:
@@ -197,13 +197,13 @@ def _get_artifact_folder(record: dict[str, Any]) -> str:
     return f"model-{hashlib.sha256(json.dumps(record['files'], sort_keys=True).encode()).hexdigest()[:12]}"
 
 
-def _read_record(source: str) -> dict[str, Any] | None:
-    """Return the record of a published version from a folder of artifacts; None if it is missing or damaged."""
+def _read_artifact_record(artifact_uri: str) -> dict[str, Any] | None:
+    """Return the record of a published version from the folder `artifact_uri`; None if it is missing or damaged."""
     from mlflow.artifacts import load_dict
     from mlflow.exceptions import MlflowException
 
     try:
-        record = load_dict(f"{source}/{RECORD_FILE}")
+        record = load_dict(f"{artifact_uri}/{RECORD_FILE}")
     except (MlflowException, OSError):
         return None
     return record if is_publication_record(record) else None

@@ -32,62 +32,63 @@ class S3Target:
         """Raise ConfigError or UploadError if the bucket cannot be reached or written; store nothing."""
         self.bucket.check_write_access(self._object_key(POINTER_FILE))
 
-    def prepare_upload(self, folder: Path, pause: Callable[[], None]) -> None:
-        """Keep a journal of uploads in `folder`; call `pause` between parts of files and before the pointer moves."""
-        self.transfer.journal, self.transfer.pause = UploadJournal(folder / JOURNAL_FILE), pause
+    def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
+        """Keep a journal of uploads in `folder`; `publish` calls `check_cancellation` before parts and the pointer."""
+        self.transfer.journal = UploadJournal(folder / JOURNAL_FILE)
+        self.transfer.check_cancellation = check_cancellation
 
     def published(self) -> dict[str, Any] | None:
         history = self.history()
-        return self.record_of(history[-1]) if history else None
+        return self.read_record(history[-1]) if history else None
 
-    def record_of(self, version: str) -> dict[str, Any]:
+    def read_record(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
-        with translate_errors(self.where(version)):
+        with translate_errors(self.get_address(version)):
             record = _decode_json(self.bucket.read(self._object_key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
-            raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
+            raise DamagedRecord(f"{self.get_address(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
 
     def history(self) -> list[str]:
         """Return the versions to which `latest.json` referred, current last; raise DamagedRecord if it is damaged."""
-        with translate_errors(self.where(POINTER_FILE)):
+        with translate_errors(self.get_address(POINTER_FILE)):
             return self._parse_history(self.bucket.read(self._object_key(POINTER_FILE)))
 
     def _parse_history(self, data: bytes | None) -> list[str]:
-        pointer = _decode_json(data)
-        if pointer is None:
+        pointer_document = _decode_json(data)
+        if pointer_document is None:
             return []
-        versions = pointer.get("history") if isinstance(pointer, dict) else None
+        versions = pointer_document.get("history") if isinstance(pointer_document, dict) else None
         if not isinstance(versions, list) or not all(isinstance(version, str) for version in versions) or not versions:
-            raise DamagedRecord(f"{self.where(POINTER_FILE)} is damaged; publish again, or remove it")
+            raise DamagedRecord(f"{self.get_address(POINTER_FILE)} is damaged; publish again, or remove it")
         return list(versions)
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
         key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
-        with translate_errors(self.where("")):
-            records = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
-        records.sort(key=lambda each: (each.modified_time, each.key))
-        names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in records]
-        return [name for name in names if "/" not in name]  # with "/": a version of another target below this prefix
+        with translate_errors(self.get_address("")):
+            record_objects = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
+        record_objects.sort(key=lambda each: (each.modified_time, each.key))
+        names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in record_objects]
+        return [name for name in names if "/" not in name]  # names with "/" belong to another target below this prefix
 
-    def where(self, version: str) -> str:
+    def get_address(self, version: str) -> str:
         """Return the URL of a published version."""
         return self.bucket.url(self._object_key(version))
 
-    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing in a stored version, or whose digest or
         size in the store's metadata differs from the file in `folder`; empty if there is none."""
-        with translate_errors(self.where(version)):
+        with translate_errors(self.get_address(version)):
             for name, sha256 in record["files"].items():
                 object_info = self.bucket.head(self._object_key(f"{version}/{name}"))
-                content = (object_info["metadata"].get("sha256"), object_info["size"]) if object_info else None
-                if content != (sha256, (folder / name).stat().st_size):
+                digest_and_size = (object_info["metadata"].get("sha256"), object_info["size"]) if object_info else None
+                if digest_and_size != (sha256, (folder / name).stat().st_size):
                     return f"{name} is missing or altered"
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
+        with translate_errors(self.get_address(version), hint=_POINTER_UNCHANGED_NOTE):
             version_prefix, record_key = self._object_key(version), self._object_key(f"{version}/{RECORD_FILE}")
             files = {f"{version_prefix}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
             self.transfer.send(files)
@@ -95,25 +96,25 @@ class S3Target:
             for extra_key in stored_keys - {*files, record_key}:
                 self.bucket.remove(extra_key)
             self.bucket.write(record_key, json.dumps(record, indent=1).encode())
-        self.transfer.pause()
+        self.transfer.check_cancellation()
         self.point_to(version)
-        return self.where(version)
+        return self.get_address(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
         raise UploadError if a file of the version is missing."""
-        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
-            record = self.record_of(version)
+        with translate_errors(self.get_address(version), hint=_POINTER_UNCHANGED_NOTE):
+            record = self.read_record(version)
             for name in record["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
-                    raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
+                    raise UploadError(f"{self.get_address(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
             for _ in range(_MAX_POINTER_ATTEMPTS):
                 if self._replace_pointer(version, history):
                     return
-                self.transfer.pause()  # another publication moved the pointer after it was read
+                self.transfer.check_cancellation()  # another publication moved the pointer after it was read
             raise UploadError(
-                f"{self.where(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the object had "
-                f"changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
+                f"{self.get_address(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the "
+                f"object had changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
             )
 
     def _replace_pointer(self, version: str, history: list[str] | None) -> bool:
@@ -126,13 +127,13 @@ class S3Target:
         with suppress(DamagedRecord):
             saved_history = self._parse_history(data)
         pointer_value = {"version": version, "history": append_version(saved_history, version, history)}
-        pointer = json.dumps(pointer_value, indent=1).encode()
+        pointer_json = json.dumps(pointer_value, indent=1).encode()
         try:
-            return bool(self.bucket.replace_if_unchanged(key, pointer, etag))
+            return bool(self.bucket.replace_if_unchanged(key, pointer_json, etag))
         except ClientError as error:
             if error.response["Error"].get("Code") != "NotImplemented":
                 raise
-            return bool(self.bucket.write(key, pointer))  # the store has no conditional writes
+            return bool(self.bucket.write(key, pointer_json))  # the store does not support conditional writes
 
     def _object_key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name

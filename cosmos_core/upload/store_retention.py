@@ -49,8 +49,8 @@ class StoreRetention:
     def __init__(
         self, url: str, *, num_kept_runs: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
     ) -> None:
-        """Keep the newest `num_kept_runs` runs of each pipeline, and objects of the last `older_than_seconds`
-        or `min_age_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
+        """Keep the newest `num_kept_runs` runs of each pipeline, and all objects that are younger than either age: a
+        pipeline may wait between two stages, and contents are stored before their result.
 
         Raises:
             ConfigError: the store refuses a request, or a stage is being made.
@@ -74,7 +74,7 @@ class StoreRetention:
             result_folders = self._list_folders("made")
             kept_runs = [run for run in self.runs if run.reason_to_keep]
             needed_fingerprints = {each for run in kept_runs for each in self._iter_result_values(run, "fingerprint")}
-            needed_fingerprints |= {each for run in kept_runs for each in self._iter_unfinished_fingerprints(run)}
+            needed_fingerprints |= {each for run in kept_runs for each in self._iter_stage_fingerprints(run)}
             for result_folder in result_folders:
                 if result_folder.name in needed_fingerprints or result_folder.age_seconds < self._max_age_seconds:
                     result_folder.reason_to_keep = "a run that stays has it, or it is not old enough"
@@ -90,10 +90,10 @@ class StoreRetention:
         freed_bytes = 0
         with translate_errors(self.url):
             for folder in self._removable_folders:
-                documents = (f"runs/{folder.name}/run.json", f"made/{folder.name}/{RESULT_FILE}")
-                keys = set(map(self._object_key, documents))
+                document_names = (f"runs/{folder.name}/run.json", f"made/{folder.name}/{RESULT_FILE}")
+                document_keys = set(map(self._object_key, document_names))
                 # Documents are removed before the objects that they name, so that no document names a missing object.
-                for each in sorted(folder.objects, key=lambda each: each.key not in keys):
+                for each in sorted(folder.objects, key=lambda each: each.key not in document_keys):
                     self._bucket.remove(each.key)
                 freed_bytes += folder.size
             self._require_no_active_lease()
@@ -106,12 +106,12 @@ class StoreRetention:
         store_time = self._bucket.read_clock()
         for each in self._bucket.list_objects(f"{self._object_key('made')}/"):
             if each.key.endswith(f"/{_LEASE_FILE}") and store_time - each.modified_time < EXPIRY_SECONDS:
-                lease, _ = read_document(self._bucket, each.key)
-                machine = f" on {lease.get('machine')}" if lease else ""
+                lease_document, _ = read_document(self._bucket, each.key)
+                machine = f" on {lease_document.get('machine')}" if lease_document else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
-    def _list_folders(self, folder_kind: str) -> list[StoredFolder]:
-        key_prefix, objects_by_folder = f"{self._object_key(folder_kind)}/", defaultdict[str, list[StoredObject]](list)
+    def _list_folders(self, top_folder: str) -> list[StoredFolder]:
+        key_prefix, objects_by_folder = f"{self._object_key(top_folder)}/", defaultdict[str, list[StoredObject]](list)
         for each in self._bucket.list_objects(key_prefix):
             objects_by_folder[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
         folders = [StoredFolder(name, objects) for name, objects in objects_by_folder.items()]
@@ -133,13 +133,13 @@ class StoreRetention:
     def _may_wait_for_approval(self, run: StoredFolder, pipeline: dict[str, Any]) -> bool:
         """Return True if a stage that publishes is not complete; the store has no record of requests for approval."""
         publishing_stages = [stage["name"] for stage in pipeline.get("stages", ()) if stage.get("target")]
-        results = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
-        return not results <= {each.key for each in run.objects}
+        result_keys = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
+        return not result_keys <= {each.key for each in run.objects}
 
     def _find_unreferenced_objects(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
         """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
-        outputs = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
-        referenced_digests = {each["sha256"] for files in outputs for each in files}
+        output_lists = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
+        referenced_digests = {each["sha256"] for files in output_lists for each in files}
         contents = self._bucket.list_objects(f"{self._object_key('objects')}/")
         old_contents = [each for each in contents if self._store_time - each.modified_time >= self._max_age_seconds]
         return [each for each in old_contents if each.key.rpartition("/")[2] not in referenced_digests]
@@ -149,14 +149,15 @@ class StoreRetention:
             if each.key.endswith(f"/{RESULT_FILE}") and (document := read_document(self._bucket, each.key)[0]):
                 yield document[result_key]
 
-    def _iter_unfinished_fingerprints(self, run: StoredFolder) -> Iterator[str]:
-        """Yield the fingerprints of all stages of a run: a stopped training continues from its stored checkpoints."""
+    def _iter_stage_fingerprints(self, run: StoredFolder) -> Iterator[str]:
+        """Yield the fingerprint of each stage of a run, also if the stage has no result: an interrupted training
+        continues from the checkpoints that are stored under its fingerprint."""
         for each in run.objects:
             if each.key.endswith("/record.json") and (index := read_index(self._bucket, each.key)[0]):
-                contents = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
+                content_store = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
                 entry = index.files.get(FINGERPRINT_FILE)
-                data = contents.read(entry) if entry else None
-                yield str(json.loads(data or "{}").get("value"))
+                fingerprint_data = content_store.read(entry) if entry else None
+                yield str(json.loads(fingerprint_data or "{}").get("value"))
 
     def _object_key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -27,7 +27,7 @@ class StoredCheckpoints:
         self._stored_names: set[str] | None = None
         self._damaged_names: set[str] = set()
 
-    def push(self, pause: Callable[[], None] = lambda: None) -> list[str]:
+    def push(self, check_cancellation: Callable[[], None] = lambda: None) -> list[str]:
         """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
         checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
         sent_names, manifests = [], saved_manifests(self._stage_path)
@@ -40,7 +40,7 @@ class StoredCheckpoints:
                 with link_checkpoint(manifest.parent, self._stage_path / "storing" / name) as folder:
                     if folder is None:
                         continue
-                    self._send_checkpoint(name, folder, pause)
+                    self._send_checkpoint(name, folder, check_cancellation)
             self._stored_names.add(name)
             sent_names.append(name)
         if sent_names:
@@ -69,16 +69,16 @@ class StoredCheckpoints:
             for stored_object in list(self._bucket.list_objects(f"{self._prefix}/")):
                 self._bucket.remove(stored_object.key)
 
-    def _open_content_store(self, pause: Callable[[], None] = lambda: None) -> ContentStore:
-        return ContentStore(self._bucket, f"{self._prefix}/content", pause)
+    def _open_content_store(self, check_cancellation: Callable[[], None] = lambda: None) -> ContentStore:
+        return ContentStore(self._bucket, f"{self._prefix}/content", check_cancellation)
 
     def list_names(self) -> list[str]:
         """Return the names of the stored checkpoints, `step_N`."""
         keys = [each.key for each in self._bucket.list_objects(f"{self._prefix}/step_") if each.key.endswith(".json")]
         return [key.removeprefix(f"{self._prefix}/").removesuffix(".json") for key in keys]
 
-    def _send_checkpoint(self, name: str, folder: Path, pause: Callable[[], None]) -> None:
-        content_store = self._open_content_store(pause)
+    def _send_checkpoint(self, name: str, folder: Path, check_cancellation: Callable[[], None]) -> None:
+        content_store = self._open_content_store(check_cancellation)
         entries = read_json_object(folder / MANIFEST_FILE).get("files", {})
         sources = {entry["sha256"]: folder / file for file, entry in entries.items()}
         content_store.send(sources, self._stage_path / JOURNAL_FILE)

@@ -26,9 +26,9 @@ class StoredRecord:
     def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
         self._bucket, self._prefix = bucket, prefix
         self._stage_path, self._machine = stage_path, machine
-        self._contents = ContentStore(bucket, f"{prefix}/content")
+        self._content_store = ContentStore(bucket, f"{prefix}/content")
         self._known_entries: dict[str, ContentEntry] | None = None
-        self._etag = ""
+        self._index_etag = ""
 
     def push(self, *, is_final: bool = False) -> None:
         """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
@@ -41,13 +41,13 @@ class StoredRecord:
             for file in _list_files_to_push(self._stage_path, _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 entry = ContentEntry.from_bytes(data)
-                files[path] = entry if self._known_entries.get(path) == entry else self._contents.write(data)
+                files[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
             if files == self._known_entries:
                 return
             info = {"machine": self._machine, "path": str(self._stage_path)}
             write_index(self._bucket, self._index_key, FileIndex(files, info))
             for entry in set(self._known_entries.values()) - set(files.values()):
-                self._contents.remove(entry)
+                self._content_store.remove(entry)
             self._known_entries = files
 
     def pull(self) -> bool:
@@ -55,24 +55,24 @@ class StoredRecord:
         the last call; return True if so."""
         with translate_errors(self._bucket.url(self._prefix)):
             index, etag = read_index(self._bucket, self._index_key)
-            if index is None or etag == self._etag:
+            if index is None or etag == self._index_etag:
                 return False
             if index.info == {"machine": self._machine, "path": str(self._stage_path)}:
                 return False
             local_entries = self._known_entries or {}
             for path, entry in index.files.items():
-                data = self._contents.read(entry) if local_entries.get(path) != entry else None
+                data = self._content_store.read(entry) if local_entries.get(path) != entry else None
                 if data is not None:  # None: the file was replaced meanwhile; the next call fetches it
                     self._write_local_file(self._stage_path / path, data)
-            self._known_entries, self._etag = dict(index.files), etag
+            self._known_entries, self._index_etag = dict(index.files), etag
         return True
 
-    def state(self) -> StageState | None:
+    def read_state(self) -> StageState | None:
         """Return the stored state of the stage; None if it is missing or damaged."""
         with translate_errors(self._bucket.url(self._prefix)):
             index, _ = read_index(self._bucket, self._index_key)
             entry = index.files.get(_STATE_FILE) if index else None
-            data = self._contents.read(entry) if entry else None
+            data = self._content_store.read(entry) if entry else None
         return _read_state_without_pids(data) if data else None
 
     @property
@@ -108,11 +108,11 @@ def _merge_json_lines(*file_contents: bytes) -> bytes:
     """Return the distinct JSON lines of several files, sorted by time."""
     lines = {line for data in file_contents for line in data.splitlines()}
 
-    def line_time(line: bytes) -> float:
+    def parse_line_time(line: bytes) -> float:
         try:
             return float(json.loads(line)["time"])
         except (ValueError, TypeError, KeyError):
             return 0.0
 
-    objects = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
-    return b"".join(line + b"\n" for line in sorted(objects, key=line_time))
+    complete_lines = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+    return b"".join(line + b"\n" for line in sorted(complete_lines, key=parse_line_time))

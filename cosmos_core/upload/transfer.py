@@ -57,10 +57,10 @@ class UploadJournal:
         match line:
             case {"verified": str(key), "sha256": str(digest), "etag": str(etag)}:
                 self.verified_objects[key] = (digest, etag)
-            case {"upload": str(upload), "part": int(number), "etag": str(etag)}:
-                self.part_etags[upload, number] = etag
-            case {"upload": str(upload), "key": str(key)}:
-                self.upload_ids[key] = upload
+            case {"upload": str(upload_id), "part": int(part_number), "etag": str(etag)}:
+                self.part_etags[upload_id, part_number] = etag
+            case {"upload": str(upload_id), "key": str(key)}:
+                self.upload_ids[key] = upload_id
             case {"gone": str(key)}:
                 self.upload_ids.pop(key, None)
                 self.verified_objects.pop(key, None)
@@ -72,18 +72,18 @@ class FileTransfer:
 
     bucket: Bucket
     journal: UploadJournal = field(default_factory=UploadJournal)
-    pause: Callable[[], None] = lambda: None
-    """Function that is called between parts of a file; it raises an error if the run is to stop."""
+    check_cancellation: Callable[[], None] = lambda: None
+    """Function that is called before each part of a file; it raises an error if the run is to stop."""
     part_bytes: int = PART_BYTES
 
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
         """Store files in the bucket unless it has them; `files` maps each key to a file and its SHA-256. Raise
         UploadError if a stored object has the wrong digest after each attempt, or its file changed meanwhile."""
-        arguments = ((key, *source) for key, source in files.items())
+        arguments = ((key, *file_and_digest) for key, file_and_digest in files.items())
         thread_map(self._send_file, arguments, _MAX_PARALLEL_FILES, "upload")
 
     def _send_file(self, key: str, file: Path, sha256: str) -> None:
-        self.pause()
+        self.check_cancellation()
         object_info = self.bucket.head(key)
         if object_info and self.journal.verified_objects.get(key) == (sha256, object_info["etag"]):
             return
@@ -146,7 +146,7 @@ class FileTransfer:
     def _upload_part(
         self, key: str, upload_id: str, number: int, file_slice: tuple[Path, int, int], stored_etags: dict[int, str]
     ) -> str:
-        self.pause()
+        self.check_cancellation()
         file, offset, length = file_slice
         with open(file, "rb") as source:
             source.seek(offset)
@@ -155,19 +155,19 @@ class FileTransfer:
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest() if etag else ""
         if etag and etag in {md5, self.journal.part_etags.get((upload_id, number))}:
             return etag
-        request = self.bucket.client.upload_part
-        etag = self._send_with_md5(request, data, Key=key, UploadId=upload_id, PartNumber=number)
+        upload_part = self.bucket.client.upload_part
+        etag = self._send_with_md5(upload_part, data, Key=key, UploadId=upload_id, PartNumber=number)
         self.journal.append_line(upload=upload_id, part=number, etag=etag)
         return etag
 
-    def _send_with_md5(self, request: Callable[..., Any], data: bytes, **arguments: Any) -> str:
+    def _send_with_md5(self, send_request: Callable[..., Any], data: bytes, **arguments: Any) -> str:
         """Send data in one request, up to three times if it arrives altered; return the ETag of the stored data."""
         md5 = hashlib.md5(data, usedforsecurity=False)
         content_md5 = base64.b64encode(md5.digest()).decode()
         for _ in range(_MAX_UPLOAD_ATTEMPTS):
-            response = request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **arguments)
+            response = send_request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **arguments)
             etag = str(response["ETag"].strip('"'))
-            # The ETag of an encrypted object is not its MD5.
+            # The ETag of an encrypted object is not its MD5, so it cannot be compared.
             if "ServerSideEncryption" in response or etag == md5.hexdigest():
                 break
         return etag

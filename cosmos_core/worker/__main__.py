@@ -11,8 +11,8 @@ with without_garbage_collection():
 
 if __name__ == "__main__":
     # Exit without interpreter shutdown, which may hang in threads of a library; all files are written by now.
-    code = main()
+    exit_code = main()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code)

@@ -35,14 +35,14 @@ from cosmos_core.errors import (
 from cosmos_core.imports import without_garbage_collection
 from cosmos_core.machine_properties import MachineProperties, measure_machine
 from cosmos_core.observe import formatting
-from cosmos_core.observe.logs import StepLog, configure_logging
+from cosmos_core.observe.logs import StepLogger, configure_logging
 from cosmos_core.observe.sinks.base import send_to_sinks
 from cosmos_core.registry import find_error_location, import_user_code
 from cosmos_core.run.files import raise_disk_full, read_umask, write_json
-from cosmos_core.run.libraries import ALL_LIBRARIES
+from cosmos_core.run.libraries import RECORDED_LIBRARIES
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.progress import MetricsWriter, ProgressWriter
-from cosmos_core.run.stage import Stage, load_stage, read_requested_engines
+from cosmos_core.run.stage import Stage, load_stage, read_requested_num_engines
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Outcome
 
@@ -57,24 +57,24 @@ def main() -> int:
     # Child processes must not inherit the launcher's lock files, since a child may outlive this process.
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
-    path = Path(sys.argv[1])
+    stage_path = Path(sys.argv[1])
     # The folder of the run is private, so new files must be private too.
-    if not path.parents[1].stat().st_mode & 0o077:
+    if not stage_path.parents[1].stat().st_mode & 0o077:
         os.umask(read_umask() | 0o077)
     configure_logging()
     mask_secrets()
     try:
-        with raise_disk_full(path):
-            stage = load_stage(path)
+        with raise_disk_full(stage_path):
+            stage = load_stage(stage_path)
             mask_secrets(stage.config.env, find_secrets(stage.config.arguments))
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:
         log_level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
         logger.log(log_level, "%s", error, exc_info=error.__cause__)
-        return _write_error_file(path, error, serialise_error(error)[0], str(error))
+        return _write_error_file(stage_path, error, serialise_error(error)[0], str(error))
     except Exception as error:  # noqa: BLE001 - every error of the process becomes a line and an exit code
-        return _report_crash(path, error)
+        return _report_crash(stage_path, error)
     return EXIT_OK
 
 
@@ -83,7 +83,7 @@ def run_program(stage: Stage) -> None:
     stage.progress.phase("start")
     world_size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
     if world_size == 1 and not _has_engines(stage):
-        _report_hardware(stage, [measure_machine(ALL_LIBRARIES)])
+        _report_hardware(stage, [measure_machine(RECORDED_LIBRARIES)])
     with without_garbage_collection():
         program = import_user_code(stage.entry)
     if not callable(program):
@@ -96,11 +96,13 @@ def run_program(stage: Stage) -> None:
     if world_size > 1 or engine_group is not None:
         worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
         rank_program = _add_service_variables(stage, partial(run_rank, stage.path, program))
-        outcome = worker_group.run(rank_program, lambda: stage.stop_requested, stage.progress.beat)
+        stage_outcome = worker_group.run(rank_program, lambda: stage.stop_requested, stage.progress.beat)
     else:
-        outcome = _run_with_metrics(stage, program)
-    kind, fingerprint = stage.kind.name, stage.fingerprint
-    commit_manifest(stage.path, outcome, kind=kind, fingerprint=fingerprint, inputs=stage.inputs, sources=stage.sources)
+        stage_outcome = _run_with_metrics(stage, program)
+    commit_manifest(
+        stage.path, stage_outcome, kind=stage.kind.name, fingerprint=stage.fingerprint, inputs=stage.inputs,
+        sources=stage.sources,
+    )  # fmt: skip
 
 
 def _has_engines(stage: Stage) -> bool:
@@ -114,7 +116,7 @@ def _create_engine_group(stage: Stage) -> Any:
     open_replica = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
         _add_service_variables(stage, partial(open_replica, stage.path)),
-        partial(read_requested_engines, stage.path, stage.recipe.num_engines),
+        partial(read_requested_num_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
         processes_per_actor=stage.recipe.rollout.parallelism.tp_size,
@@ -126,28 +128,28 @@ def _add_service_variables(stage: Stage, function: Callable[..., Any]) -> Callab
     """Return a function that sets environment variables for rewards, tools and metric sinks, and then calls `function`:
     ranks and engines on a Ray cluster do not inherit the variables of this process."""
     properties = importlib.import_module("cosmos_core.cluster.properties")
-    names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return partial(properties.call_with_environment, properties.service_environment(names), function)
+    variable_names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
+    return partial(properties.call_with_environment, properties.service_environment(variable_names), function)
 
 
-def run_rank(path: Path, program: Callable[..., Outcome], messages: Any) -> Outcome:
+def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
     """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first_rank
 
     configure_logging("INFO" if is_first_rank() else "WARNING")
     mask_secrets()
-    stage = load_stage(path)
+    stage = load_stage(stage_path)
 
     def wait_for_stop_request() -> None:
-        messages.wait()
+        rank_messages.wait()
         stage.stop_requested = True
 
     threading.Thread(target=wait_for_stop_request, daemon=True).start()
-    stage.engines = messages.actors
-    machine_properties = all_gather_object(asdict(measure_machine(ALL_LIBRARIES)))
-    with raise_disk_full(path):
+    stage.engines = rank_messages.actors
+    properties_by_rank = all_gather_object(asdict(measure_machine(RECORDED_LIBRARIES)))
+    with raise_disk_full(stage_path):
         if is_first_rank():
-            _report_hardware(stage, [MachineProperties(**rank_properties) for rank_properties in machine_properties])
+            _report_hardware(stage, [MachineProperties(**rank_properties) for rank_properties in properties_by_rank])
             return _run_with_metrics(stage, program)
         with tempfile.TemporaryDirectory() as scratch_folder:
             stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
@@ -162,37 +164,37 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     def convert_user_error(error: Exception) -> Exception:
         if not stage.config.entry or is_transient(error):
             return error
-        reason = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
-        return ConfigError(f"{stage_description} raised {reason}; traceback in the log")
+        error_text = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
+        return ConfigError(f"{stage_description} raised {error_text}; traceback in the log")
 
     with convert_errors(convert_user_error):
-        outcome = program(stage, **stage.config.arguments)
-    if not isinstance(outcome, Outcome):
-        returned_type = "nothing" if outcome is None else f"a {type(outcome).__name__}"
-        raise ConfigError(f"{stage_description} returned {returned_type}; return a cosmos_core.types.Outcome")
-    return outcome
+        stage_outcome = program(stage, **stage.config.arguments)
+    if not isinstance(stage_outcome, Outcome):
+        result_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
+        raise ConfigError(f"{stage_description} returned {result_text}; return a cosmos_core.types.Outcome")
+    return stage_outcome
 
 
-def _report_hardware(stage: Stage, machine_properties: Sequence[MachineProperties]) -> None:
+def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachineProperties]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
-    write_json(stage.path / HARDWARE_FILE, [asdict(rank_properties) for rank_properties in machine_properties])
+    write_json(stage.path / HARDWARE_FILE, [asdict(rank_properties) for rank_properties in properties_by_rank])
     train = stage.recipe.train
     precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
-    machines = formatting.describe_machines(machine_properties)
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines, precision)
+    machines_text = formatting.describe_machines(properties_by_rank)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, precision)
 
 
-def _run_with_metrics(stage: Stage, program: Callable[..., Outcome]) -> Outcome:
+def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Outcome:
     """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
-    if stage.kind.makes == "metrics":  # a killed attempt may have written its line already
+    if stage.kind.makes == "metrics":  # remove the metrics that a killed attempt has written
         stage.metrics.remove_lines_after_step(0)
-    step_log = StepLog(stage.progress)
-    stage.metrics.watchers.append(step_log.log_metrics_line)
+    step_log = StepLogger(stage.progress)
+    stage.metrics.line_callbacks.append(step_log.log_metrics_line)
     warning_handler, package_logger = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
     package_logger.addHandler(warning_handler)
     try:
         with send_to_sinks(stage):
-            return _call_program(program, stage)
+            return _call_program(stage_program, stage)
     finally:
         package_logger.removeHandler(warning_handler)
         step_log.flush()
@@ -206,7 +208,7 @@ class _WarningHandler(logging.Handler):
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # a full disk must not raise in the code that logs
+        with suppress(OSError):  # an error of a full disk must not stop the code that logs
             self._progress.warn(mask_text(record.getMessage()))
 
 
@@ -218,15 +220,15 @@ def _listen_for_stop(stage: Stage) -> None:
         signal.signal(signal.Signals[signal_name], request_stop)
 
 
-def _report_crash(path: Path, error: Exception) -> int:
+def _report_crash(stage_path: Path, error: Exception) -> int:
     traceback.print_exc()
     error_class = StageFailed if is_transient(error) else ProgramError
-    return _write_error_file(path, error, error_class.__name__, f"{type(error).__name__}: {error}")
+    return _write_error_file(stage_path, error, error_class.__name__, f"{type(error).__name__}: {error}")
 
 
-def _write_error_file(path: Path, error: Exception, error_type: str, message: str) -> int:
+def _write_error_file(stage_path: Path, error: Exception, error_type: str, message: str) -> int:
     try:
-        write_json(path / "error.json", {"type": error_type, "message": mask_text(" ".join(message.split()))})
+        write_json(stage_path / "error.json", {"type": error_type, "message": mask_text(" ".join(message.split()))})
     except OSError:
         logger.exception("error.json could not be written")
     return error.exit_code if isinstance(error, CosmosError) else EXIT_CRASH

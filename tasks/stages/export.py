@@ -1,7 +1,7 @@
 """Stage kind `export`: write the model for publication, in `train.param_dtype` and in quantised formats, with model
 cards, and verify that it loads."""
 
-from cosmos_core.run.libraries import WEIGHT_LIBRARIES
+from cosmos_core.run.libraries import MODEL_FILE_LIBRARIES
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -16,5 +16,5 @@ KIND = StageKind(
     is_numeric=False,
     recipe_tables=("train.param_dtype", "policy.model_revision", "policy.chat_template", "export"),
     reports=("export/*",),
-    libraries=(*WEIGHT_LIBRARIES, "jinja2"),
+    libraries=(*MODEL_FILE_LIBRARIES, "jinja2"),
 )

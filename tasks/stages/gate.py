@@ -40,31 +40,32 @@ def run(stage: Stage) -> Outcome:
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     record = _read_published_record(stage, metrics) if stage.config.target else None
-    published: dict[str, float] = (record or {}).get("metrics", {})
-    report: list[dict[str, Any]] = []
+    published_metrics: dict[str, float] = (record or {}).get("metrics", {})
+    all_verdicts: list[dict[str, Any]] = []
     failure_messages: list[str] = []
     for condition in map(parse_condition, stage.config.require):
-        entries: list[dict[str, Any]] = []
-        for name, measured in _find_measured_metrics(condition, stage, None if record is None else published):
-            pairs, margin = None, 0.0
+        verdicts: list[dict[str, Any]] = []
+        for name, measured in _find_measured_metrics(condition, stage, None if record is None else published_metrics):
+            item_pairs, margin = None, 0.0
             if record is not None and stage.config.confidence and condition.needs_published_model:
-                pairs = _compare_paired_items(stage, condition, name, measured, record)
-                margin = 0.0 if pairs else _compute_noise_margin(stage, condition, name, measured, published)
-            value, bound = measured[name], condition.threshold(published.get(name))
-            entry: dict[str, Any] = {"condition": condition.text, "value": value, "bound": bound}
-            entry["passed"] = condition.is_satisfied(value, bound, margin)
-            entry |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": margin} if margin else {})
-            if pairs is not None and not math.isnan(value):
-                entry |= _compare_items(condition, pairs, stage.config.confidence)
-            entries.append(entry)
-        _add_corrected_p_values(entries)
-        failure_messages += [_format_refusal(condition, entry) for entry in entries if not entry["passed"]]
-        report += entries
+                item_pairs = _compare_paired_items(stage, condition, name, measured, record)
+                if not item_pairs:
+                    margin = _compute_noise_margin(stage, condition, name, measured, published_metrics)
+            measured_value, bound = measured[name], condition.threshold(published_metrics.get(name))
+            verdict: dict[str, Any] = {"condition": condition.text, "value": measured_value, "bound": bound}
+            verdict["passed"] = condition.is_satisfied(measured_value, bound, margin)
+            verdict |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": margin} if margin else {})
+            if item_pairs is not None and not math.isnan(measured_value):
+                verdict |= _assess_items(condition, item_pairs, stage.config.confidence)
+            verdicts.append(verdict)
+        _add_corrected_p_values(verdicts)
+        failure_messages += [_format_refusal(condition, verdict) for verdict in verdicts if not verdict["passed"]]
+        all_verdicts += verdicts
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS_FILE, report)  # written even if the gate refuses, for the report
+    write_json(stage.path / CONDITIONS_FILE, all_verdicts)  # written even if the gate refuses, for the report
     if failure_messages:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
-    return Outcome(metrics=metrics, info={"conditions": [*report]})
+    return Outcome(metrics=metrics, info={"conditions": [*all_verdicts]})
 
 
 def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str, Any] | None:
@@ -72,39 +73,39 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     model, return the record of the version before it, so that a resumed run compares no model with itself."""
     target: Any = open_target(stage.config.target)
     record: dict[str, Any] | None = target.published()
-    if not hasattr(target, "record_of"):  # a user's target class may not keep earlier versions
+    if not hasattr(target, "read_record"):  # a target class of a user may keep no earlier versions
         return record
-    versions = target.history()
+    version_history = target.history()
     while record and record.get("run_id") == stage.run_path.name and metrics.items() <= record["metrics"].items():
-        versions = versions[:-1]
-        record = target.record_of(versions[-1]) if versions else None
+        version_history = version_history[:-1]
+        record = target.read_record(version_history[-1]) if version_history else None
     return record
 
 
-def _compare_items(condition: MetricCondition, pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
-    """Compare two models item by item; return whether the condition of a gate holds, and statistics for its report."""
+def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
+    """Compare two models item by item. Return whether a condition of the gate holds, and statistics for its report."""
     sign = 1 if condition.operator.startswith(">") else -1
-    gains = replace(pairs, differences=tuple(sign * difference for difference in pairs.differences))
-    p_value, summary = (gains.p_value(sign * condition.published_offset), pairs.describe(confidence))
-    difference = (pairs.mean - condition.published_offset) * sign
-    sample_size = compute_sample_size(summary["items"], summary["detectable"], difference)
-    return {"passed": p_value <= 1 - confidence, "paired": summary | {"p_value": p_value, "needed": sample_size}}
+    improvements = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
+    p_value, statistics = (improvements.p_value(sign * condition.published_offset), item_pairs.summarize(confidence))
+    improvement = (item_pairs.mean - condition.published_offset) * sign
+    needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
+    return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": needed_items}}
 
 
-def _add_corrected_p_values(entries: list[dict[str, Any]]) -> None:
+def _add_corrected_p_values(verdicts: list[dict[str, Any]]) -> None:
     """Add p-values with Holm's correction to the comparisons of one condition if it compares several benchmarks. The
     report uses them to show which benchmarks differ; the gate does not, because every benchmark has to pass."""
-    comparisons = [entry["paired"] for entry in entries if "paired" in entry]
+    comparisons = [verdict["paired"] for verdict in verdicts if "paired" in verdict]
     if len(comparisons) > 1:
         corrected_p_values = correct_p_values([comparison["p_value"] for comparison in comparisons])
         for comparison, corrected_p_value in zip(comparisons, corrected_p_values, strict=True):
             comparison["p_holm"] = corrected_p_value
 
 
-def _format_refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
-    bound_text = "" if entry["bound"] is None else f", bound {entry['bound']:.6g}"
-    uncertainty_text = f", noise {entry['noise']:.3g}" if "noise" in entry else ""
-    if paired := entry.get("paired"):
+def _format_refusal(condition: MetricCondition, verdict: dict[str, Any]) -> str:
+    bound_text = "" if verdict["bound"] is None else f", bound {verdict['bound']:.6g}"
+    uncertainty_text = f", noise {verdict['noise']:.3g}" if "noise" in verdict else ""
+    if paired := verdict.get("paired"):
         uncertainty_text = (
             f"; {paired['difference']:+.3g} ({paired['low']:+.3g} .. {paired['high']:+.3g}) on {paired['items']} "
             f"items, of which {paired['better']} are better and {paired['worse']} worse, p = {paired['p_value']:.3g}"
@@ -112,25 +113,25 @@ def _format_refusal(condition: MetricCondition, entry: dict[str, Any]) -> str:
         uncertainty_text += f" ({paired['p_holm']:.3g} with Holm's correction)" if "p_holm" in paired else ""
         uncertainty_text += f"; as many items show a difference of {paired['detectable']:.2g}"
         uncertainty_text += f", this one needs {paired['needed']:,} items" if paired["needed"] else ""
-    metric = entry.get("metric", condition.metric)
-    return f"{condition.text} does not hold: {metric} = {entry['value']:.6g}{bound_text}{uncertainty_text}"
+    metric = verdict.get("metric", condition.metric)
+    return f"{condition.text} does not hold: {metric} = {verdict['value']:.6g}{bound_text}{uncertainty_text}"
 
 
 def _compare_paired_items(
     stage: Stage, condition: MetricCondition, name: str, measured_metrics: dict[str, float], record: dict[str, Any]
 ) -> PairedDifferences | None:
-    """Return the comparison with the published model per item of a benchmark. Return None if the run of the published
-    model is not on this machine, if it measured other items, or if the metric is not the mean over the items: for a
-    perplexity, for example, the items are log-likelihoods."""
+    """Compare the measured model with the published model on each item of a benchmark. Return None if the run of the
+    published model is not on this machine, if it measured other items, or if the metric is not the mean over the items:
+    for a perplexity, for example, the items are log-likelihoods."""
     if condition.operator == "==":
         return None
-    new_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
+    stage_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
     for old_folder in find_published_item_folders(record, name):
-        if new_path and (pairs := compare_items(name, Path(new_path), old_folder)):
-            # The negated comparison is also true for NaN.
-            is_item_mean = not abs(pairs.mean - (measured_metrics[name] - published_value)) > 1e-6
-            return pairs if is_item_mean else None
+        if stage_path and (item_pairs := compare_items(name, Path(stage_path), old_folder)):
+            # Written with `not`, so that NaN counts as equal.
+            is_item_mean = not abs(item_pairs.mean - (measured_metrics[name] - published_value)) > 1e-6
+            return item_pairs if is_item_mean else None
     return None
 
 
@@ -157,13 +158,13 @@ def _find_measured_metrics(
     """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
     `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,
     metrics that the published model does not have are left out."""
-    metrics: dict[str, tuple[str, dict[str, float]]] = {}
+    all_metrics: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
-            metrics[f"{name}.{key}"] = metrics[key] = (key, result["metrics"])
-    metrics_by_name = {each[0]: each for full_name, each in metrics.items() if condition.matches_metric(full_name)}
+            all_metrics[f"{name}.{key}"] = all_metrics[key] = (key, result["metrics"])
+    metrics_by_name = {each[0]: each for full_name, each in all_metrics.items() if condition.matches_metric(full_name)}
     if not metrics_by_name:
-        reported_metric_names = sorted({key for key, _ in metrics.values()})
+        reported_metric_names = sorted({key for key, _ in all_metrics.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported_metric_names) or 'nothing'}"
@@ -174,8 +175,8 @@ def _find_measured_metrics(
         each for name, each in metrics_by_name.items() if isinstance(published_metrics.get(name), int | float)
     ]
     if not comparable_metrics:
-        names = " or ".join(map(repr, metrics_by_name))
+        joined_names = " or ".join(map(repr, metrics_by_name))
         raise ConfigError(
-            f"gate {stage.name!r}: {condition.text!r}: what is published has no {names}; compare with a number"
+            f"gate {stage.name!r}: {condition.text!r}: what is published has no {joined_names}; compare with a number"
         )
     return comparable_metrics

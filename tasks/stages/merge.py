@@ -1,6 +1,6 @@
 """Stage kind `merge`: average the models of several stages, or add their differences from a base model (TIES, DARE)."""
 
-from cosmos_core.run.libraries import WEIGHT_LIBRARIES
+from cosmos_core.run.libraries import MODEL_FILE_LIBRARIES
 from cosmos_core.types import StageKind
 
 KIND = StageKind(
@@ -14,5 +14,5 @@ KIND = StageKind(
     is_numeric=False,
     recipe_tables=("train.seed", "policy.model_revision", "merge"),
     reports=("merge/*",),
-    libraries=WEIGHT_LIBRARIES,
+    libraries=MODEL_FILE_LIBRARIES,
 )

@@ -1,6 +1,6 @@
 """Stage kind `prepare`: read the rows, check and tokenise each row once; training ranks only read the result."""
 
-from cosmos_core.run.libraries import ROW_LIBRARIES
+from cosmos_core.run.libraries import ROW_PREPARATION_LIBRARIES
 from cosmos_core.types import StageKind
 
 _TRAIN_POLICY_ROW_KEYS = (
@@ -61,5 +61,5 @@ KIND = StageKind(
         "custom.vision",
     ),
     reports=("data/*",),
-    libraries=(*ROW_LIBRARIES, "av", "datasets", "diffusers", "pyarrow"),
+    libraries=(*ROW_PREPARATION_LIBRARIES, "av", "datasets", "diffusers", "pyarrow"),
 )

@@ -33,27 +33,27 @@ def run(stage: Stage) -> Outcome:
     """
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
-    values = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
-    comparable_branches = [branch for branch in sweep.branches if not math.isnan(values[branch.stages])]
+    sweep_values = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
+    comparable_branches = [branch for branch in sweep.branches if not math.isnan(sweep_values[branch.stages])]
     if not comparable_branches:
-        raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(values)} branches")
+        raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(sweep_values)} branches")
     choose_best = max if sweep.mode == "max" else min
-    best_branch = choose_best(comparable_branches, key=lambda branch: values[branch.stages])
+    best_branch = choose_best(comparable_branches, key=lambda branch: sweep_values[branch.stages])
     model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
-    source = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
+    source_result = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
     # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.
-    info = {key: value for key, value in source["info"].items() if key != "data"}
+    result_info = {key: value for key, value in source_result["info"].items() if key != "data"}
     outputs: tuple[str, ...] = ()
     if model_stages:
-        outputs = (str(info["model"]),)
-        model_path, target = Path(source["path"]) / outputs[0], stage.path / outputs[0]
+        outputs = (str(result_info["model"]),)
+        model_path, target_path = Path(source_result["path"]) / outputs[0], stage.path / outputs[0]
         for file in list_files_below(model_path):
-            link_path = target / file.relative_to(model_path) if file != model_path else target
+            link_path = target_path / file.relative_to(model_path) if file != model_path else target_path
             link_path.parent.mkdir(parents=True, exist_ok=True)
             link_path.unlink(missing_ok=True)
             link_or_copy(file, link_path)
-    info["chosen"] = Path(source["path"]).name
-    return Outcome(outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=info)
+    result_info["chosen"] = Path(source_result["path"]).name
+    return Outcome(outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=result_info)
 
 
 def _merge_branch_metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:

@@ -39,46 +39,46 @@ def run(stage: Stage) -> Outcome:
     """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
     the model folder does not exist, and `UploadError` if the model has changed since it was made, or the publication
     target failed."""
-    from tasks.cancellation import make_publication_check  # lazy, because `tasks.cancellation` imports Prefect
+    from tasks.cancellation import make_publication_check  # imported lazily, as this module imports Prefect
 
-    folder = Path(stage.model)
-    if not folder.is_dir():
+    model_folder = Path(stage.model)
+    if not model_folder.is_dir():
         raise ConfigError(
             f'stage {stage.name!r}: model = {stage.config.model!r} is no folder to publish; write model = "stage:NAME"'
         )
     for name, result in stage.inputs.items():
         path = Path(result["path"])
-        source = read_result(path)
-        damage = find_output_damage(path, source, ignores_cache=True) if source else "its result is gone"
+        source_result = read_result(path)
+        damage = find_output_damage(path, source_result, ignores_cache=True) if source_result else "its result is gone"
         if damage:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # The file with the record of an earlier publication is not part of the model.
-    files = [file for file in list_files_below(folder) if file != folder / RECORD_FILE]
+    model_files = [file for file in list_files_below(model_folder) if file != model_folder / RECORD_FILE]
     record = {
         "version": version,
         "run_id": stage.run_path.name,
         "stage": str(stage.path),
         "metrics": metrics,
         "inputs": {name: result["digest"] for name, result in stage.inputs.items()},
-        "files": {str(file.relative_to(folder)): sha256(file) for file in files},
+        "files": {str(file.relative_to(model_folder)): sha256(file) for file in model_files},
     }
-    target, check_cancellation = open_target(stage.config.target), make_publication_check()
+    publication_target, check_cancellation = open_target(stage.config.target), make_publication_check()
     check_cancellation()
-    if prepare_upload := getattr(target, "prepare_upload", None):
+    if prepare_upload := getattr(publication_target, "prepare_upload", None):
         prepare_upload(stage.path, check_cancellation)
     _send_checkpoints(stage, check_cancellation)
-    if address := _find_published_model(stage, target, folder, record):
+    if address := _find_published_model(stage, publication_target, model_folder, record):
         return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
-    published_address = target.publish(folder, version, record)
+    published_address = publication_target.publish(model_folder, version, record)
     write_json(stage.path / _PUBLICATION_FILE, record)
     return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 
 
 def _find_published_model(stage: Stage, target: PublicationTarget, folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
-    if not (hasattr(target, "where") and hasattr(target, "damage")):
+    if not (hasattr(target, "get_address") and hasattr(target, "find_damage")):
         return ""
     try:
         current_record = target.published()
@@ -86,7 +86,7 @@ def _find_published_model(stage: Stage, target: PublicationTarget, folder: Path,
         logger.warning("what was published cannot be told and is published anew: %s", error)
         return ""
     if current_record is None or current_record.get("version") in {None, record["version"]}:
-        return ""  # publishing the same version again repairs damaged files
+        return ""  # publish the same version again, which repairs damaged files
     superseded_address = _find_superseded_version(stage, target, folder, record, current_record)
     return superseded_address or _find_same_weights(target, folder, record, current_record)
 
@@ -100,18 +100,18 @@ def _find_superseded_version(
     stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
     records, weight_digests = (
         [read_json_object(each / _PUBLICATION_FILE) for each in stage_folders],
-        _weight_digests(record),
+        _read_digests(record),
     )
-    versions = {str(each["version"]) for each in records if "files" in each and _weight_digests(each) == weight_digests}
+    versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}
     if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
-        if not target.damage(folder, version, {"files": weight_digests}):
+        if not target.find_damage(folder, version, {"files": weight_digests}):
             command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):
                 run_argument = shlex.quote(str(stage.run_path))
                 command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
-            address = str(target.where(version))
+            address = str(target.get_address(version))
             logger.warning("%s is not what is published now, which stays; %s publishes it again", address, command)
             return address
     return ""
@@ -119,17 +119,17 @@ def _find_superseded_version(
 
 def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current_record: dict[str, Any]) -> str:
     """Return the address of the current version if another run published the same files, undamaged; else empty."""
-    version, weight_digests = str(current_record["version"]), _weight_digests(record)
-    if _weight_digests(current_record) != weight_digests:
+    version, weight_digests = str(current_record["version"]), _read_digests(record)
+    if _read_digests(current_record) != weight_digests:
         return ""
-    address = str(target.where(version))
-    if damage := target.damage(folder, version, {"files": weight_digests}):
+    address = str(target.get_address(version))
+    if damage := target.find_damage(folder, version, {"files": weight_digests}):
         logger.warning("%s has the same weights but is damaged, they are published anew: %s", address, damage)
         return ""
     return address
 
 
-def _weight_digests(record: dict[str, Any]) -> dict[str, str]:
+def _read_digests(record: dict[str, Any]) -> dict[str, str]:
     return {name: digest for name, digest in record["files"].items() if not name.endswith(".md")}
 
 

@@ -216,7 +216,7 @@ def stored_steps(orchestra: Orchestra, saved: ArtifactStore, run: str) -> list[s
     """Names of the checkpoints that are stored of the training that runs on the machine of the pool `gpu`."""
     path = orchestra.machine("gpu") / run / "stages" / "sft"
     found = read_json(path / "fingerprint.json")
-    return saved.checkpoints(found["value"], path).list_names() if isinstance(found, dict) else []
+    return saved.open_checkpoints(found["value"], path).list_names() if isinstance(found, dict) else []
 
 
 GROWING = """

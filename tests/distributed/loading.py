@@ -23,7 +23,7 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.hf import load_model, named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights, load_model
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import ProgressWriter
@@ -106,7 +106,7 @@ def differences(
 def has_weights_of(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> bool:
     """Whether an export of the model would have the tensors of the files that it came from."""
     files = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    found = dict(named_weights(model))
+    found = dict(iter_checkpoint_weights(model))
     return all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in files.items())
 
 

@@ -161,8 +161,8 @@ def computed(case: Case, models: Path, scratch: Path) -> dict[str, Any]:
     if algorithm.teacher:
         add_teacher(rank, load(str(models / "deep"), dtype=torch.float32, device=torch.device("cpu")), case, config)
     if case.algorithm == "kto":
-        rank.named_weights.add("reference")
-        for tensor in rank.named_weights.tensors["reference"].values():
+        rank.weight_sets.add("reference")
+        for tensor in rank.weight_sets.tensors["reference"].values():
             tensor.mul_(0.9)  # so that KL is not 0
     if policy.rows == "pairs":
         batch = pairs(batch, case.mini_batch)

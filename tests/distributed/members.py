@@ -98,7 +98,7 @@ def train(stage: Stage, stop_after: int | None, scratch: Path, stop: threading.E
         def watch(line: dict[str, Any]) -> None:
             stage.stop_requested = line["step"] == stop_after
 
-        stage.metrics.watchers.append(watch)
+        stage.metrics.line_callbacks.append(watch)
     program = validate.run if stage.config.kind == "validate" else setup.run
     return program(stage)
 

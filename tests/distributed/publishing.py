@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_core.models.hf import load_model, named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights, load_model
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.rollout import publish
 from tests.distributed.loading import split, trained
@@ -22,7 +22,7 @@ BUCKET_BYTES = 20_000
 
 def expected_weights(model: PreTrainedModel, form: str) -> dict[str, Tensor]:
     if form == "checkpoint":
-        return dict(named_weights(model))
+        return dict(iter_checkpoint_weights(model))
     with merge_adapter(model):
         return merged_state_dict(model)
 
@@ -49,8 +49,8 @@ def problems(
         for is_shared in (True, False):
             for form in ("checkpoint", "module"):
                 weights = publish._WeightBuckets(rank.adapter.model, rank.adapter.meta_copy, form, BUCKET_BYTES)
-                assert weights._gatherer is not None and weights._gatherer._is_shared
-                weights._gatherer._is_shared = is_shared
+                assert weights._gatherer is not None and weights._gatherer._uses_shared_memory
+                weights._gatherer._uses_shared_memory = is_shared
                 wrong += differences(weights, expected_weights(whole, form))
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, wrong)

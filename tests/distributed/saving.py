@@ -17,8 +17,8 @@ from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.parallel.fsdp import full_tensors
 from cosmos_core.parallel.mesh import all_gather_object, is_first_rank, rank_number
-from cosmos_core.train.named_weights import MovingAverage
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.train.weight_sets import MovingAverage
 from tests.distributed.loading import split
 from tests.distributed.matrix import Case, recipe, samples
 from tests.unit.trainers import sft
@@ -30,9 +30,9 @@ def begin(model: Path, mesh: Mesh, scratch: Path) -> tuple[Trainer, TrainState]:
     """A training of float32 weights, with a moving average."""
     torch.set_num_threads(1)
     rank = split(load_model(str(model), dtype=torch.float32), mesh, scratch)
-    MovingAverage(rank.named_weights, recipe(Case()).train)
-    rank.named_weights.add("old")
-    return rank, TrainState(rank.adapter.model, rank.optimizer, named_weights=rank.named_weights.tensors)
+    MovingAverage(rank.weight_sets, recipe(Case()).train)
+    rank.weight_sets.add("old")
+    return rank, TrainState(rank.adapter.model, rank.optimizer, weight_sets=rank.weight_sets.tensors)
 
 
 def step(rank: Trainer) -> float:
@@ -69,9 +69,9 @@ def train_and_save(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     rank, state = begin(model, mesh, scratch)
     rank.set_learning_rate(5, 10)
     step(rank)
-    for average in state.named_weights["ema"].values():
+    for average in state.weight_sets["ema"].values():
         average.mul_(0.5)
-    for tensor in state.named_weights["old"].values():
+    for tensor in state.weight_sets["old"].values():
         tensor.add_(3.0)
     state.feed = {"frontier": 5, "buffered": [torch.arange(6)]}
     state.algorithm = {"baseline": torch.tensor([0.5, 0.25]), "seen": 3}

@@ -165,7 +165,7 @@ def test_it_changes_the_rows_that_a_teacher_is_given(
     for recipe in (change.before, change.after):
         trainer = with_teacher(recipe, model, tmp_path)
         trainer.evaluate(samples(1), weights="teacher")  # the first call looks at the head too
-        passes = Passes(trainer._models["teacher"].model)
+        passes = Passes(trainer._extra_models["teacher"].model)
         score_with_teacher(recipe.distillation, samples(), trainer, LOGPROBS_ONLY)
         found.append(passes.rows)
     assert found[1] == expected != found[0]
@@ -174,7 +174,7 @@ def test_it_changes_the_rows_that_a_teacher_is_given(
 def facts(recipe: Recipe, model: Path, folder: Path) -> dict[str, Any]:
     """What is seen of a teacher that is asked."""
     trainer = with_teacher(recipe, model, folder)
-    teacher: Any = trainer._models["teacher"]
+    teacher: Any = trainer._extra_models["teacher"]
     computed: list[torch.dtype] = []
     teacher.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: computed.append(call[2].dtype))
     row = trainer.evaluate(samples(1), weights="teacher")[0]
@@ -207,5 +207,5 @@ def test_it_changes_which_teacher_is_asked(change: Change, model: Path, tmp_path
     named = {**change.base, "distillation.model_name_or_path": "org/tiny"}
     for recipe in (recipe_of(named), recipe_of({**named, change.key: change.value})):
         trainer = with_teacher(recipe, model, tmp_path, recipe.distillation.model_name_or_path)
-        found.append(trainer._models["teacher"].model.config.tie_word_embeddings)
+        found.append(trainer._extra_models["teacher"].model.config.tie_word_embeddings)
     assert found == [True, False]

@@ -28,7 +28,7 @@ def test_it_changes_who_may_read_the_folder_of_a_run(change: Change, expected: t
         without, with_it = sides(change, tmp_path)
         run = create_run(with_it)
         run.path.chmod(0o755)
-        run = open_run(run.path, run.pipeline.kinds)
+        run = open_run(run.path, run.pipeline.stage_kinds)
         assert run.path.stat().st_mode & 0o777 == expected[0]
         run_stage(run, "second")
         assert (run.stage_path("second") / "result.json").stat().st_mode & 0o77 == expected[1]
@@ -51,6 +51,6 @@ def test_the_umask_of_the_user_is_kept_and_goes_with_the_run(
         os.umask(old)
     assert run.path.stat().st_mode & 0o777 == mode
     run.path.chmod(0o755)
-    assert bool(open_run(run.path, run.pipeline.kinds).pipeline.config.private) is (mode == 0o700)
+    assert bool(open_run(run.path, run.pipeline.stage_kinds).pipeline.config.private) is (mode == 0o700)
     assert (run.path.stat().st_mode & 0o777 == 0o700) is (mode == 0o700)
     assert not find_differing_keys(run.path, given), "the same settings go on with it"

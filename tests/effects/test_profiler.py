@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.observe.sections import slowest_operators
+from cosmos_core.observe.sections import read_slowest_operators
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import PROFILE_REQUEST_FILE
 from tests.effects import test_training
@@ -84,5 +84,5 @@ def test_a_training_that_runs_is_traced_when_it_is_asked(
     settings = recipe({**ALLOWED, f"{PARTS}.wait_steps": 0, f"{PARTS}.warmup_steps": 1})
     assert list(traces(settings, inputs, tmp_path / "sft")) == ["steps_4-4_rank_0"]
     stage: Any = SimpleNamespace(path=tmp_path / "sft")
-    longest = slowest_operators(stage)
+    longest = read_slowest_operators(stage)
     assert longest[0].ms > 0 and longest[0].share >= longest[1].share

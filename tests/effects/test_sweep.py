@@ -11,7 +11,7 @@ import tomli_w
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.launch.slots import make_branch_semaphores
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.sections import sweep_tables
+from cosmos_core.observe.sections import make_sweep_tables
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -95,7 +95,7 @@ def test_it_changes_how_many_run_at_once(change: Change, expected: int, tmp_path
 )  # fmt: skip
 def test_it_changes_the_columns_of_the_report(change: Change, expected: tuple[str, ...], tmp_path: Path) -> None:
     def columns(found: Pipeline) -> tuple[str, ...]:
-        [table] = sweep_tables(read_run(create_run(found).path))
+        [table] = make_sweep_tables(read_run(create_run(found).path))
         return table["keys"]
 
     assert tuple(map(columns, sides(change, tmp_path))) == ((), expected)

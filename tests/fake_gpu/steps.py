@@ -142,7 +142,7 @@ def traced_text(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -> tu
         trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, ProgressWriter(folder / "progress.json"))
         algorithm = train.train_policy
         for named in () if algorithm.precomputes_reference_logprobs else algorithm.auxiliary_model_names:
-            trainer.named_weights.add(named)
+            trainer.weight_sets.add(named)
         with kernels:
             return model, trace_step_memory(trainer, make_algorithm(chosen), train, LENGTH).total_bytes
 
@@ -165,7 +165,7 @@ def traced_denoiser(chosen: Recipe, name: str, folder: Path, kernels: Kernels) -
             _use_fake_tensors(model)
         trainer = Trainer(Denoiser(model, family, chosen.train), chosen.train, ProgressWriter(folder / "progress.json"))
         for named in chosen.train.train_policy.auxiliary_model_names:
-            trainer.named_weights.add(named)
+            trainer.weight_sets.add(named)
         shapes = {"prompt_embeds": (85, 32), "pooled_prompt_embeds": (32,)}
         rollouts = [
             FlowRollout(

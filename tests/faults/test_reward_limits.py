@@ -119,7 +119,7 @@ def test_pauses_between_starts_grow_until_a_process_has_loaded(monkeypatch: pyte
 
     async def run() -> None:
         settings = ProcessSettings("mean", {"settings": {}}, RewardArgs(reward_type="mean"), 0.0, max_attempts=1)
-        await asyncio.gather(*RewardPool(settings, deliver)._tasks, return_exceptions=True)
+        await asyncio.gather(*RewardPool(settings, deliver)._process_tasks, return_exceptions=True)
 
     async def deliver(job: RewardJob, result: dict[str, Any], seconds: float) -> None: ...
 

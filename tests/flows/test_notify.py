@@ -23,7 +23,7 @@ from cosmos_core.errors import ConfigError, GateFailed, ProgramError, StageFaile
 from cosmos_core.launch.blocks import RewardService, load_service_variables
 from cosmos_core.launch.bootstrap import CRASH_AUTOMATION_NAME, WorkPool, bootstrap_server
 from cosmos_core.launch.managed_service import managed_reward_service
-from cosmos_core.launch.notify import EVENTS_BY_SUBJECT, _create_action, _create_block, parse_notification_channels
+from cosmos_core.launch.notify import EVENT_BY_SUBJECT, _create_action, _create_block, parse_notification_channels
 from flows.post_train import post_train
 from tasks import events
 from tests.conftest import wait_until
@@ -65,10 +65,10 @@ def test_a_second_bootstrap_updates_and_the_server_sends_what_failed_with_the_re
         ["email=mailto://ada:secret@127.0.0.1:1?to=ada@localhost", "webhook=http://127.0.0.1:1/old"]
     )
     lines = list(bootstrap_server([], channels))
-    assert sum(line.endswith(": made") and " message when " in line for line in lines) == 2 * len(EVENTS_BY_SUBJECT)
+    assert sum(line.endswith(": made") and " message when " in line for line in lines) == 2 * len(EVENT_BY_SUBJECT)
     lines = list(bootstrap_server([], {**channels, "webhook": url}))
-    assert sum(line.endswith(": there") and " message when " in line for line in lines) == 2 * len(EVENTS_BY_SUBJECT)
-    assert len(notifications()) == 2 * len(EVENTS_BY_SUBJECT)
+    assert sum(line.endswith(": there") and " message when " in line for line in lines) == 2 * len(EVENT_BY_SUBJECT)
+    assert len(notifications()) == 2 * len(EVENT_BY_SUBJECT)
     saved: Any = Webhook.load("cosmos-notify-webhook")
     assert saved.url.get_secret_value() == url
     run = counting_run(tmp_path)

@@ -52,7 +52,7 @@ from cosmos_core.run.directory import Run
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks.artifacts import StageArtifacts
-from tasks.final_states import REFUSED_STATE, failed_state
+from tasks.final_states import REFUSED_STATE, make_failed_state
 from tasks.naming import user_name
 from tasks.retrain_lease import RetrainLease
 from tests.conftest import PROGRAMS, wait_until
@@ -268,7 +268,7 @@ def test_a_cancelled_flow_run_ends_as_cancelled_though_a_stage_noticed_it_first(
     def cancel_and_end(run: Run, name: str, **_: Any) -> Any:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(UUID(prefect.runtime.flow_run.id), Cancelling())
-        return {} if is_done else failed_state(Cancelled("its flow run was cancelled"))
+        return {} if is_done else make_failed_state(Cancelled("its flow run was cancelled"))
 
     monkeypatch.setattr("tasks.stage.wait_unless_cancelled", wait_for_stages)
     monkeypatch.setattr("tasks.stage.produce_result", cancel_and_end)

@@ -63,7 +63,7 @@ def open_trainer(model: Path, chosen: Recipe, device: torch.device, folder: Path
     denoiser = family.load_denoiser(torch.float32).to(device)
     trainer = Trainer(Denoiser(denoiser, family, chosen.train), chosen.train, ProgressWriter(folder / "progress.json"))
     for name in chosen.train.train_policy.auxiliary_model_names:
-        trainer.named_weights.add(name)
+        trainer.weight_sets.add(name)
     return trainer
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from cosmos_core.data import prepare
 from cosmos_core.export import program
 from cosmos_core.export.divergence import load_text_rows, measure_divergence, save_logprobs
-from cosmos_core.rollout.vllm_logits import vllm_problem
+from cosmos_core.rollout.vllm_logits import find_vllm_problem
 from tests.effects.change import SFT, recipe, stage_of
 from tests.real.rows import write_rows
 
@@ -47,7 +47,7 @@ def test_each_format_of_smollm2_is_near_the_model(smollm2: Path, tmp_path: Path)
     for name, most in MOST_KL.items():
         figures = {key: value for key, value in metrics.items() if key.startswith(f"export/{name}/")}
         assert 0 < figures[f"export/{name}/kl"] < most
-        assert figures[f"export/{name}/proven"] == (not vllm_problem(name))
+        assert figures[f"export/{name}/proven"] == (not find_vllm_problem(name))
         sys.stderr.write(f"{name}: {figures}\n")
     rows = load_text_rows(tmp_path / "rows/data", 97)[1]
     save_logprobs(stage.path / "safetensors/step_0", False, rows, tmp_path / "logprobs")

@@ -122,7 +122,7 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     policy = recipe.train.train_policy
     algorithm = make_algorithm(recipe)
     for name in policy.auxiliary_model_names:
-        rank.named_weights.add(name)
+        rank.weight_sets.add(name)
     random = np.random.default_rng(0)
     lengths = [CASES[case].length - 7 * (i % 3) for i in range(BATCH)]
     samples = [
@@ -132,7 +132,7 @@ def measure(folder: str, case: str, scratch: Path) -> dict[str, int]:
     weights = [*rank.adapter.model.parameters(), *rank.adapter.model.buffers()]
     held = {
         "weights": sum(t.nbytes for t in weights),
-        "reference": sum(t.nbytes for named in rank.named_weights.tensors.values() for t in named.values()),
+        "reference": sum(t.nbytes for named in rank.weight_sets.tensors.values() for t in named.values()),
     }
     # From the first step on, because the profiler does not see the end of what began before it.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -112,7 +112,7 @@ def test_loss_gradient_and_metrics_equal_those_of_trl_however_the_step_is_split(
         train = recipe({**split, **exact}).train
         rank = trainer_of(copy.deepcopy(reference), train, 0, ProgressWriter(tmp_path / "p.json"))
         score_in(rank, torch.float64)
-        rank.named_weights.add("reference")
+        rank.weight_sets.add("reference")
         rank.adapter.model.load_state_dict(model.state_dict())
         algorithm = Kto(KtoConfig(type="sft", kto=config))
         algorithm.max_tokens = MAX_TOKENS

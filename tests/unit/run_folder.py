@@ -109,7 +109,7 @@ def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Pa
         assert result is not None
         inputs[upstream] = result
     digests = {upstream: result["digest"] for upstream, result in inputs.items()}
-    expected = compute_fingerprint(run.pipeline, stage, run.pipeline.kinds[stage.kind], digests, run.digest_cache)
+    expected = compute_fingerprint(run.pipeline, stage, run.pipeline.stage_kinds[stage.kind], digests, run.digest_cache)
     save_fingerprint(path, expected)
     outcome = Outcome(outputs=("out",), metrics=metrics, info={"model": "out"})
     commit_manifest(path, outcome, kind=stage.kind, fingerprint=expected.value, inputs=inputs)

@@ -112,7 +112,7 @@ def test_a_run_that_grows_stays_one_run_in_the_store_and_on_other_machines(
     assert again.path == there.path and again.output_dir == tmp_path / "there"
     assert made(again, "second", count=4.0)["metrics"] == {"count": 4.0}
     StageSync(there, there.pipeline.stage("first")).send_run()  # it knows one stage, and the stored run keeps three
-    assert len(tomllib.loads(ArtifactStore(url).run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
+    assert len(tomllib.loads(ArtifactStore(url).read_run("growing")["pipeline.toml"])["pipeline"]["stages"]) == 3
     with claim_run(grown):
         (grown.path / "pipeline.toml").open("a").write("# newer\n")
         assert on(again, "gate", grown.output_dir, monkeypatch).path == grown.path
@@ -170,12 +170,12 @@ def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run
     with pytest.raises(UploadError, match="arrived altered 3 times"):
         run_stage(run, "first")
     proxy.reset()
-    assert ArtifactStore(url).result("one", "first") is None
+    assert ArtifactStore(url).read_result("one", "first") is None
     assert read_state(run.stage_path("first")).state == "failed"
     made = (run.stage_path("first") / "visits.txt").read_text()
     assert run_stage(run, "first")[1], "it was made, and is sent now"
     assert (run.stage_path("first") / "visits.txt").read_text() == made
-    assert ArtifactStore(url).result("one", "first") is not None
+    assert ArtifactStore(url).read_result("one", "first") is not None
 
 
 def test_an_object_that_was_altered_there_is_one_line(
@@ -201,36 +201,36 @@ def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(
     for step in (2, 4, 6):
         checkpoint(here, step)
     (here / "metrics.jsonl").write_text('{"step": 6}\n')
-    assert found.checkpoints("f", here).push() == ["step_2", "step_4", "step_6"]
+    assert found.open_checkpoints("f", here).push() == ["step_2", "step_4", "step_6"]
     assert [key.rpartition("/")[2] for key in written(proxy) if key.endswith(".json")] == [
         "step_2.json", "step_4.json", "step_6.json",
     ]  # fmt: skip
-    assert found.checkpoints("f", here).push() == []
+    assert found.open_checkpoints("f", here).push() == []
     content = hashlib.sha256(bytes([6]) * 1000).hexdigest()
     Bucket("models").remove(f"{url.removeprefix('s3://models/')}/made/f/checkpoints/content/{content[:2]}/{content}")
-    assert found.checkpoints("f", there).pull() == "step_4", "that of step 6 is not whole"
+    assert found.open_checkpoints("f", there).pull() == "step_4", "that of step 6 is not whole"
     policy = there / "checkpoints/step_4/policy"
     assert (policy / "rank_0.safetensors").read_bytes() == bytes([4]) * 1000
     assert read_json(policy / "manifest.json") == read_json(here / "checkpoints/step_4/policy/manifest.json")
     assert (there / "metrics.jsonl").read_text() == '{"step": 6}\n'
-    assert found.checkpoints("other", there).pull() == ""
+    assert found.open_checkpoints("other", there).pull() == ""
 
     # What could not be read there is sent again by who comes as far.
-    third, again = tmp_path / "third" / "stage", found.checkpoints("f", tmp_path / "third" / "stage")
+    third, again = tmp_path / "third" / "stage", found.open_checkpoints("f", tmp_path / "third" / "stage")
     assert again.pull() == "step_4"
     shutil.rmtree(third / "checkpoints/step_6")  # as much of it as came
     checkpoint(third, 6)
-    assert again.push() == ["step_6"] and found.checkpoints("f", tmp_path / "fourth" / "stage").pull() == "step_6"
+    assert again.push() == ["step_6"] and found.open_checkpoints("f", tmp_path / "fourth" / "stage").pull() == "step_6"
 
     # As many are kept as the machine keeps, and nothing of the others.
     shutil.rmtree(here / "checkpoints/step_2")
     shutil.rmtree(here / "checkpoints/step_4")
     checkpoint(here, 8)
-    found.checkpoints("f", here).push()
+    found.open_checkpoints("f", here).push()
     keys = [each.key for each in Bucket("models").list_objects(f"{url.removeprefix('s3://models/')}/made/f/")]
     assert sorted(key.rpartition("/")[2] for key in keys if key.endswith(".json")) == ["step_6.json", "step_8.json"]
     assert not [key for key in keys if key.endswith(hashlib.sha256(bytes([2]) * 1000).hexdigest())]
-    found.checkpoints("f", here).clear()
+    found.open_checkpoints("f", here).clear()
     assert not list(Bucket("models").list_objects(f"{url.removeprefix('s3://models/')}/made/f/"))
 
 
@@ -348,7 +348,7 @@ def test_runs_that_have_one_name_on_two_machines_do_not_mix(
         assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
     for each in runs[:2]:
         assert StageSync(each, each.pipeline.stage("second")).receive_result() is not None
-    counts = [(ArtifactStore(url).result(name, "first") or {})["metrics"]["count"] for name in ("one", "one-2")]
+    counts = [(ArtifactStore(url).read_result(name, "first") or {})["metrics"]["count"] for name in ("one", "one-2")]
     assert counts == [3.0, 5.0]
 
 

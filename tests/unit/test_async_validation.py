@@ -139,7 +139,7 @@ def test_every_rank_raises_what_ended_a_validation_on_the_first(
     reply.set_exception(error)
     fleet: Any = SimpleNamespace(version=4, is_stale=False, request=lambda *_, **__: reply)
     completions: Any = SimpleNamespace(validation_requests=([None], None, None), score=lambda groups: groups)
-    apart = AsyncValidation(completions, fleet, send_missing_weights=lambda step: None, beat=lambda: None)
+    apart = AsyncValidation(completions, fleet, send_missing_weights=lambda step: None, send_heartbeat=lambda: None)
     apart.start_async(4)
     with pytest.raises(raised) as found:
         apart.wait(4, lambda: None)

@@ -12,7 +12,7 @@ from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
-from cosmos_core.data.prepared import check_token_ids, longest_row_length
+from cosmos_core.data.prepared import check_token_ids, find_longest_row_length
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import check_rows, load_tokenizer
 from cosmos_core.run.files import read_json
@@ -126,7 +126,7 @@ def test_rows_beyond_the_positions_are_told_and_refused_where_these_are_learned(
     said = "tokens are longer than the 256 positions of the model (max_position_embeddings)"
     assert said in check.run(stage).info["found"]
     folder = stage.path / "data"
-    longest = longest_row_length(folder)
+    longest = find_longest_row_length(folder)
     assert longest == max(len(open_sequences(folder, "train")[i][0]) for i in range(300))
     sizes = {"vocab_size": 260, "n_embd": 8, "n_head": 1, "n_layer": 1}
     for positions in (longest - 1, longest):

@@ -10,7 +10,7 @@ import pytest
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.check import check_downstream_stages, run_check
-from cosmos_core.launch.processes import PREVIEW_FOLDER_PREFIX
+from cosmos_core.launch.processes import CHECK_FOLDER_PREFIX
 from tasks.kinds import all_kinds
 
 RECIPE = '[policy]\nmodel_name_or_path = "model"\n[train.train_policy]\ntype = "sft"\ndataset.name = "rows.jsonl"\n'
@@ -49,4 +49,4 @@ def test_a_check_has_its_compiled_kernels_in_its_own_folder_and_not_where_other_
     with pytest.raises(StageFailed, match=r"crashed \(exit code 3\); its log ends with: no room$"):
         run_check(pipeline, pipeline.stage("prepare"), "no.module:run")
     folder, *below = Path((tmp_path / "cache").read_text().strip()).relative_to(tempfile.gettempdir()).parts
-    assert folder.startswith(PREVIEW_FOLDER_PREFIX) and below == [".cosmos", "compiled"]
+    assert folder.startswith(CHECK_FOLDER_PREFIX) and below == [".cosmos", "compiled"]

@@ -52,7 +52,7 @@ def make_state(*, name: str = "AdamW", implementation: str = "fused", width: int
     rates = {"global": 1e-2, "layers.0": 1e-3}
     train = TrainConfig.model_validate({"optm_lr": rates, "optm_name": name, "optm_impl": implementation})
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return TrainState(model, build_optimizer(model, train), named_weights={"ema": averages})
+    return TrainState(model, build_optimizer(model, train), weight_sets={"ema": averages})
 
 
 def train_step(state: TrainState) -> float:
@@ -68,7 +68,7 @@ def train_step(state: TrainState) -> float:
 def fill(state: TrainState, value: float) -> None:
     """Make the content tell its step: each weight, its average and each moment is `value`."""
     with torch.no_grad():
-        for average in state.named_weights["ema"].values():
+        for average in state.weight_sets["ema"].values():
             average.fill_(value)
         for parameter in state.model.parameters():
             parameter.fill_(value)
@@ -79,7 +79,7 @@ def fill(state: TrainState, value: float) -> None:
 
 def is_filled_with(state: TrainState, value: float) -> bool:
     slots = [slot for each in state.optimizer.state.values() for slot in each.values()]
-    tensors = [*state.model.parameters(), *state.named_weights["ema"].values(), *slots]
+    tensors = [*state.model.parameters(), *state.weight_sets["ema"].values(), *slots]
     return len(slots) > 0 and state.extra == {"value": value} and all(bool((t == value).all()) for t in tensors)
 
 

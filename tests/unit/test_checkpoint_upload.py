@@ -17,7 +17,7 @@ from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.lock import FileLock
 from cosmos_core.upload import checkpoint_upload
 from cosmos_core.upload.artifact_store import ArtifactStore
-from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url, upload_checkpoints_during
+from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url, upload_checkpoints_in_background
 from tests.conftest import wait_until
 from tests.store import Proxy
 
@@ -79,7 +79,7 @@ def test_what_a_disk_refuses_is_sent_later(
     monkeypatch.setattr(checkpoint_upload, "link_checkpoint", linked)
     monkeypatch.setattr(checkpoint_upload, "_RETRY_DELAY_SECONDS", 0.1)
     checkpoint(tmp_path, 2)
-    with upload_checkpoints_during(tmp_path, url):
+    with upload_checkpoints_in_background(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
     told = (tmp_path / "events.jsonl").read_text()
     assert told.count("not sent") == 2 and "KeyError: 'of a library'" in told
@@ -90,7 +90,7 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
 ) -> None:
     monkeypatch.setattr(checkpoint_upload, "_RETRY_DELAY_SECONDS", 7200.0)  # longer than a test may take
     checkpoint(tmp_path, 2)
-    with upload_checkpoints_during(tmp_path, url):
+    with upload_checkpoints_in_background(tmp_path, url):
         wait_until(lambda: "step_2/policy/manifest.json" in sent(proxy), 20, "it is sent")
         shutil.rmtree(tmp_path / "checkpoints")
         proxy.reset(lambda request: "403")
@@ -103,7 +103,7 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
 
 
 def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
-    with upload_checkpoints_during(tmp_path, ""):
+    with upload_checkpoints_in_background(tmp_path, ""):
         checkpoint(tmp_path, 2)
         assert "saves" not in {thread.name for thread in threading.enumerate()}
     assert proxy.requests == []
@@ -111,7 +111,7 @@ def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
 
 def test_the_uploads_to_a_target_and_to_the_artifact_store_do_not_share_a_folder(tmp_path: Path, url: str) -> None:
     policy = checkpoint(tmp_path, 2)
-    stored = ArtifactStore(url).checkpoints("f", tmp_path)
+    stored = ArtifactStore(url).open_checkpoints("f", tmp_path)
     with checkpoint_upload.link_checkpoint(policy, tmp_path / "sending/step_2") as folder:
         assert folder is not None and stored.push() == ["step_2"]
         assert (folder / "rank_0.safetensors").is_file()
@@ -126,8 +126,8 @@ def test_the_best_checkpoint_comes_to_another_machine_with_the_newest(tmp_path: 
         files = json.loads(manifest.read_text())["files"]
         files["extra.json"] = {"size": len(extra), "sha256": hashlib.sha256(extra).hexdigest()}
         manifest.write_text(json.dumps({"step": step, "files": files}))
-    store.checkpoints("f", here).push()
-    assert store.checkpoints("f", there).pull() == "step_6"
+    store.open_checkpoints("f", here).push()
+    assert store.open_checkpoints("f", there).pull() == "step_6"
     assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_2", "step_6"]
 
 
@@ -140,7 +140,7 @@ def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> 
         other.acquire()
         with pytest.raises(InterruptedError):
             list(CheckpointUploader(tmp_path, url).push(stop))
-        with upload_checkpoints_during(tmp_path, url):
+        with upload_checkpoints_in_background(tmp_path, url):
             wait_until(lambda: "saves" in {thread.name for thread in threading.enumerate()}, 60, "it waits")
             time.sleep(0.3)  # longer than it waits before it looks for checkpoints
     with pytest.raises(InterruptedError):

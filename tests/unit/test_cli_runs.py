@@ -19,7 +19,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe import overlay
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.runs import _compare_stage_metrics, is_run_inactive, table_of_runs
+from cosmos_core.observe.runs import _compare_stage_metrics, is_run_inactive, make_run_table
 from cosmos_core.run.directory import claim_run, create_run
 from cosmos_core.run.files import write_json
 from cosmos_core.run.state import read_state, update_state
@@ -185,7 +185,7 @@ def test_a_number_too_large_for_a_float_is_infinite_in_the_tables(tmp_path: Path
     run = finished_run(tmp_path)
     file = run / "stages/eval-grpo/result.json"
     write_json(file, {**json.loads(file.read_text()), "metrics": {"reward/mean": 10**400}})
-    [*_, cell] = table_of_runs(tmp_path, 1).columns[-1].cells
+    [*_, cell] = make_run_table(tmp_path, 1).columns[-1].cells
     assert cell == "reward inf"
     [_, row] = _compare_stage_metrics(*[next(s for s in read_run(run).stages if s.name == "eval-grpo")] * 2)
     assert row == ("reward/mean", "inf", "inf", "")

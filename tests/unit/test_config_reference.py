@@ -50,7 +50,7 @@ def test_every_key_has_a_row_of_all_columns() -> None:
           "Cosmos-RL", "rl, sft"]),
         ("redis",
          ["string or integer", '`""`', "",
-         "Port of the Redis server of Cosmos-RL's controller; marks the recipe as written for Cosmos-RL, see `mode`.",
+         "Port of the Redis server of Cosmos-RL's controller; a recipe with this key is one for Cosmos-RL, see `mode`.",
          "later Cosmos-RL",
           "no effect: stages are processes on their own; there is no controller to find"]),
         ("pipeline.stages.timeout",

@@ -15,10 +15,10 @@ from cosmos_core.data.messages import (
     ColumnTrackingRow,
     SkippedRow,
     get_turn_texts,
-    plain_text_columns,
     propose_merged_turns,
     read_conversation,
-    read_held_out,
+    read_held_out_prompt,
+    read_plain_texts,
     read_prompt,
 )
 from cosmos_core.data.preferences import read_preference
@@ -71,7 +71,7 @@ def test_what_an_instruction_is_about_stands_behind_it():
         assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
         assert read_prompt(row, "row", "instruction") == ([asked], "")
         named = ColumnTrackingRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
-        assert plain_text_columns(named, ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
+        assert read_plain_texts(named, ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
         assert (read_conversation(named, "row"), named.unread_columns) == ([asked, ANSWERED], [])
 
 
@@ -281,14 +281,14 @@ def test_a_reference_that_json_does_not_know_is_an_error(answer):
 
 def test_a_held_out_conversation_is_asked_up_to_its_last_answer():
     row = {"messages": [ASKED, ANSWERED, ASKED, {"role": "assistant", "content": "last"}]}
-    assert read_held_out(row, "row", "", "be brief") == ([SYSTEM, ASKED, ANSWERED, ASKED], "last")
-    assert read_held_out({"question": "q", "answer": "a"}, "row") == ([ASKED], "a")
-    assert read_held_out({"prompt": [ASKED], "response": [ANSWERED]}, "row") == ([ASKED], "a")
+    assert read_held_out_prompt(row, "row", "", "be brief") == ([SYSTEM, ASKED, ANSWERED, ASKED], "last")
+    assert read_held_out_prompt({"question": "q", "answer": "a"}, "row") == ([ASKED], "a")
+    assert read_held_out_prompt({"prompt": [ASKED], "response": [ANSWERED]}, "row") == ([ASKED], "a")
     assert read_prompt({"prompt": "q", "response": SHAREGPT[1:]}, "row") == ([ASKED], "a")
     edges = [{"from": "A", "to": "B"}]
     assert read_prompt({"prompt": "q", "solution": edges}, "row") == ([ASKED], json.dumps(edges))
     with pytest.raises(DataError, match="row: plain text has no prompt to complete"):
-        read_held_out({"text": "hello"}, "row")
+        read_held_out_prompt({"text": "hello"}, "row")
 
 
 def test_roles_of_sharegpt_are_mapped_and_a_function_call_is_a_tool_call():

@@ -25,7 +25,7 @@ from cosmos_core.models.families import open_pipeline, pipeline_modules
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
 from cosmos_core.models.verify_pipeline_export import ImageRequest, generate_images
-from cosmos_core.observe.record import model_loading_code
+from cosmos_core.observe.record import render_loading_code
 from tests import tiny_pipelines
 
 PROMPTS = ["7 is a digit", "a cat"]
@@ -266,7 +266,7 @@ def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
         (tmp_path / MODEL_INDEX).write_text(
             json.dumps({"_class_name": name, "vae": ["diffusers", "VAE"], **components})
         )
-        return model_loading_code(tmp_path)
+        return render_loading_code(tmp_path)
 
     none: list[str | None] = [None, None]
     bare = line("StableDiffusion3Pipeline", image_encoder=none, text_encoder_3=none, tokenizer_3=none)
@@ -279,7 +279,7 @@ def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
 
 def test_the_loading_line_loads_a_pipeline_without_a_t5(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
-    exec(model_loading_code(tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)), found)
+    exec(render_loading_code(tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)), found)
     assert found["pipe"].text_encoder_3 is None and found["pipe"].transformer is not None
 
 

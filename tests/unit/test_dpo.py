@@ -109,7 +109,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, ProgressWriter(tmp_path / "p.json"))
         score_in(rank, torch.float64)
         feed = RowFeed(pairs, config)
-        pairs.reference_logprobs = reference.pair_logprobs(rank, pairs, range(len(pairs)), config)
+        pairs.reference_logprobs = reference.compute_pair_logprobs(rank, pairs, range(len(pairs)), config)
         moved(rank.adapter.model)
         samples, _ = feed.samples(0)
         (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5))).updates(samples, NoView())
@@ -217,7 +217,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     pairs, at = pairs_of(inputs), stage(inputs, tmp_path / "s", **{"train.max_num_steps": 2})
     rank = open_trainer(at)
     calls: list[int] = []
-    compute = reference.pair_logprobs
+    compute = reference.compute_pair_logprobs
 
     def counted(*args: Any) -> np.ndarray:
         calls.append(len(args[2]))
@@ -225,7 +225,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
             at.stop_requested = True
         return compute(*args)
 
-    monkeypatch.setattr(reference, "pair_logprobs", counted)
+    monkeypatch.setattr(reference, "compute_pair_logprobs", counted)
     places = np.arange(NUM_PAIRS)
     with pytest.raises(Preempted, match="reference log-probabilities of 8 of 12 rows"):
         reference.reference_logprobs(at, rank, pairs, "train", places)

@@ -21,7 +21,7 @@ from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError
 from cosmos_core.evaluate import diffusion, program
 from cosmos_core.evaluate.prompt_sets import read_prompt_sets
-from cosmos_core.launch.gpus import num_reserved_gpus
+from cosmos_core.launch.gpus import count_reserved_gpus
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -234,7 +234,7 @@ def test_a_reward_of_texts_is_refused_and_the_stage_takes_one_gpu(sd3: Path, tmp
     for program_of in (program.check, program.run):
         with pytest.raises(RewardError, match="'overlong' scores texts, and samples are images or videos"):
             program_of(stage)
-    assert num_reserved_gpus(stage.kind, stage.recipe) == 1
+    assert count_reserved_gpus(stage.kind, stage.recipe) == 1
 
 
 def test_a_clip_of_one_frame_is_an_image_and_each_pass_of_the_denoiser_is_a_sign_of_life(

@@ -28,7 +28,7 @@ from cosmos_core.export.divergence import measure_divergence, save_logprobs
 from cosmos_core.export.formats import _run_in_fresh_interpreter, plan_quantized_formats
 from cosmos_core.export.gguf import write_gguf
 from cosmos_core.export.quantize import find_layers, make_quant_scheme, quantize_folder, quantize_weight
-from cosmos_core.rollout.vllm_logits import vllm_problem
+from cosmos_core.rollout.vllm_logits import find_vllm_problem
 from cosmos_core.run.progress import ProgressWriter, read_progress
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -170,7 +170,8 @@ def test_the_divergence_is_that_of_the_distributions_and_another_model_is_refuse
                              .double()) for each in (one, other))  # fmt: skip
             values.append(torch.distributions.kl_divergence(first, second))
     assert found.kl == pytest.approx(float(torch.cat(values).mean()), rel=1e-4) and found.num_tokens == 12
-    assert found.stderr == pytest.approx(float(torch.stack([v.mean() for v in values]).std() / 3**0.5), rel=1e-4)
+    row_means = torch.stack([v.mean() for v in values])
+    assert found.standard_error == pytest.approx(float(row_means.std() / 3**0.5), rel=1e-4)
     assert measure_divergence(model, False, ROWS, tmp_path / "logprobs").kl == 0
     torch.manual_seed(1)
     with torch.no_grad():
@@ -230,7 +231,7 @@ def test_a_format_that_vllm_runs_is_loaded_by_it_and_kept(model: Path, prepared:
 
 
 def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, prepared: Path, tmp_path: Path) -> None:
-    if not (problem := vllm_problem("w4a16")):
+    if not (problem := find_vllm_problem("w4a16")):
         pytest.skip("vLLM runs w4a16 here")
     with pytest.raises(ConfigError, match=r"AVX-512.*set export.unproven = true"):
         plan_quantized_formats(exported(tmp_path, model, ["bf16", "w4a16"]))

@@ -93,7 +93,7 @@ class Run:
         self.adapter = Denoiser(self.family.load_denoiser(torch.float32), self.family, self.recipe.train)
         self.trainer = Trainer(self.adapter, self.recipe.train, ProgressWriter(folder / "progress.json"))
         for name in self.recipe.train.train_policy.auxiliary_model_names:
-            self.trainer.named_weights.add(name)
+            self.trainer.weight_sets.add(name)
         self.sampling = training_sampling(self.recipe)
         algorithm = make_algorithm(self.recipe, self.sampling)
         assert isinstance(algorithm, FlowRl)
@@ -291,7 +291,7 @@ def test_weights_that_are_the_policys_own_need_no_pass(models: Path) -> None:
     assert learned and not compared, "old policy and reference are the policy"
     assert passes(1) == (learned, learned), "the reference is another by now"
     with torch.no_grad():
-        next(iter(run.trainer.named_weights.tensors["old"].values())).add_(0.01)
+        next(iter(run.trainer.weight_sets.tensors["old"].values())).add_(0.01)
     assert passes(2) == (learned, 2 * learned)
     with torch.no_grad():
         run.adapter.model.add_module("dropout", torch.nn.Dropout(0.1))

@@ -19,7 +19,7 @@ from cosmos_core.models import flow
 from cosmos_core.models.flow_steps import NoiseLevels, compute_step_distribution, log_prob
 from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_path import ConditioningFrames, denoise, num_conditioning_frames, stochastic_steps
-from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_bytes
+from cosmos_core.rollout.flow_sampler import FlowSamplerEngine, decode_latents, to_uint8_pixels
 from cosmos_core.types import FlowSampling, Group, Prompt, Sampling, StepWindow
 
 COLOURS = {"red": (1.0, -1.0, -1.0), "green": (-1.0, 1.0, -1.0), "blue": (-1.0, -1.0, 1.0)}
@@ -104,7 +104,7 @@ def latents(groups: list[Group]) -> Tensor:
     return torch.stack([completion.diffusion_sample.latents for group in groups for completion in group.completions])
 
 
-@pytest.mark.parametrize("settings", [{}, {"solver": "dpm2"}, {"kernel": "cps"}, {"num_frames": 3}])
+@pytest.mark.parametrize("settings", [{}, {"solver": "dpm2"}, {"stochastic_solver": "cps"}, {"num_frames": 3}])
 def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> None:
     groups = generate(engine(Denoiser(), is_video="num_frames" in settings), prompts(), sampling(**settings), step=0)
     assert [group.prompt.text for group in groups] == list(COLOURS)
@@ -120,7 +120,7 @@ def test_each_prompt_gets_images_of_its_own_colour(settings: dict[str, Any]) -> 
 
 
 def test_samples_do_not_depend_on_the_batch_that_they_are_drawn_in() -> None:
-    settings = sampling(kernel="flow", trained_steps=(0, 2))
+    settings = sampling(stochastic_solver="flow", trained_steps=(0, 2))
     whole = generate(engine(Denoiser()), prompts(), settings, step=3)
     one = generate(engine(Denoiser(), mini_batch=1), prompts()[1:2], settings, step=3)
     for ours, other in zip(whole[1].completions, one[0].completions, strict=True):
@@ -146,15 +146,15 @@ def test_texts_of_other_numbers_of_tokens_are_drawn_in_batches_of_their_own() ->
         for prompt, count in zip(prompts(), (3, 5, 3), strict=True)
     ]
     denoiser = Denoiser()
-    groups = generate(engine(denoiser), ragged, sampling(kernel="flow"), step=3)
-    even = generate(engine(Denoiser()), prompts(), sampling(kernel="flow"), step=3)
+    groups = generate(engine(denoiser), ragged, sampling(stochastic_solver="flow"), step=3)
+    even = generate(engine(Denoiser()), prompts(), sampling(stochastic_solver="flow"), step=3)
     assert [group.prompt.text for group in groups] == list(COLOURS)
     assert torch.allclose(latents(groups), latents(even), atol=1e-6)
     assert [len(levels) for levels in denoiser.sigmas] == [8] * 5 + [4] * 5
 
 
 def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
-    kept = {"kernel": "flow", "trained_steps": (0,)}
+    kept = {"stochastic_solver": "flow", "trained_steps": (0,)}
     first, again, later = (generate(engine(Denoiser()), prompts(), sampling(**kept), step) for step in (0, 0, 1))
     starts = [c.diffusion_sample.latents_before[0] for group in (*first, *later) for c in group.completions]
     assert len({tuple(start.flatten().tolist()) for start in starts}) == len(starts)
@@ -168,7 +168,7 @@ def test_each_completion_step_and_seed_has_noise_of_its_own() -> None:
 def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weights() -> None:
     denoiser, beats = Denoiser(), list[float]()
     found = engine(denoiser, beat=lambda: beats.append(0.0))
-    groups = generate(found, prompts(), sampling(weights="old"), step=0)
+    groups = generate(found, prompts(), sampling(weights_name="old"), step=0)
     assert len(beats) == len(denoiser.sigmas), "a pass over a clip may take longer than a stage may be silent"
     table = flow.euler_schedule(5, 3.0).tolist()
     assert [levels[0] for levels in denoiser.sigmas] == table[:-1]
@@ -178,7 +178,12 @@ def test_the_denoiser_is_asked_at_the_levels_of_the_table_under_the_named_weight
 
 @pytest.mark.parametrize("kernel", ["flow", "dance", "cps"])
 def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> None:
-    settings = {"kernel": kernel, "trained_steps": (0, 1, 3), "keeps_transition_means": True, "eta": 0.5}
+    settings = {
+        "stochastic_solver": kernel,
+        "trained_steps": (0, 1, 3),
+        "keeps_transition_means": True,
+        "noise_scale": 0.5,
+    }
     denoiser = Denoiser()
     [group, *_] = generate(engine(denoiser), prompts(), sampling(**settings), step=0)
     table = flow.euler_schedule(5, 3.0)
@@ -195,18 +200,20 @@ def test_what_is_kept_of_a_step_gives_its_log_probability_again(kernel: str) -> 
 
 
 def test_a_window_of_stochastic_steps_is_drawn_or_moves() -> None:
-    fast = FlowSampling(num_steps=10, kernel="flow", window=StepWindow(2, 0, 5))
+    fast = FlowSampling(num_steps=10, stochastic_solver="flow", window=StepWindow(2, 0, 5))
     firsts = {stochastic_steps(fast, 0, step)[0] for step in range(40)}
     assert firsts == {0, 1, 2, 3} and all(len(stochastic_steps(fast, 0, step)) == 2 for step in range(40))
     assert stochastic_steps(fast, 0, 5) == stochastic_steps(fast, 0, 5)
     mix = replace(fast, window=StepWindow(4, 0, 9, steps_per_move=3))
     assert [stochastic_steps(mix, 0, step)[0] for step in (0, 2, 3, 17, 18)] == [0, 0, 1, 5, 0]
     assert stochastic_steps(replace(fast, window=None), 0, 0) == range(9)
-    assert stochastic_steps(replace(fast, kernel=""), 0, 0) == range(0)
+    assert stochastic_steps(replace(fast, stochastic_solver=""), 0, 0) == range(0)
 
 
 def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> None:
-    settings = FlowSampling(num_steps=6, kernel="flow", trained_steps=(0, 1, 2, 3), window=StepWindow(1, 2, 3))
+    settings = FlowSampling(
+        num_steps=6, stochastic_solver="flow", trained_steps=(0, 1, 2, 3), window=StepWindow(1, 2, 3)
+    )
     sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
     v = torch.randn(1, 3, 2, 2)
     path = denoise(lambda x, s: v, noise, sigmas, settings, [torch.Generator().manual_seed(0)], range(2, 3))
@@ -217,7 +224,7 @@ def test_only_stochastic_steps_are_kept_and_the_others_are_deterministic() -> No
 
 def test_steps_are_kept_in_the_order_that_they_are_taken_in_whatever_order_they_are_named_in() -> None:
     sigmas, noise = flow.flow_schedule(6), torch.randn(1, 3, 2, 2)
-    settings = FlowSampling(num_steps=6, kernel="flow", trained_steps=(3, 1, 1))
+    settings = FlowSampling(num_steps=6, stochastic_solver="flow", trained_steps=(3, 1, 1))
     mixed, ordered = (
         denoise(lambda x, s: x * 0.1, noise, sigmas, each, [torch.Generator().manual_seed(0)], range(5))
         for each in (settings, replace(settings, trained_steps=(1, 3)))
@@ -235,8 +242,8 @@ def test_guidance_asks_for_the_empty_prompt_too() -> None:
 
 def test_given_frames_are_no_part_of_a_log_probability() -> None:
     asked = [replace(prompts()[0], conditioning_clip=torch.rand(3, 4, 4, 4))]
-    settings: dict[str, Any] = {"num_frames": 4, "conditioning_frame_range": (2, 2), "kernel": "flow"}
-    settings |= {"trained_steps": (1,), "keeps_transition_means": True, "eta": 0.5}
+    settings: dict[str, Any] = {"num_frames": 4, "conditioning_frame_range": (2, 2), "stochastic_solver": "flow"}
+    settings |= {"trained_steps": (1,), "keeps_transition_means": True, "noise_scale": 0.5}
     [group] = generate(engine(Denoiser(), is_video=True), asked, sampling(**settings), 0)
     table = flow.euler_schedule(5, 3.0)
     for completion in group.completions:
@@ -254,7 +261,7 @@ def test_given_frames_stay_as_they_are_and_the_others_are_drawn(kernel: str) -> 
     asked = [replace(prompt, conditioning_clip=clip) for prompt in prompts()]
     films = engine(Denoiser(), is_video=True)
     settings = sampling(
-        num_frames=4, conditioning_frame_range=(1, 5), kernel=kernel, trained_steps=(0, 1), solver="dpm2"
+        num_frames=4, conditioning_frame_range=(1, 5), stochastic_solver=kernel, trained_steps=(0, 1), solver="dpm2"
     )
     longer = [replace(prompts()[0], conditioning_clip=torch.rand(3, 6, 4, 4))]
     with pytest.raises(DataError, match=r"a clip has latents of shape \(3, 6, 4, 4\) and what is drawn \(3, 4, 4, 4\)"):
@@ -293,5 +300,5 @@ def test_samples_are_decoded_one_by_one_on_a_gpu(device: str, sizes: list[int]) 
 
     model = SimpleNamespace(decode=decode, component_offload=SimpleNamespace(keep_on_device=keep_on_device))
     pixels = decode_latents(model, latents, torch.device(device))
-    assert torch.equal(pixels, to_bytes(latents[:, :3])) and seen == sizes
+    assert torch.equal(pixels, to_uint8_pixels(latents[:, :3])) and seen == sizes
     assert stays == [len(sizes)], "with policy.diffusers.offload the VAE moves once for all samples"

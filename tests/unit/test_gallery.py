@@ -47,7 +47,7 @@ def test_samples_name_the_files_of_what_was_drawn_with_their_rewards(tmp_path):
     with Image.open(tmp_path / lines[1]["media"][0]) as image:
         assert (np.asarray(image) == GREEN).all()
     add_samples(tmp_path / SAMPLES_FILE, 12, groups[:1])
-    assert gallery.newest_grid_file(tmp_path) == tmp_path / "visual_output" / "step_12" / "grid.png"
+    assert gallery.find_newest_grid(tmp_path) == tmp_path / "visual_output" / "step_12" / "grid.png"
 
 
 def test_samples_that_a_kill_or_an_editor_has_damaged_are_passed_over(tmp_path):
@@ -81,15 +81,15 @@ def test_a_video_is_written_whole_and_its_middle_frame_is_in_the_grid(tmp_path):
 def test_the_page_of_a_run_embeds_what_was_drawn(tmp_path):
     add_samples(tmp_path / SAMPLES_FILE, 4, [group_of(0, plain(RED), plain(GREEN))])
     line = LoggedSample(**json.loads((tmp_path / SAMPLES_FILE).read_text()), folder=str(tmp_path))
-    shown = sections.completion_media(line)
+    shown = sections.load_completion_media(line)
     assert [each["caption"] for each in shown] == ["0.250", "no valid reward"]
     content = base64.b64decode(re.fullmatch("data:image/png;base64,(.*)", shown[0]["uri"])[1])
     with Image.open(io.BytesIO(content)) as image:
         assert image.size == (96, 96)
         assert (np.asarray(image) == RED).all()
-    assert sections.completion_media(line.model_copy(update={"media": ["gone.png"]}))[0]["uri"] == ""
+    assert sections.load_completion_media(line.model_copy(update={"media": ["gone.png"]}))[0]["uri"] == ""
 
 
 def test_a_damaged_or_missing_gallery_is_none(tmp_path: Path):
-    assert gallery.newest_grid_file(tmp_path) is None
-    assert gallery.media_data_uri(tmp_path / "no.png") == ""
+    assert gallery.find_newest_grid(tmp_path) is None
+    assert gallery.encode_media_file(tmp_path / "no.png") == ""

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.costs import compute_run_cost, table_of_costs
+from cosmos_core.observe.costs import compute_run_cost, make_cost_table
 from cosmos_core.run.directory import claim_run, create_run, open_or_create_run, open_run
 from cosmos_core.run.gpu_time import (
     add_gpu_time_to_result,
@@ -58,7 +58,7 @@ def test_a_run_counts_what_was_thrown_away_and_not_what_it_took_over(tmp_path: P
     assert compute_run_gpu_seconds(run.path) == 2 * (100 + 50 + 10)
     assert [len(holds) for holds in read_run_gpu_intervals(run.path).values()] == [3]
     assert str(compute_run_cost(run.path)) == "3.200 for 0.089 GPU hours, budget 5.000"
-    columns = {column.header: [*column.cells] for column in table_of_costs(run.output_dir, 9).columns}
+    columns = {column.header: [*column.cells] for column in make_cost_table(run.output_dir, 9).columns}
     assert columns["cost"][-1] == "3.200"
 
 

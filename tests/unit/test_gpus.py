@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_core.errors import Preempted
 from cosmos_core.launch import gpus
-from cosmos_core.launch.gpus import hold_gpus, num_local_gpus
+from cosmos_core.launch.gpus import count_local_gpus, hold_gpus
 from cosmos_core.run.manifest import Result
 from tasks import stage
 from tasks.kinds import all_kinds
@@ -29,7 +29,7 @@ class Waited(Exception):
 @pytest.fixture(autouse=True)
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpus, "read_gpu_entries", lambda: {"3": "GPU-1-2", "GPU-7": "GPU-7-8"})
+    monkeypatch.setattr(gpus, "map_device_entries_to_uuids", lambda: {"3": "GPU-1-2", "GPU-7": "GPU-7-8"})
     yield
 
 
@@ -79,7 +79,7 @@ def test_where_there_are_fewer_than_it_needs_it_has_all_and_without_any_it_waits
     (tmp_path / "cache" / "cosmos-posttrain").write_text("no folder")
     with hold_gpus(1, refuse) as nothing:
         assert nothing == ({}, ()), "a lock cannot be made here"
-    monkeypatch.setattr(gpus, "read_gpu_entries", dict)
+    monkeypatch.setattr(gpus, "map_device_entries_to_uuids", dict)
     with hold_gpus(1, refuse) as nothing:
         assert nothing == ({}, ())
 
@@ -100,16 +100,16 @@ def test_they_are_taken_as_long_as_the_worker_lives_whatever_becomes_of_its_flow
 def test_a_stage_needs_what_its_ranks_and_engines_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds, mesh = all_kinds(), "policy.parallelism.dp_shard_size=2"
     recipe = load_recipe(tmp_path, mesh).recipes["sft"]
-    assert [num_local_gpus(kinds[name], recipe) for name in ("sft", "validate", "export", "prepare")] == [2, 2, 0, 0]
+    assert [count_local_gpus(kinds[name], recipe) for name in ("sft", "validate", "export", "prepare")] == [2, 2, 0, 0]
     parallelism = recipe.rollout.parallelism.model_copy(update={"n_init_replicas": 3, "tp_size": 2})
     rollout = recipe.rollout.model_copy(update={"parallelism": parallelism})
     apart = recipe.model_copy(update={"mode": "disaggregated", "rollout": rollout})
-    assert [num_local_gpus(kinds[name], apart) for name in ("rl", "validate")] == [8, 2]
+    assert [count_local_gpus(kinds[name], apart) for name in ("rl", "validate")] == [8, 2]
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
-    assert num_local_gpus(kinds["sft"], recipe) == 0, "Ray gives them"
+    assert count_local_gpus(kinds["sft"], recipe) == 0, "Ray gives them"
     shared = load_recipe(tmp_path).recipes["sft"].model_copy(update={"mode": "colocated_separated"})
-    assert num_local_gpus(kinds["rl"], shared) == 0, "engines apart make actors of one rank too"
-    assert num_local_gpus(kinds["sft"], load_recipe(tmp_path).recipes["sft"]) == 1, "one rank is no actor"
+    assert count_local_gpus(kinds["rl"], shared) == 0, "engines apart make actors of one rank too"
+    assert count_local_gpus(kinds["sft"], load_recipe(tmp_path).recipes["sft"]) == 1, "one rank is no actor"
 
 
 def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
@@ -121,7 +121,7 @@ def test_a_worker_sees_its_own_and_a_stage_that_waits_can_be_stopped(
         launched.append(found)
         raise Preempted("enough")
 
-    monkeypatch.setattr(gpus, "num_local_gpus", lambda kind, recipe: 1)
+    monkeypatch.setattr(gpus, "count_local_gpus", lambda kind, recipe: 1)
     monkeypatch.setattr(stage.worker, "run_attempt", launch)
     with hold_gpus(1, refuse), pytest.raises(Preempted, match="enough"):
         stage.run_stage(run, "first")

@@ -197,4 +197,4 @@ def test_dropout_and_router_losses_keep_every_completion(folder: Path, tmp_path:
     assert not routed.has_separate_gradients
     stage = trainer(dropout=0.1)  # a pipeline stage whose own layers have no dropout decides as the others do
     stage.adapter.mesh, stage.adapter.meta_copy, stage.adapter.model = object(), stage.adapter.model, torch.nn.Module()
-    assert not stage.has_separate_gradients and stage._find_weights_equal_to_policy(["reference"]) == []
+    assert not stage.has_separate_gradients and stage._find_sets_equal_to_policy(["reference"]) == []

@@ -86,7 +86,7 @@ def test_aesthetic_is_linear_layers_over_the_image_embedding(clip: Path, tmp_pat
     layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1)).eval()
     save_file({f"layers.{name}": value for name, value in layers.state_dict().items()}, tmp_path / "head.safetensors")
     reward = AestheticReward(RewardModelSettings(str(clip), options={"predictor": str(tmp_path / "head.safetensors")}))
-    embedded = reward._clip.embed_images([item.media for item in items()])
+    embedded = reward._clip_model.embed_images([item.media for item in items()])
     with torch.no_grad():
         expected = layers(embedded)[:, 0].tolist()
     assert reward.score(items())["aesthetic"] == pytest.approx(expected, abs=1e-6)

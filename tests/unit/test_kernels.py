@@ -119,7 +119,7 @@ def test_the_export_of_a_model_with_kernels_of_liger_is_computed_without_them(
     adapter = CausalLM(model, train, InputProcessing(0, tokenizer=load_tokenizer(str(folder))))
     monkeypatch.setattr(causal_lm, "verify_export", lambda model, *_, **__: [model(input_ids=IDS).logits])
     export = adapter.export(tmp_path / "export")
-    assert export is not None and torch.equal(export.checks[0], exact) and moves == ["cpu"]
+    assert export is not None and torch.equal(export.passed_checks[0], exact) and moves == ["cpu"]
     assert namespace["apply_rotary_pos_emb"] is rotate
 
 

@@ -21,8 +21,8 @@ from cosmos_core.launch.clean import _may_be_running
 from cosmos_core.launch.reap import _has_lost_launcher
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import print_status
-from cosmos_core.observe.record import read_run, time_breakdown
-from cosmos_core.observe.resuming import resume_instructions
+from cosmos_core.observe.record import compute_time_breakdown, read_run
+from cosmos_core.observe.resuming import make_resume_instructions
 from cosmos_core.observe.runs import is_run_inactive
 from cosmos_core.run.directory import Run, claim_run, create_run
 from cosmos_core.run.liveness import (
@@ -176,7 +176,7 @@ def test_a_run_that_was_killed_before_its_first_stage_or_between_two_died(tmp_pa
         flow.kill()
     began = formatting.format_time(read_run(run.path).start_info.started)
     assert f"died after {began}, resume with: cosmos resume {run.path}" in status(run)
-    assert time_breakdown(read_run(run.path))["wall"] == 0.0, "its time does not grow after its death"
+    assert compute_time_breakdown(read_run(run.path))["wall"] == 0.0, "its time does not grow after its death"
     update_state(run.stage_path("first"), state="done", ended=MOMENT)
     assert "died after 2025-10-09 20:14, resume with: " in status(run)
     with claim_run(run):
@@ -218,9 +218,9 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
 
 def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tmp_path: Path) -> None:
     run = training(tmp_path, state="stopped", saved=None)
-    assert resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
+    assert make_resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
     update_state(run.stage_path("sft"), checkpoint_step=13)
-    assert resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
+    assert make_resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
 
 
 def test_a_flow_in_python_that_was_asked_to_stop_between_two_stages_is_stopped(

@@ -185,7 +185,7 @@ def interrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_result_names_the_best_step(plain: tuple[Stage, TrainingResult]) -> None:
     at, trained = plain
-    assert trained.best == BestStep(6, "validation/loss", trained.metrics["validation/loss"])  # every step lowers it
+    assert trained.best_step == BestStep(6, "validation/loss", trained.metrics["validation/loss"])  # all steps lower it
     assert export_trained(at, trained).info["best"] == named(at)
 
 

@@ -25,7 +25,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights, load_model, load_tokenizer
 from cosmos_core.models.lora import add_adapter, merge_adapter, merged_state_dict, needs_base_weights, save_adapter
 from cosmos_core.models.verify_export import verify_export
 from cosmos_core.run.progress import ProgressWriter, read_metrics
@@ -188,7 +188,7 @@ def test_a_tied_head_that_is_trained_whole_stays_tied(tied_folder: Path, tmp_pat
     model = ours(tied_folder, {"modules_to_save": [name]})
     assert sum("modules_to_save" in n for n, p in model.named_parameters() if p.requires_grad) == 1
     step(model, tmp_path)
-    weights = dict(named_weights(model))
+    weights = dict(iter_checkpoint_weights(model))
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     export_model(model, load_tokenizer(str(tied_folder)), tmp_path / "m", dtype=None)
     assert "lm_head.weight" not in load_file(tmp_path / "m/model.safetensors")
@@ -292,7 +292,8 @@ def test_rollouts_follow_the_adapter(task: Path, tmp_path: Path) -> None:
     stage = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
     model = train(stage).adapter.model
     assert model is not None
-    trained, base = dict(named_weights(model))[QUERIES], load_file(task / "task/model/model.safetensors")[QUERIES]
+    trained = dict(iter_checkpoint_weights(model))[QUERIES]
+    base = load_file(task / "task/model/model.safetensors")[QUERIES]
     assert (trained - base).abs().max() > 1e-3
     for line in read_metrics(stage.path / "metrics.jsonl"):
         assert 0 < line["rollout/logprob_difference_max"] < 1e-4

@@ -12,7 +12,7 @@ import transformers
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.hf import load_model, named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights, load_model
 from cosmos_core.models.lora import add_adapter, save_adapter
 from cosmos_core.models.lora_targets import adapted_layers, describe_adapter
 from tests.unit.test_lora import disturb, logits, ours
@@ -222,7 +222,7 @@ def test_weights_that_are_reversed_by_their_shape_are_written_with_an_adapter(tm
     model = transformers.Qwen3VLMoeForConditionalGeneration(
         transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
     )
-    expected = dict(named_weights(model))
+    expected = dict(iter_checkpoint_weights(model))
     add_adapter(model, LoraConfig(r=2, target_modules=("gate_proj", "up_proj", "down_proj")))
-    found = dict(named_weights(model))  # a new adapter changes nothing
+    found = dict(iter_checkpoint_weights(model))  # a new adapter changes nothing
     assert found.keys() == expected.keys() and all(torch.equal(expected[name], found[name]) for name in expected)

@@ -44,7 +44,7 @@ def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest
     monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
     outcomes: list[tuple[bool, Any]] = [(True, "of the first"), (True, "of the second")]
     members = [
-        SimpleNamespace(read_outcome=SimpleNamespace(remote=lambda outcome=outcome: outcome)) for outcome in outcomes
+        SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda outcome=outcome: outcome)) for outcome in outcomes
     ]
     ray = Ray()
     assert (
@@ -57,7 +57,7 @@ def test_a_rank_whose_reply_is_lost_is_asked_for_its_outcome(monkeypatch: pytest
 def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_REPLY_SECONDS", 0.0)
     outcome = (False, group.StageFailed("no room"))
-    member = SimpleNamespace(read_outcome=SimpleNamespace(remote=lambda: outcome))
+    member = SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda: outcome))
     with pytest.raises(group.StageFailed, match="no room"):
         group._wait_for_ranks(Ray(), [member], ["call"], lambda: False, None, owns_cluster=True)
 
@@ -70,7 +70,7 @@ def test_a_cluster_of_the_stages_own_that_has_died_ends_it_and_another_is_waited
     monkeypatch.setattr(group, "_REPLY_SECONDS", 1.0 if is_embedded else 0.0)
     ray = Ray()
     ray.has_died = True
-    member = SimpleNamespace(read_outcome=SimpleNamespace(remote=lambda: (True, "done")))
+    member = SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda: (True, "done")))
     if is_embedded:
         with pytest.raises(group.StageFailed, match="a retry starts another one"):
             group._wait_for_ranks(ray, [member], ["call"], lambda: False, None, owns_cluster=True)

@@ -24,7 +24,7 @@ from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.order import Mixture, batch_positions
 from cosmos_core.data.prepared import get_split_path, read_mixture
 from cosmos_core.errors import DataError
-from cosmos_core.run.hub import with_setting
+from cosmos_core.run.hub import replace_setting
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
 from tests.unit.run_folder import fingerprint_of
@@ -42,7 +42,7 @@ def test_epochs_have_each_data_set_by_weight_and_each_row_before_any_again(
     mixture = Mixture(tuple(map(str, range(len(sizes)))), tuple(sizes), tuple(weights))
     num_rows, total = sum(sizes), sum(weights)
     stream = np.concatenate([mixture.epoch_order(3, epoch, shuffle) for epoch in range(4)])
-    labels = [mixture.source_label(int(row)) for row in stream]
+    labels = [mixture.get_source_label(int(row)) for row in stream]
     for epoch in range(4):
         counts = Counter(labels[epoch * num_rows : (epoch + 1) * num_rows])
         assert sum(counts.values()) == num_rows
@@ -176,10 +176,10 @@ def test_a_wrong_row_of_any_data_set_is_found_before_the_run(task: Path, tmp_pat
     bad = write(tmp_path / "bad.jsonl", [{"ask": 3}])
     for program in (quick_check.run, prepare.run):
         with pytest.raises(DataError, match=r"bad\.jsonl:1: "):
-            config = with_setting(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
+            config = replace_setting(mixed(task, "grpo"), "train.train_policy.datasets.1.name", bad)
             program(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
     with pytest.raises(DataError, match=r"datasets\.0\.name = .*does not exist"):
-        config = with_setting(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
+        config = replace_setting(mixed(task, "grpo"), "train.train_policy.datasets.0.name", str(tmp_path / "no.jsonl"))
         quick_check.run(make_stage(tmp_path / "s", "prepare", config, task / "task/model"))
 
 

@@ -32,7 +32,7 @@ from transformers import (
 
 from cosmos_core.errors import ModelError
 from cosmos_core.models.base import has_dropout
-from cosmos_core.models.hf import check_row_length, load_config, load_model, load_tokenizer, named_weights
+from cosmos_core.models.hf import check_row_length, iter_checkpoint_weights, load_config, load_model, load_tokenizer
 from cosmos_core.models.recompute import RecomputeMode
 from cosmos_core.models.sharded_load import init_on_meta
 from tests.unit.tiny_model import save_tiny_model
@@ -55,7 +55,7 @@ def load(folder: Path) -> PreTrainedModel:
 def test_a_loaded_model_has_the_bytes_of_the_file_and_uses_sdpa(folder: Path) -> None:
     model = load_model(str(folder), dtype=torch.float32)
     stored = load_file(folder / "model.safetensors")
-    loaded = dict(named_weights(model))
+    loaded = dict(iter_checkpoint_weights(model))
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config._attn_implementation == "sdpa"
     assert set(loaded) == {*stored, "lm_head.weight"}  # the file leaves the tied tensor out
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.train.named_weights import MovingAverage, NamedWeights
+from cosmos_core.train.weight_sets import MovingAverage, WeightSets
 
 
 def move(model: torch.nn.Linear, value: float) -> torch.nn.Linear:
@@ -22,7 +22,7 @@ def single_weight(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
 def averages(values: list[float], **settings: object) -> list[float]:
     """The average after each step, whose weight is given; before the first it is 1."""
     model = single_weight()
-    named = NamedWeights(model)
+    named = WeightSets(model)
     average = MovingAverage(named, TrainConfig.model_validate({"ema_enable": True, **settings}))
     found = []
     for count, value in enumerate(values, start=1):
@@ -57,7 +57,7 @@ def test_the_decay_rises_with_the_step_up_to_its_bound() -> None:
 
 def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_it() -> None:
     model = single_weight()
-    named = NamedWeights(model)
+    named = WeightSets(model)
     average = MovingAverage(named, TrainConfig(ema_enable=True))
     move(model, 2.0)
     average.update(1)
@@ -73,7 +73,7 @@ def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_i
 
 def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     model = single_weight(torch.bfloat16)
-    named = NamedWeights(model)
+    named = WeightSets(model)
     average = MovingAverage(named, TrainConfig(ema_enable=True, ema_decay=0.9999))
     move(model, 2.0)
     average.update(100_000)
@@ -82,12 +82,12 @@ def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
 
 def test_an_old_policy_follows_weights_in_bfloat16() -> None:
     model = single_weight(torch.bfloat16)
-    named = NamedWeights(model)
+    named = WeightSets(model)
     named.add("old")
     assert named.equals_policy("old")
     move(model, 2.0)
     for _ in range(2000):
-        named.lerp("old", 0.001)
+        named.move_towards_policy("old", 0.001)
     assert 2 - named.tensors["old"]["weight"].item() == pytest.approx(0.999**2000, rel=1e-3)
     assert not named.equals_policy("old")
 
@@ -95,14 +95,14 @@ def test_an_old_policy_follows_weights_in_bfloat16() -> None:
 def test_frozen_weights_have_no_average() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
     model[1].requires_grad_(False)
-    named = NamedWeights(model)
+    named = WeightSets(model)
     MovingAverage(named, TrainConfig(ema_enable=True))
     assert list(named.tensors["ema"]) == ["0.weight", "0.bias"]
 
 
 def test_the_reference_is_what_the_policy_was() -> None:
     model = single_weight()
-    named = NamedWeights(model)
+    named = WeightSets(model)
     named.add("reference")
     with named.use_weights("reference"):
         assert model.weight.item() == 1.0
@@ -110,6 +110,6 @@ def test_the_reference_is_what_the_policy_was() -> None:
     with named.use_weights("reference"):
         assert model.weight.item() == 1.0
     assert (model.weight.item(), named.tensors["reference"]["weight"].item()) == (2.0, 1.0)
-    named.reset("reference")
+    named.copy_from_policy("reference")
     with named.use_weights("reference"):
         assert model.weight.item() == 2.0

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cosmos_core.observe import formatting
-from cosmos_core.observe.console import ProgressDisplay, sparkline
+from cosmos_core.observe.console import ProgressDisplay, draw_sparkline
 from cosmos_core.run.progress import ProgressRecord
 
 
@@ -209,9 +209,9 @@ def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
 
 
 def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -> None:
-    assert sparkline([0.0, 7.0]) == "▁█" and sparkline([2.0]) == "" and sparkline([1.0, 1.0]) == "▁▁"
-    assert sparkline([float(i) for i in range(8)]) == "▁▂▃▄▅▆▇█"
-    long = sparkline([abs(i - 500.0) for i in range(1001)])
+    assert draw_sparkline([0.0, 7.0]) == "▁█" and draw_sparkline([2.0]) == "" and draw_sparkline([1.0, 1.0]) == "▁▁"
+    assert draw_sparkline([float(i) for i in range(8)]) == "▁▂▃▄▅▆▇█"
+    long = draw_sparkline([abs(i - 500.0) for i in range(1001)])
     assert len(long) == 12 and long[0] == long[-1] == "█" and long[5] == long[6] == "▁"
 
 

@@ -16,7 +16,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.observe import report
 from cosmos_core.observe.console import print_status, print_summary
-from cosmos_core.observe.record import busy_seconds, model_loading_code, read_run
+from cosmos_core.observe.record import compute_busy_seconds, read_run, render_loading_code
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
@@ -141,8 +141,8 @@ def test_worker_time_of_parallel_stages_is_not_counted_twice_and_that_of_an_earl
     run: Path,
 ) -> None:
     covered = {begins + second for _, _, _, begins, seconds, *_ in STAGES for second in range(int(seconds))}
-    assert busy_seconds(read_run(run), STARTED) == len(covered) == 240
-    assert busy_seconds(read_run(run), STARTED + 219) == 16 + 11
+    assert compute_busy_seconds(read_run(run), STARTED) == len(covered) == 240
+    assert compute_busy_seconds(read_run(run), STARTED + 219) == 16 + 11
 
 
 def test_a_pause_before_a_resume_is_neither_time_of_the_stage_nor_overhead(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_pause_before_a_resume_is_neither_time_of_the_stage_nor_overhead(tmp_p
     record = read_run(run)
     stage = next(stage for stage in record.stages if stage.name == "sft")
     assert stage.seconds == 12
-    assert (busy_seconds(record, STARTED), busy_seconds(record, STARTED + 3600)) == (12, 7)
+    assert (compute_busy_seconds(record, STARTED), compute_busy_seconds(record, STARTED + 3600)) == (12, 7)
 
 
 def test_the_summary_says_why_rows_were_skipped(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(run: Path) -> 
     ]  # fmt: skip
     assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
     assert f"model                      {model}" in lines
-    assert f"load it with               {model_loading_code(model)}" in lines
+    assert f"load it with               {render_loading_code(model)}" in lines
     assert f"try it with                cosmos try {os.path.relpath(run)}" in lines
 
 
@@ -191,7 +191,7 @@ def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -
 
 
 def test_the_loading_line_is_python_that_names_the_folder() -> None:
-    line = model_loading_code(Path("/some where/it's"))
+    line = render_loading_code(Path("/some where/it's"))
     compile(line, "line", "exec")
     assert line.endswith('from_pretrained("/some where/it\'s")')
 

@@ -50,10 +50,10 @@ def test_equal_models_are_rarely_promoted_and_planted_differences_are_found(marg
         return float(np.mean([each.p_value(margin) <= 1 - CONFIDENCE for each in retrainings(change, seed=1)]))
 
     assert rate(margin) <= binom.ppf(0.999, NUM_DRAWS, 1 - CONFIDENCE) / NUM_DRAWS
-    detectable = float(np.mean([each.describe(CONFIDENCE)["detectable"] for each in retrainings(margin, seed=2)]))
+    detectable = float(np.mean([each.summarize(CONFIDENCE)["detectable"] for each in retrainings(margin, seed=2)]))
     assert 0.72 <= rate(margin + detectable) <= 0.9  # promised: 80 of 100
     assert rate(margin - 0.02) <= 0.02
-    low_high = [each.describe(CONFIDENCE) for each in retrainings(0.02, seed=3)]
+    low_high = [each.summarize(CONFIDENCE) for each in retrainings(0.02, seed=3)]
     assert 0.92 <= np.mean([each["low"] <= 0.02 <= each["high"] for each in low_high]) <= 0.99
 
 
@@ -213,5 +213,5 @@ def test_other_items_are_not_compared(tmp_path: Path) -> None:
     for other in ("b", "c", "missing"):
         assert compare_items("evaluation/a/acc", tmp_path / "a", tmp_path / other) is None
     same = compare_items("evaluation/a/acc", tmp_path / "a", tmp_path / "a")
-    assert same is not None and same.differences == (0.0, 0.0)
+    assert same is not None and same.item_differences == (0.0, 0.0)
     assert compare_items("evaluation/a/f1", tmp_path / "a", tmp_path / "a") is None

@@ -218,7 +218,7 @@ def test_a_reward_service_that_still_loads_when_its_stage_ends_is_cancelled(
     """It has no block yet whose removal would end it, and would hold its GPUs until the end of the flow run."""
     server: Any = Services({} if is_loaded else None)
     monkeypatch.setattr(stage_rewards, "get_client", lambda sync_client: server)
-    monkeypatch.setattr(stage_rewards, "_start_flow_run", lambda *_: uuid.uuid4())
+    monkeypatch.setattr(stage_rewards, "_start_service_run", lambda *_: uuid.uuid4())
     monkeypatch.setattr(stage_rewards, "read_service_variables", lambda *_: server.block)
     monkeypatch.setattr(stage_rewards, "delete_service_block", lambda *_: None)
     monkeypatch.setattr(stage_rewards, "_LOAD_TIMEOUT_SECONDS", -1.0)
@@ -260,7 +260,7 @@ def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_mach
     found, was_reused = remote_stage.run_remote_stage(run, run.pipeline.stage("first"))  # no server
     assert was_reused and found["fingerprint"] == "f" * 64
     again = pooled(tmp_path, "two")
-    assert plan_stages(again.pipeline, again.pipeline.kinds, again.output_dir)["first"].action == "adopt"
+    assert plan_stages(again.pipeline, again.pipeline.stage_kinds, again.output_dir)["first"].action == "adopt"
     found, was_reused = remote_stage.run_remote_stage(again, again.pipeline.stage("first"))
     assert was_reused and found["metrics"] == {"count": 2.0}
     assert read_state(again.stage_path("first")).state == "reused"

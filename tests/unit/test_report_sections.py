@@ -15,14 +15,14 @@ from cosmos_core.observe import report
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import (
+    compute_reward_bins,
+    format_stage_metrics,
+    make_resource_rows,
+    make_sample_table,
+    make_summary_cards,
     make_validation_metrics_table,
-    resource_rows,
-    reward_bins,
-    sample_table,
-    stage_metric_texts,
-    summary_cards,
 )
-from cosmos_core.observe.trained import sample_rows, training_properties
+from cosmos_core.observe.trained import decode_sample_rows, list_training_properties
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
 from tests.unit.tiny_model import save_tiny_model
 
@@ -53,7 +53,7 @@ def test_a_hundred_metrics_of_a_stage_are_shown_and_those_of_validation_first(tm
     metrics = {f"mine/{i}": 1.0 for i in range(100)} | {"validation/loss": 0.5}
     write(file, {**json.loads(file.read_text()), "metrics": metrics})
     [sft] = [stage for stage in read_run(file.parents[2]).stages if stage.name == "sft"]
-    shown = stage_metric_texts(sft)
+    shown = format_stage_metrics(sft)
     assert (len(shown), shown[0]) == (100, ("validation/loss", "0.500"))
 
 
@@ -64,14 +64,14 @@ def test_the_log_prob_difference_is_one_card_and_the_stages_are_those_of_the_gra
     metrics = {**result["metrics"], "rollout/logprob_difference_p95": 4e-6}
     write(run / "stages" / name / "result.json", {**result, "metrics": metrics})
     record = read_run(run)
-    shown = summary_cards(record)
+    shown = make_summary_cards(record)
     assert [value for key, value in shown if "log-prob" in key] == ["≤ 4.0e-06"]
     assert dict(shown)["stages finished"] == "9 of 9" and len(record.stages) == 9
     write(run / "stages" / "report" / "state.json", {"state": "waiting"})
-    assert dict(summary_cards(read_run(run)))["stages finished"] == "8 of 9"
+    assert dict(make_summary_cards(read_run(run)))["stages finished"] == "8 of 9"
     (run / "stages" / name / "result.json").unlink()
     write(run / "stages" / name / "progress.json", {"metrics": {"rollout/logprob_difference_p95": None}})
-    assert "log-prob difference, p95" not in dict(summary_cards(read_run(run)))
+    assert "log-prob difference, p95" not in dict(make_summary_cards(read_run(run)))
 
 
 def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_rewards_of_a_training_are_spread_over_bins_early_and_late(tmp_path:
     lines = [{"step": s, "prompt": "p", "reward": r} for s, r in ((1, 0.0), (2, 0.1), (3, 1.0), (4, 1.0), (4, None))]
     write_lines(run / "stages/grpo/samples.jsonl", lines)
     [grpo] = [stage for stage in read_run(run).stages if stage.name == "grpo"]
-    bins = reward_bins(grpo)
+    bins = compute_reward_bins(grpo)
     counts = [(each["num_first_half"], each["num_second_half"]) for each in bins]
     assert counts == [(1, 0), (1, 0), *[(0, 0)] * 7, (0, 2)]
     assert (bins[0]["first"], bins[-1]["last"], bins[-1]["high"]) == (50.0, 100.0, 1.0)
@@ -91,7 +91,7 @@ def test_the_page_says_what_each_stage_used(tmp_path: Path) -> None:
     write(run / "stages/sft/facts.json", [{"host": "node-3", "gpus": ["NVIDIA H100"], "threads": 8}] * 2)
     write_lines(run / "stages/sft/metrics.jsonl",
                 [{"step": s, "throughput/tokens_per_second": 100.0 * s} for s in (1, 2, 3)])  # fmt: skip
-    used = {use["stage"].name: use for use in resource_rows(read_run(run))}
+    used = {use["stage"].name: use for use in make_resource_rows(read_run(run))}
     assert used["sft"]["gpu_hours"] == pytest.approx(2 * 61 / 3600)
     assert (used["sft"]["tokens_per_second"], used["sft"]["size"]) == (200.0, 3_660_000)
     assert "prepare" not in used, "it was reused"
@@ -111,7 +111,7 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     rows = "overrides.train.train_policy.dataset.name = 'rows.csv'\n"
     (run / "pipeline.toml").write_text(text.replace('kind = "prepare"\n', f'kind = "prepare"\n{rows}'))
     write(run / "stages/prepare/data/statistics.json", {"train": {"rows": 90}, "validation": {"rows": 10}})
-    [(stage, facts)] = training_properties(read_run(run))
+    [(stage, facts)] = list_training_properties(read_run(run))
     found = dict(facts)
     assert (stage.name, found["base model"]) == ("sft", "Qwen/Qwen3-0.6B")
     assert found["data"] == "rows.csv, 90 rows, 10 rows held out"
@@ -120,7 +120,7 @@ def test_the_page_says_what_was_trained_from_what_and_how(tmp_path: Path) -> Non
     text = (run / "pipeline.toml").read_text()
     rates = "seed = 0, optm_lr = { global = 1e-5, lm_head = 2e-6 }"
     (run / "pipeline.toml").write_text(text.replace("optm_lr = 1e-5", rates))
-    [(_, facts)] = training_properties(read_run(run))
+    [(_, facts)] = list_training_properties(read_run(run))
     found = dict(facts)
     assert found["learning rate"] == "1e-05 for global, 2e-06 for lm_head, AdamW, cosine decay"
     assert found["seed"] == "0"
@@ -145,7 +145,7 @@ def test_the_page_names_the_rewards_and_the_weights_that_were_trained(
     text = (run / "pipeline.toml").read_text()
     settings = f"overrides.policy.trainable_map = {{ visual = false }}\noverrides.train.train_policy = {{ {policy} }}\n"
     (run / "pipeline.toml").write_text(text.replace('kind = "rl"\n', f'kind = "rl"\n{settings}'))
-    [(_, facts)] = training_properties(read_run(run))
+    [(_, facts)] = list_training_properties(read_run(run))
     assert (dict(facts)["reward"], dict(facts)["trains"]) == (rewards, "some weights")
 
 
@@ -160,7 +160,7 @@ def test_what_was_measured_before_the_first_step_is_before_what_was_measured_aft
     [loss] = [row for row in rows if row["name"] == "loss"]
     assert loss["values"] == [3.1, 4.1, 0.44, 0.45, 0.52] and loss["change"] == "-2.580"
     assert loss["verdict"] == "better" and "before sft" in report.build_report(run)
-    columns = sample_table(read_run(run))["columns"]
+    columns = make_sample_table(read_run(run))["columns"]
     assert [name for name in columns if name.startswith("before")] == ["before sft", "before grpo"]
 
 
@@ -173,12 +173,12 @@ def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> Non
     ids = AutoTokenizer.from_pretrained(folder)
     prompt, response = (ids(part)["input_ids"] for part in ("Two <b> and two?", " Four."))
     columns = {"input_ids": [prompt + response], "loss_mask": [[0] * len(prompt) + [1] * len(response)]}
-    assert sample_rows(read_run(run)) == [], "there are no rows yet"
+    assert decode_sample_rows(read_run(run)) == [], "there are no rows yet"
     table = pa.table({**columns, "place": ["rows.csv:1"]})
     (run / "stages/prepare/data").mkdir()
     with pa.ipc.new_file(str(run / "stages/prepare/data/train.arrow"), table.schema) as out:
         out.write_table(table)
-    [(stage, row)] = sample_rows(read_run(run))
+    [(stage, row)] = decode_sample_rows(read_run(run))
     assert (stage.name, row) == ("sft", [("Two <b> and two?", False), (" Four.", True)])
     page = report.build_report(run)
     assert '<span>Two &lt;b&gt; and two?</span><span class="learned"> Four.</span>' in page
@@ -187,7 +187,7 @@ def test_the_page_shows_which_tokens_of_a_row_are_learned(tmp_path: Path) -> Non
         [file] = run.rglob(wrong)
         whole = file.read_bytes()
         file.write_bytes(whole[:200])
-        assert sample_rows(read_run(run)) == [] and "What the loss includes" not in report.build_report(run)
+        assert decode_sample_rows(read_run(run)) == [] and "What the loss includes" not in report.build_report(run)
         file.write_bytes(whole)
 
 
@@ -200,7 +200,7 @@ def test_the_page_names_the_digests_of_data_and_model(tmp_path: Path) -> None:
         file = run / "stages" / stage / "result.json"
         sources = [{"kind": kind, "name": kind, "digest": letter * 64} for kind, letter in letters.items()]
         write(file, {**json.loads(file.read_text()), "sources": sources})
-    [(_, facts)] = training_properties(read_run(run))
+    [(_, facts)] = list_training_properties(read_run(run))
     assert dict(facts)["digest of the model"] == "a" * 12 and dict(facts)["digest of the data"] == "b" * 12
 
 

@@ -11,7 +11,7 @@ from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, record_failure, update_state
 from cosmos_core.worker.program import _report_crash
-from tasks.remote_stage import backoff_seconds
+from tasks.remote_stage import compute_backoff_seconds
 from tasks.stage import _record_launcher, should_retry
 from tests.unit.run_folder import counting_run
 
@@ -59,4 +59,4 @@ def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, 
 
 
 def test_the_pause_between_attempts_is_bounded_however_many_have_failed() -> None:
-    assert [backoff_seconds(number) for number in (1, 2, 6, 7, 5000)] == [1.0, 2.0, 32.0, 60.0, 60.0]
+    assert [compute_backoff_seconds(number) for number in (1, 2, 6, 7, 5000)] == [1.0, 2.0, 32.0, 60.0, 60.0]

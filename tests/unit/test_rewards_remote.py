@@ -244,7 +244,7 @@ def test_it_beats_while_it_waits_and_stops_when_that_raises(monkeypatch: pytest.
         raise KeyboardInterrupt
 
     with serving(on_pull=never) as server, pytest.raises(KeyboardInterrupt):
-        RemoteRewards(config(timeout_seconds=60.0), server.service, beat=beat).score(images(1))
+        RemoteRewards(config(timeout_seconds=60.0), server.service, on_wait=beat).score(images(1))
 
 
 def test_a_ping_is_a_form_with_json() -> None:

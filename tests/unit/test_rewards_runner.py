@@ -182,7 +182,7 @@ def test_a_child_sees_no_secret_but_those_that_are_named_and_shows_none(act, cap
     monkeypatch.setenv("SERVICE_KEY", "named_secret")
     secrets = f"{act.rpartition(':')[0]}:secrets"
     words = ["unnamed_secret", "login_secret", "something", "named_secret", "PATH= HOME="]
-    scores = scored({secrets: 1.0}, *words, "tell", env=("SERVICE_KEY",))
+    scores = scored({secrets: 1.0}, *words, "tell", env_names=("SERVICE_KEY",))
     assert [score.value for score in scores] == [0, 0, 0, 1, 2, None]
     assert scores[-1].error.startswith("secrets: ValueError: *** (")
     said = capfd.readouterr().err
@@ -338,7 +338,7 @@ def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act, monke
         if stop:
             raise Stop
 
-    with RewardRunner({act: 1.0}, timeout_seconds=7200, num_workers=2, beat=beat) as runner:
+    with RewardRunner({act: 1.0}, timeout_seconds=7200, num_workers=2, on_wait=beat) as runner:
         stop.append(True)
         with pytest.raises(Stop):
             runner.score(requests(*["hang"] * 2, *["1" * 1000] * 500))

@@ -179,7 +179,7 @@ def test_nothing_is_scored_after_the_end(tmp_path: Path) -> None:
         source.next_groups(0)
         source.close()
         assert sum(begun) <= 1, "more than what was about to begin"
-        assert source._thread is not None and not source._thread.is_alive()
+        assert source._rollout_thread is not None and not source._rollout_thread.is_alive()
 
 
 def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_path: Path) -> None:

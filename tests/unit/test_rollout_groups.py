@@ -20,7 +20,7 @@ from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import publish
 from cosmos_core.rollout.base import Bucket, EngineSettings, EngineWrapper, LoadReceipt, WeightReceiver, generate
 from cosmos_core.rollout.groups import FilteredGroupSource, SyncGroupSource, check_scores
-from cosmos_core.rollout.publish import WeightPublisher, probe_tokens
+from cosmos_core.rollout.publish import WeightPublisher, make_probe_token_ids
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.pass_rates import PassRates
@@ -192,7 +192,7 @@ def test_prompts_that_end_before_anything_was_learned_fail_the_stage(tmp_path: P
 def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     def rates(feed: RolloutFeed, name: str) -> list[dict[str, Any]]:
         (tmp_path / name).mkdir()
-        feed.write_records(tmp_path / name)
+        feed.write_pass_rates(tmp_path / name)
         return [json.loads(line) for line in (tmp_path / name / "pass_rates.jsonl").read_text().splitlines()]
 
     whole, first, second = (dynamic_feed(tmp_path, 0.5) for _ in range(3))
@@ -290,7 +290,7 @@ def test_all_weights_are_sent_in_buckets_by_reference_and_tied_ones_by_both_name
     assert len(engine.sizes) > 2 and max(engine.sizes) <= 100_000
     assert sum(engine.sizes) == sum(p.nbytes for p in sender.model.parameters())
     fused = [n for n in state if "layers.0.self_attn." in n and n.endswith("proj.weight")]
-    whole = publish._make_module_units(sender.model)
+    whole = publish._group_weights_by_module(sender.model)
     assert len({id(unit) for unit in whole for name in fused if name in unit.key_by_name}) == 1, (
         "they are fused by engines"
     )
@@ -350,7 +350,7 @@ def test_the_first_load_is_probed_and_then_one_in_so_many_versions(folder: Path)
     for off in (0.01, float("nan")):
         with pytest.raises(StageFailed, match="engine and trainer differ by"):
             publisher(folder, Recording(off=off)).publish(1)
-    assert len(set(zip(probe_tokens(260), probe_tokens(260)[1:], strict=False))) == 15
+    assert len(set(zip(make_probe_token_ids(260), make_probe_token_ids(260)[1:], strict=False))) == 15
 
 
 ENGINE = """

@@ -217,7 +217,7 @@ def test_deterministic_training_leaves_sampling_possible_on_a_gpu(
         return forward(*arguments)
 
     monkeypatch.setattr(engine, "_forward", look)
-    monkeypatch.setattr(engine, "_beat", lambda: beats.append(None))
+    monkeypatch.setattr(engine, "_send_heartbeat", lambda: beats.append(None))
     torch.use_deterministic_algorithms(True)
     try:
         [group] = generate(engine, PROMPTS[:1], Sampling(num_completions=1, max_tokens=3, seed=1), 0)

@@ -73,7 +73,7 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     run = create_run(load_recipe(tmp_path))
     for stage in ("prepare", "sft"):
         finish(run, stage)
-    decisions = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir)
+    decisions = plan_stages(run.pipeline, run.pipeline.stage_kinds, run.output_dir)
     assert {decisions[stage].action for stage in ("prepare", "sft")} == {"adopt"}
     file = tmp_path / name
     status = file.stat()
@@ -84,9 +84,9 @@ def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) ->
     settle(file)
     DigestCache(cache).digest_file(file)
     cache.write_text(cache.read_text().replace(sha256(content[:-1] + "?"), sha256(content)))
-    quick = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir)
+    quick = plan_stages(run.pipeline, run.pipeline.stage_kinds, run.output_dir)
     assert {quick[stage].action for stage in ("prepare", "sft")} == {"adopt"}, "the cache is believed"
-    thorough = plan_stages(run.pipeline, run.pipeline.kinds, run.output_dir, ignores_cache=True)
+    thorough = plan_stages(run.pipeline, run.pipeline.stage_kinds, run.output_dir, ignores_cache=True)
     assert "run" in {thorough[stage].action for stage in ("prepare", "sft")}
     again = replace(open_run(run.path, all_kinds()), should_verify_files=True)
     assert again.digest_cache.digest_file(file) == sha256(content[:-1] + "?")

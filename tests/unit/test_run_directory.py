@@ -73,7 +73,7 @@ def test_runs_that_begin_in_the_same_second_are_all_made_and_all_listed(tmp_path
         "for _ in range(3): create_run(pipeline)\n"
     )
     pipeline = counting_run(tmp_path).pipeline
-    other = subprocess.Popen([sys.executable, "-c", program, str(pipeline.source)], cwd=Path(__file__).parents[2])
+    other = subprocess.Popen([sys.executable, "-c", program, str(pipeline.source_path)], cwd=Path(__file__).parents[2])
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: create_run(pipeline), range(4)))
     assert other.wait(timeout=120) == 0
@@ -89,7 +89,7 @@ def test_a_run_id_that_is_taken_gets_a_suffix(tmp_path: Path) -> None:
     names = [create_run(pipeline, run_id="mine").id for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
     with pytest.raises(ConfigError, match=r"run_id = 'mine' is taken in .*; wait if a process runs it"):
-        create_run(pipeline, run_id="mine", is_name_fixed=True)  # another process made it after the first look
+        create_run(pipeline, run_id="mine", requires_exact_id=True)  # another process made it after the first look
 
 
 def test_a_run_id_is_a_plain_name(tmp_path: Path) -> None:

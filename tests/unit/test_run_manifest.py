@@ -173,7 +173,7 @@ def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_p
 
 
 def planned(folder: Path, pipeline: Pipeline) -> dict[str, tuple[str, str]]:
-    decisions = plan_stages(pipeline, pipeline.kinds, folder / "outputs")
+    decisions = plan_stages(pipeline, pipeline.stage_kinds, folder / "outputs")
     return {name: (decision.action, decision.reason) for name, decision in decisions.items()}
 
 
@@ -272,7 +272,7 @@ def test_a_plan_starts_nothing_that_looks_at_the_outside_world_from_memory(tmp_p
     text = (tmp_path / "counting.toml").read_text()
     gate = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = "count > 1"\n'
     (tmp_path / "counting.toml").write_text(text + gate)
-    pipeline = load_pipeline(tmp_path / "counting.toml", (), run.pipeline.kinds)
+    pipeline = load_pipeline(tmp_path / "counting.toml", (), run.pipeline.stage_kinds)
     finish(run, "first")
     finish(run, "second")
     assert planned(tmp_path, pipeline)["gate"] == ("run", "looks at the outside world, so it runs each time")

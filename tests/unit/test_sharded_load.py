@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GenerationConfig
 
-from cosmos_core.models.hf import load_model, named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights, load_model
 from cosmos_core.models.sharded_load import _allocate_shards, init_on_meta, load_shards
 from cosmos_core.parallel.fsdp import reshard
 from tests.unit.test_model_families import ALIKE
@@ -38,7 +38,7 @@ def test_every_family_is_the_one_that_is_loaded_whole(family: str, dtype: torch.
     for ours, theirs in (
         (later.state_dict(), whole.state_dict()),
         (dict(later.named_buffers()), dict(whole.named_buffers())),
-        (dict(named_weights(later)), dict(named_weights(whole))),
+        (dict(iter_checkpoint_weights(later)), dict(iter_checkpoint_weights(whole))),
     ):
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():

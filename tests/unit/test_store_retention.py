@@ -82,7 +82,7 @@ def test_what_no_run_that_stays_has_goes_and_the_rest_can_be_fetched(store: Arti
     assert not [each for each in keys() if each.startswith(("runs/a1/", "made/f-a1/"))]
     assert store.find_stored_result("f-a1") is None
     for run in ("a2", "b1"):
-        result = store.result(run, "train")
+        result = store.read_result(run, "train")
         assert result is not None and store.find_stored_result(f"f-{run}") is not None
         store.fetch_outputs(result, tmp_path / "there" / run, {})
         assert (tmp_path / "there" / run / "own").read_text() == run
@@ -97,20 +97,20 @@ def test_the_checkpoints_and_the_runs_in_trackers_of_a_stopped_training_stay_wit
     for sink in ("wandb", "mlflow", "trackio"):
         (stage / sink).mkdir(parents=True)
         (stage / sink / "id").write_text(f"of {sink}")
-    store.record("b1", stage, "here").push()
-    store.record("b1", there, "there").pull()
+    store.open_record("b1", stage, "here").push()
+    store.open_record("b1", there, "there").pull()
     assert {file.parent.name: file.read_text() for file in there.glob("*/id")} == {
         "wandb": "of wandb", "mlflow": "of mlflow", "trackio": "of trackio",
     }  # fmt: skip
     (policy := stage / "checkpoints" / "step_5" / "policy").mkdir(parents=True)
     write_json(policy / "manifest.json", {"files": {}})
     write_json(stage / "fingerprint.json", {"value": "f-rl"})
-    assert store.checkpoints("f-rl", stage).push() == ["step_5"]
-    store.record("b1", stage, "here").push()
+    assert store.open_checkpoints("f-rl", stage).push() == ["step_5"]
+    store.open_record("b1", stage, "here").push()
     retention(keep=1).remove()
-    assert store.checkpoints("f-rl", stage).list_names() == ["step_5"]
+    assert store.open_checkpoints("f-rl", stage).list_names() == ["step_5"]
     retention(keep=0).remove()
-    assert store.checkpoints("f-rl", stage).list_names() == []
+    assert store.open_checkpoints("f-rl", stage).list_names() == []
 
 
 def test_what_a_run_that_may_wait_for_an_approval_needs_stays(store: ArtifactStore, tmp_path: Path) -> None:

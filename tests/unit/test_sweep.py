@@ -19,7 +19,7 @@ from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.launch.slots import hold_semaphore, make_branch_semaphores
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build_report
-from cosmos_core.observe.sections import sweep_tables
+from cosmos_core.observe.sections import make_sweep_tables
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.stage import Stage
@@ -291,7 +291,7 @@ def test_the_report_has_a_table_of_all_branches_the_best_first(tmp_path: Path) -
         finish(run, f"sft-optm_lr-{rate}")
         finish(run, f"measure-optm_lr-{rate}", **{"validation/loss": loss})
     run_stage(run, "sft")
-    [table] = sweep_tables(read_run(run.path))
+    [table] = make_sweep_tables(read_run(run.path))
     assert (table["metric"], table["mode"], table["keys"]) == ("validation/loss", "min", ("train.optm_lr",))
     assert [(row["name"], row["settings"], row["value"], row["is_chosen"]) for row in table["rows"]] == [
         ("sft-optm_lr-0_5", (0.5,), 0.25, True), ("sft-optm_lr-1e-5", (1e-5,), 0.75, False),

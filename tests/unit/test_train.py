@@ -28,7 +28,7 @@ from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import train
-from cosmos_core.train.trainer import Trainer, _quantiles
+from cosmos_core.train.trainer import Trainer, _compute_quantiles
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tasks.kinds import all_kinds
 from tests.unit.trainers import (
@@ -190,8 +190,8 @@ def test_quantiles_are_those_of_all_micro_batches_together(task: Path, tmp_path:
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0)) + 1.0
     losses = [Loss(torch.tensor(0.0), {}, {"difference": rows}) for rows in (order[:7], order[7:90], order[90:])]
     _, _, values = rank_of(task, tmp_path, recipe(SFT))._reduce_losses(losses)
-    assert _quantiles(values) == {"difference_p50": 51.0, "difference_p95": 96.0, "difference_max": 100.0}
-    assert _quantiles({"difference": [torch.zeros(0)]}) == {}
+    assert _compute_quantiles(values) == {"difference_p50": 51.0, "difference_p95": 96.0, "difference_max": 100.0}
+    assert _compute_quantiles({"difference": [torch.zeros(0)]}) == {}
 
 
 SAVED = {"enable_checkpoint": True, "save_freq": 2}

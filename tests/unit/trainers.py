@@ -66,11 +66,11 @@ def likelihood(trainer: Trainer, samples: Sequence[Sample], *, size: int) -> tup
 
 def train_until(stage: Stage, step: int) -> None:
     """Train a stage that is asked to stop when the metrics of a step are logged."""
-    stage.metrics.watchers.append(lambda line: setattr(stage, "stop_requested", line["step"] == step))
+    stage.metrics.line_callbacks.append(lambda line: setattr(stage, "stop_requested", line["step"] == step))
     with pytest.raises(Preempted, match=f"stopped after step {step} .*checkpoint saved"):
         train(stage)
     stage.stop_requested = False
-    stage.metrics.watchers.clear()
+    stage.metrics.line_callbacks.clear()
     torch.manual_seed(999)  # another process would have other random states
 
 

@@ -97,7 +97,7 @@ class Loads:
         is_busy = self.version % 2 == 0
         replica, engine = self.handle._replica, self.handle.engine
         enough = replica._num_forward_passes + 3
-        engine.waits = lambda: replica._num_forward_passes >= enough and replica._commands.empty()
+        engine.waits = lambda: replica._num_forward_passes >= enough and replica._engine_commands.empty()
         requests = [fleet.request(prompt, sampling(1.0, max_tokens=40), 4) for prompt in PROMPTS[:2] * is_busy]
         if is_busy:
             wait_until(

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
-from cosmos_core.models.hf import load_model, load_tokenizer, named_weights
+from cosmos_core.models.hf import iter_checkpoint_weights, load_model, load_tokenizer
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, LoadReceipt, generate
 from cosmos_core.rollout.publish import WeightPublisher
@@ -129,10 +129,10 @@ def synced(engine: Engine, model: PreTrainedModel) -> dict[str, Any]:
         "metrics": found_at_first,
         "versions": [group.version for group in groups],
     }
-    off = [(name, tensor + 0.1 if "up_proj" in name else tensor) for name, tensor in named_weights(model)]
+    off = [(name, tensor + 0.1 if "up_proj" in name else tensor) for name, tensor in iter_checkpoint_weights(model)]
     found["wrong"] = message(lambda: publisher_of(Wrong(engine, off), model).publish(8))
     move(model)
-    partial = [(name, tensor) for name, tensor in named_weights(model) if name != "lm_head.weight"]
+    partial = [(name, tensor) for name, tensor in iter_checkpoint_weights(model) if name != "lm_head.weight"]
     found["partial"] = message(lambda: engine.load_weights(8, [partial]))
     found["interrupted"] = message(lambda: engine.load_weights(8, interrupted(model)))
     publisher.publish(9)
@@ -245,7 +245,7 @@ def spread(folder: str, tokenizer: Any) -> dict[str, Any]:
 
 def interrupted(model: PreTrainedModel) -> Iterator[Bucket]:
     """Half of a layer that the engine fuses, of other weights, from a trainer that dies before it has sent the rest."""
-    yield [(name, tensor.detach() + 1) for name, tensor in named_weights(model) if "gate_proj" in name]
+    yield [(name, tensor.detach() + 1) for name, tensor in iter_checkpoint_weights(model) if "gate_proj" in name]
     raise StageFailed("weight sync: the trainer has gone")
 
 

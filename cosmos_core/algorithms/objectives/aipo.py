@@ -8,10 +8,10 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def aipo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def aipo(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the AIPO loss per token, -sg[min(pi / mu, ratio_cap)] A log pi, where sg stops the gradient, mu is the
     distribution that the tokens were sampled from, and A the advantage."""
-    assert terms.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
-    ratio_BT = probability_ratio(terms.rollout_log_ratio_BT)
-    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, capped_metrics(ratio_BT, terms, settings)
+    assert inputs.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
+    ratio_BT = probability_ratio(inputs.rollout_log_ratio_BT)
+    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * inputs.advantages_B1 * inputs.logprobs_BT
+    return loss_BT, capped_metrics(ratio_BT, inputs, settings)

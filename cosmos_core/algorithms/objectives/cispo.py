@@ -8,9 +8,9 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def cispo(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def cispo(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the CISPO loss per token, -sg[min(rho, ratio_cap)] A log pi, with rho = pi / pi_old and advantage A. sg
     stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound."""
-    ratio_BT = probability_ratio(terms.log_ratio_BT.detach())
-    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * terms.advantages_B1 * terms.logprobs_BT
-    return loss_BT, capped_metrics(ratio_BT, terms, settings)
+    ratio_BT = probability_ratio(inputs.log_ratio_BT.detach())
+    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * inputs.advantages_B1 * inputs.logprobs_BT
+    return loss_BT, capped_metrics(ratio_BT, inputs, settings)

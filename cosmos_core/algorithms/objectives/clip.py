@@ -11,25 +11,25 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def clip(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clip(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with rho = pi
     / pi_old and advantage A; at most -lower_bound_ratio A for A < 0 (dual clip). A negative epsilon disables its
     bound."""
-    ratio_BT, advantages_B1 = probability_ratio(terms.log_ratio_BT), terms.advantages_B1
-    loss_BT, metrics = clipped_loss(ratio_BT, terms, settings)
+    ratio_BT, advantages_B1 = probability_ratio(inputs.log_ratio_BT), inputs.advantages_B1
+    loss_BT, metrics = clipped_loss(ratio_BT, inputs, settings)
     dual_clip_bound_B1 = -settings.lower_bound_ratio * advantages_B1
     is_negative_B1 = advantages_B1 < 0
-    metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > dual_clip_bound_B1), terms.mask_BT)
+    metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > dual_clip_bound_B1), inputs.mask_BT)
     return torch.where(is_negative_B1, torch.minimum(loss_BT, dual_clip_bound_B1), loss_BT), metrics
 
 
-def clipped_loss(ratio_BT: Tensor, terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clipped_loss(ratio_BT: Tensor, inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the larger of the clipped and unclipped loss of each token, and the fractions of clipped tokens."""
     min_ratio = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
     max_ratio = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
-    advantages_B1 = terms.advantages_B1
+    advantages_B1 = inputs.advantages_B1
     loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(min_ratio, max_ratio) * advantages_B1)
     return loss_BT, {
-        "clip_low": token_metric((ratio_BT < min_ratio) & (advantages_B1 < 0), terms.mask_BT),
-        "clip_high": token_metric((ratio_BT > max_ratio) & (advantages_B1 > 0), terms.mask_BT),
+        "clip_low": token_metric((ratio_BT < min_ratio) & (advantages_B1 < 0), inputs.mask_BT),
+        "clip_high": token_metric((ratio_BT > max_ratio) & (advantages_B1 > 0), inputs.mask_BT),
     }

@@ -14,17 +14,17 @@ _EPSILON = 1e-8
 SCALES_WITH_ADVANTAGE = True
 
 
-def dppo_kl(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def dppo_kl(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the DPPO loss per token, which is 0 outside the trust region of a small KL(old policy || policy). The
     bound is epsilon_high if the advantage is above 0 and the token's probability has risen, and epsilon_low if the
     advantage is not above 0 and the probability has fallen. All other tokens are inside the region."""
-    probability_BT, old_probability_BT = token_probabilities(terms)
+    probability_BT, old_probability_BT = token_probabilities(inputs)
     other_log_ratio_BT = torch.log((1 - old_probability_BT + _EPSILON) / (1 - probability_BT + _EPSILON))
-    kl_BT = -old_probability_BT * terms.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
+    kl_BT = -old_probability_BT * inputs.log_ratio_BT.detach() + (1 - old_probability_BT) * other_log_ratio_BT
     max_kl_if_less_probable, max_kl_if_more_probable = divergence_bounds(settings)
     is_in_trust_region_BT = torch.where(
-        terms.advantages_B1 > 0,
+        inputs.advantages_B1 > 0,
         (kl_BT <= max_kl_if_more_probable) | (probability_BT <= old_probability_BT),
         (kl_BT <= max_kl_if_less_probable) | (probability_BT >= old_probability_BT),
     )
-    return trust_region_loss(terms, settings, is_in_trust_region_BT)
+    return trust_region_loss(inputs, settings, is_in_trust_region_BT)

@@ -12,36 +12,36 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def dppo_tv(terms: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def dppo_tv(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the DPPO loss per token, which is 0 outside the trust region: for an advantage above 0 if the probability
     has risen by more than epsilon_high, else if it has fallen by more than epsilon_low."""
-    probability_BT, old_probability_BT = token_probabilities(terms)
-    change_BT = probability_BT - old_probability_BT
+    probability_BT, old_probability_BT = token_probabilities(inputs)
+    rise_BT = probability_BT - old_probability_BT
     max_decrease, max_increase = divergence_bounds(settings)
-    is_in_trust_region_BT = torch.where(terms.advantages_B1 > 0, change_BT <= max_increase, change_BT >= -max_decrease)
-    return trust_region_loss(terms, settings, is_in_trust_region_BT)
+    is_in_trust_region_BT = torch.where(inputs.advantages_B1 > 0, rise_BT <= max_increase, rise_BT >= -max_decrease)
+    return trust_region_loss(inputs, settings, is_in_trust_region_BT)
 
 
 def divergence_bounds(settings: PolicySettings) -> tuple[float, float]:
     """Return the maximum divergence of a token that became less likely, and of one that became more likely."""
-    low, high = (math.inf if epsilon < 0 else epsilon for epsilon in (settings.epsilon_low, settings.epsilon_high))
-    return low, high
+    max_decrease, max_increase = (math.inf if e < 0 else e for e in (settings.epsilon_low, settings.epsilon_high))
+    return max_decrease, max_increase
 
 
 def trust_region_loss(
-    terms: ObjectiveInputs, settings: PolicySettings, is_in_trust_region_BT: Tensor
+    inputs: ObjectiveInputs, settings: PolicySettings, is_in_trust_region_BT: Tensor
 ) -> tuple[Tensor, Metrics]:
     """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for others, with rho = pi
     / pi_old and advantage A (sg: no gradient), and the fractions of tokens outside by the sign of the advantage."""
-    ratio_BT = probability_ratio(terms.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
-    loss_BT = -ratio_BT * is_in_trust_region_BT * terms.advantages_B1 * terms.logprobs_BT
+    ratio_BT = probability_ratio(inputs.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
+    loss_BT = -ratio_BT * is_in_trust_region_BT * inputs.advantages_B1 * inputs.logprobs_BT
     return loss_BT, {
-        "clip_low": token_metric(~is_in_trust_region_BT & (terms.advantages_B1 < 0), terms.mask_BT),
-        "clip_high": token_metric(~is_in_trust_region_BT & (terms.advantages_B1 > 0), terms.mask_BT),
+        "clip_low": token_metric(~is_in_trust_region_BT & (inputs.advantages_B1 < 0), inputs.mask_BT),
+        "clip_high": token_metric(~is_in_trust_region_BT & (inputs.advantages_B1 > 0), inputs.mask_BT),
     }
 
 
-def token_probabilities(terms: ObjectiveInputs) -> tuple[Tensor, Tensor]:
+def token_probabilities(inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
     """Return the probability of each token under the current and the old policy, without gradient."""
-    logprobs_BT = terms.logprobs_BT.detach()
-    return logprobs_BT.exp(), (logprobs_BT - terms.log_ratio_BT.detach()).exp()
+    logprobs_BT = inputs.logprobs_BT.detach()
+    return logprobs_BT.exp(), (logprobs_BT - inputs.log_ratio_BT.detach()).exp()

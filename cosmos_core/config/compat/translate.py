@@ -7,7 +7,7 @@ from typing import Any
 
 from cosmos_core.config.load import TomlTable, short_text
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.config.schema.train import inferred_type
+from cosmos_core.config.schema.train import infer_training_type
 from cosmos_core.errors import ConfigError
 
 _KEY_TRANSLATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("keys.toml").read_text("utf-8"))
@@ -44,10 +44,10 @@ def with_current_keys(values: TomlTable, source: str, notices: list[str]) -> Tom
         target_table, new_key_name = _find_parent_table(values, new_key, should_create=True)
         current_value = target_table.get(new_key_name, value)
         if current_value not in (value, None):
-            setting, current_text = f"{old_key} = {short_text(value)}", short_text(current_value)
-            conflict_text = f"{setting} is today's {new_key}, which says {current_text}"
+            old_text, current_text = f"{old_key} = {short_text(value)}", short_text(current_value)
+            conflict_text = f"{old_text} is today's {new_key}, which says {current_text}"
             if new_key in translated_keys:
-                conflict_text = f"{translated_keys[new_key]} = {current_text} and {setting} are both today's {new_key}"
+                conflict_text = f"{translated_keys[new_key]} = {current_text} and {old_text} are both today's {new_key}"
             raise ConfigError(f"{source}: {conflict_text}; keep one of them")
         target_table[new_key_name], translated_keys[new_key] = value, old_key
         notices.append(f"{old_key} is today's {new_key}")
@@ -58,10 +58,10 @@ def with_current_keys(values: TomlTable, source: str, notices: list[str]) -> Tom
 
 def _refuse_wfm_schema(values: TomlTable, source: str) -> None:
     """Refuse a recipe of the deprecated `--wfm-mode` schema; a table `[model]` alone may belong to user code."""
-    tables = [name for name in _WFM_TABLE_NAMES if isinstance(values.get(name), dict)]
-    if tables and (not _CURRENT_TABLE_NAMES & values.keys() or ("model" in tables and len(tables) > 1)):
+    names = [name for name in _WFM_TABLE_NAMES if isinstance(values.get(name), dict)]
+    if names and (not _CURRENT_TABLE_NAMES & values.keys() or ("model" in names and len(names) > 1)):
         raise ConfigError(
-            f"{source}: [{tables[0]}] is of the deprecated --wfm-mode schema; `python tools/convert_wfm.py {source}` "
+            f"{source}: [{names[0]}] is of the deprecated --wfm-mode schema; `python tools/convert_wfm.py {source}` "
             f"prints a recipe that says the same"
         )
 
@@ -73,11 +73,11 @@ def with_current_algorithm_keys(values: TomlTable, notices: list[str]) -> TomlTa
     If both keys are set, the current key takes precedence over the older one.
     """
     values = copy.deepcopy(values)
-    policy, _ = _find_parent_table(values, f"{_TRAIN_POLICY_KEY}.type")
-    if policy.get("trainer_type") == "dpo":
+    policy_table, _ = _find_parent_table(values, f"{_TRAIN_POLICY_KEY}.type")
+    if policy_table.get("trainer_type") == "dpo":
         for old_key, new_key in _KEY_TRANSLATIONS["moved_in_dpo"].items():
             _rename_key(values, old_key, new_key, notices)
-    if inferred_type(policy) == "grpo":
+    if infer_training_type(policy_table) == "grpo":
         _remove_ineffective_keys(values, _INEFFECTIVE_GRPO_KEYS, notices)
     return values
 
@@ -102,19 +102,19 @@ def _keep_applicable_batch_size(values: TomlTable, notices: list[str]) -> None:
     batch_sizes = [table[name] for table, name in tables if name in table]
     if len(batch_sizes) < 2 or batch_sizes[0] == batch_sizes[1]:
         return
-    policy, _ = _find_parent_table(values, f"{_TRAIN_POLICY_KEY}.type")
-    is_rl = inferred_type(policy) == "grpo" if policy else True
+    policy_table, _ = _find_parent_table(values, f"{_TRAIN_POLICY_KEY}.type")
+    is_rl = infer_training_type(policy_table) == "grpo" if policy_table else True
     table, name = tables[not is_rl]
     removed_key, kept_key = _VAL_BATCH_SIZE_KEYS[not is_rl], _VAL_BATCH_SIZE_KEYS[is_rl]
     removed_value = short_text(table.pop(name))
     notices.append(f"{removed_key} = {removed_value} is ignored: {kept_key} is that of this type of training")
 
 
-def _remove_ineffective_keys(values: TomlTable, keys: dict[str, str], notices: list[str]) -> None:
+def _remove_ineffective_keys(values: TomlTable, effect_by_key: dict[str, str], notices: list[str]) -> None:
     """Remove keys that have no effect from `values`, and add a message for each to `notices`."""
-    for key, intended_effect in keys.items():
+    for key, intended_effect in effect_by_key.items():
         table, name = _find_parent_table(values, key)
-        # A table at the root of the file is kept if it may belong to a user's script.
+        # At the root of the file only a table is removed; the schema refuses any other value as an unknown key.
         if name in table and (table is not values or isinstance(table[name], dict)):
             notices.append(_ignored_key_message(key, table.pop(name), intended_effect))
 
@@ -124,11 +124,11 @@ def _ignored_key_message(key: str, value: Any, intended_effect: str) -> str:
 
 
 def _translate_remote_reward(values: TomlTable, notices: list[str]) -> None:
-    """Translate a table `remote_reward.reward_fn = {name = weight}` and its `score_key` to the list `reward_fns`."""
+    """Replace the table `remote_reward.reward_fn = {name = weight}` and its `score_key` by the list `reward_fns`."""
     old_key = f"{_TRAIN_POLICY_KEY}.remote_reward.reward_fn"
     table, name = _find_parent_table(values, old_key)
     if not isinstance(table.get(name), dict):
-        return  # the schema refuses a value that is not a table
+        return  # leave a value that is no table unchanged, because the schema refuses it with an error
     settings = {"score_key": table.pop("score_key")} if "score_key" in table else {}
     table["reward_fns"] = [{"name": key, "weight": weight, **settings} for key, weight in table.pop(name).items()]
     notices.append(f"{old_key} is today's {old_key}s")

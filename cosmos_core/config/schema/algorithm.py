@@ -1,8 +1,8 @@
 """Base class of the tables `[train.train_policy]`: the keys that every algorithm has, and what an algorithm declares to
 other modules.
 
-Each algorithm has a subclass in the file of its name; `algorithm_of` selects the class for a recipe. Other modules
-read these declarations rather than the name of the algorithm.
+Each algorithm has a subclass in the file of its name; `find_algorithm_name` returns the name for a recipe. Other
+modules read these declarations rather than the name of the algorithm.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
-from cosmos_core.config.schema.marks import FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import Auto, NameOrImportPath, RowCount
@@ -36,12 +36,12 @@ class AlgorithmConfig(Table):
     `cosmos_core/data/kinds/`."""
     num_sequences_per_row: ClassVar[int] = 1
     """Number of token sequences in a row."""
-    completes_held_out_rows: ClassVar[bool] = True
-    """Whether a model can complete held-out rows, so that reward functions score the completions."""
+    allows_validation_completions: ClassVar[bool] = True
+    """Whether held-out rows are prompts that a model can complete, so that reward functions score the completions."""
     reports_rewards: ClassVar[bool] = True
     """Whether validation may report rewards even if `[validation]` names no reward functions."""
     modalities: ClassVar[tuple[str, ...]] = ("causal_lm",)
-    """The model adapters that accept the algorithm."""
+    """Names of the modalities, `Modality.name`, of the models that the algorithm can train."""
     has_rollouts: ClassVar[bool] = False
     """Whether the algorithm learns from rollouts: scored groups of completions, images or videos of one prompt."""
     precomputes_reference_logprobs: ClassVar[bool] = False
@@ -55,14 +55,14 @@ class AlgorithmConfig(Table):
     clean: Annotated[CleanConfig | None, OmittedIfEmpty] = None
     """Search of the training rows for duplicates and for text of benchmarks; None: no search."""
     datasets: Annotated[tuple[SourceConfig, ...], Field(strict=False), OmittedIfEmpty] = ()
-    """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as they
-    have together; one whose weight asks for more rows than it has is repeated, in a new order each time."""
+    """Data sets that are mixed by weight, in place of `dataset`, for models of text. An epoch has as many rows as all
+    of them together; a data set with fewer rows than its weight requires is repeated, in a new order each time."""
     data_packer: Annotated[NameOrImportPath | Literal[""], ReferenceKind.CODE] = ""
     """User class `path/file.py:Class` that converts a row of the data set: its `get_rollout_input(item)` returns the
     prompt of a row, its `sft_process_sample(item)` the tokens or turns; empty: rows are used unchanged."""
     mini_batch: RowCount | Auto = DEFAULT_MINI_BATCH
     """Rows per forward pass; changes speed and memory, not results. `auto`: the fastest number that fits into memory,
-    measured on rows of the first train step in at most a minute; what is computed before, and other stages, take 2."""
+    measured in the first train step in at most a minute; forward passes before that and in other stages have 2 rows."""
     dataloader_shuffle: bool = True
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None
@@ -86,13 +86,13 @@ class AlgorithmConfig(Table):
 
     @staticmethod
     def _dataset_settings(source: SourceConfig) -> dict[str, Any]:
-        """Return the settings of a data set that replace those of the algorithm, by key of the algorithm."""
+        """Return the settings of a data set that replace settings of the algorithm, by the key that they replace."""
         settings: dict[str, Any] = {f"{name}_column_name": column for name, column in source.columns.items()}
         if source.system_prompt is not None:
             settings["system_prompt"] = source.system_prompt
         return settings | ({"reward_function": source.reward_function} if source.reward_function else {})
 
-    def system_prompt_of(self, source: str) -> str:
+    def get_system_prompt(self, source: str) -> str:
         """Return the system prompt of the data set with the label `source`, by default that of the algorithm."""
         system_prompt = {each.label: each.system_prompt for each in self.datasets}.get(source)
         return str(getattr(self, "system_prompt", "")) if system_prompt is None else system_prompt
@@ -144,8 +144,8 @@ class AlgorithmConfig(Table):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        """Return the reward metrics that must differ within a group, which is dropped otherwise (empty: the total
-        reward), and the maximum number of rounds that sample replacements (0: unlimited); None: no group is dropped."""
+        """Return the settings of dynamic sampling, which replaces groups whose completions have equal rewards: the
+        reward metrics to compare (empty: total reward) and the maximum number of rounds (0: no limit); None: off."""
         return None
 
     @property
@@ -161,16 +161,16 @@ class AlgorithmConfig(Table):
 
     @property
     def reward_env_names(self) -> tuple[str, ...]:
-        """Return the names of environment variables that reward functions receive besides those of every subprocess."""
+        """Return the names of additional environment variables that processes of reward functions receive."""
         return ()
 
     def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
-        """Return the settings for sampling from a diffusion model; None: no rollouts, or rollouts of text."""
+        """Return the settings for sampling rollouts from a diffusion model; None: no rollouts, or rollouts of text."""
         return None
 
     @property
     def saves_reference_logprobs(self) -> bool:
-        """Whether training saves the reference log-probabilities of held-out rows, which later validate stages read."""
+        """Return whether training saves reference log-probabilities of held-out rows for later `validate` stages."""
         return self.precomputes_reference_logprobs and "reference" in self.auxiliary_model_names
 
     @property
@@ -201,16 +201,16 @@ class AlgorithmConfig(Table):
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
         explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, source in enumerate(self.datasets):
-            settings = self._dataset_settings(source)
-            if unknown_keys := [name for name in settings if name not in type(self).model_fields]:
+            replaced_settings = self._dataset_settings(source)
+            if unknown_keys := [name for name in replaced_settings if name not in type(self).model_fields]:
                 raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
-            if "reward_function" in settings and self.remote_reward_config is not None:
+            if "reward_function" in replaced_settings and self.remote_reward_config is not None:
                 raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
             try:
-                type(self).model_validate({**explicit_values, **settings})
+                type(self).model_validate({**explicit_values, **replaced_settings})
             except ValidationError as error:
-                reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"datasets.{i}: {reason}") from None
+                error_text = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"datasets.{i}: {error_text}") from None
         return self
 
     @model_validator(mode="before")
@@ -227,7 +227,7 @@ class AlgorithmConfig(Table):
         return values
 
 
-def algorithm_of(values: Any) -> str:
+def find_algorithm_name(values: Any) -> str:
     """Return the algorithm of a `[train.train_policy]`: its `trainer_type` or, for user code, its `type`."""
     if isinstance(values, AlgorithmConfig):
         return values.algorithm
@@ -247,5 +247,5 @@ def _allowed_types(table: type[AlgorithmConfig]) -> tuple[str, ...]:
 
 def _algorithm_tables(base_class: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
     """Return every table class that declares an algorithm, in definition order."""
-    tables = [base_class] if "algorithm" in vars(base_class) else []
-    return [*tables, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]
+    classes = [base_class] if "algorithm" in vars(base_class) else []
+    return [*classes, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]

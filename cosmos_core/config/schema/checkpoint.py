@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import Table
 
 
@@ -61,10 +61,10 @@ class CheckpointConfig(Table):
 
     @field_validator("upload_s3")
     @classmethod
-    def _normalise_upload_setting(cls, value: bool | str) -> bool | str:
-        if value not in {False, "", "final", "all"}:
-            raise ValueError(f"upload_s3 = {value!r} must be false, 'final' or 'all'")
-        return value or False
+    def _normalise_upload_setting(cls, upload_setting: bool | str) -> bool | str:
+        if upload_setting not in {False, "", "final", "all"}:
+            raise ValueError(f"upload_s3 = {upload_setting!r} must be false, 'final' or 'all'")
+        return upload_setting or False
 
     @model_validator(mode="after")
     def _check_upload_targets(self) -> Self:

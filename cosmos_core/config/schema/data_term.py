@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, RowCount, SplitNames
 

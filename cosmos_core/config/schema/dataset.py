@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from cosmos_core.config.conditions import parse_pass_rate_range
-from cosmos_core.config.schema.marks import OmittedIfEmpty, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, SplitNames
 
@@ -62,7 +62,7 @@ class RowsConfig(Table):
     holds out are all kept. Empty: all rows."""
     pass_rates: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """File of the pass rates of prompts for `keep`, or `stage:NAME` of a stage that learns from rollouts or samples and
-    renders the same prompts; prompts that it does not have count as rows that cannot be read. Empty: the column."""
+    renders the same prompts; a prompt without a rate counts as an unreadable row. Empty: column `pass_rate`."""
 
     @model_validator(mode="after")
     def _check_pass_rates_and_arguments(self) -> Self:
@@ -106,13 +106,13 @@ class DatasetConfig(RowsConfig):
 
 
 class SourceConfig(RowsConfig):
-    """Data set of a mixture of data sets."""
+    """`[[train.train_policy.datasets]]`: one of several data sets that are mixed."""
 
     label: str = ""
     """Name of the data set in metrics, such as `reward/LABEL/mean`; empty: the last part of `name`."""
     weight: PositiveFloat | None = None
-    """Share of the training rows relative to the weights of the other data sets; None in all of them: by their numbers
-    of rows."""
+    """Weight of this data set among the training rows, relative to the weights of the others. None, which all data sets
+    must then have: by numbers of rows."""
     columns: dict[str, str] = {}
     """Columns of this data set in place of the algorithm's: `prompt = "question"` replaces `prompt_column_name`, and so
     for each key that ends with `_column_name`."""

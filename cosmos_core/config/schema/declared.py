@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from cosmos_core.config.schema.marks import FieldUnit
+from cosmos_core.config.schema.field_metadata import FieldUnit
 from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveInt, StringOrList
 
 FIELD_TYPES: dict[str, Any] = {

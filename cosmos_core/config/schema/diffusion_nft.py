@@ -32,7 +32,7 @@ class DiffusionNftConfig(FlowPolicyConfig):
         return (OLD_POLICY_WEIGHTS, *super().auxiliary_model_names)
 
     def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        return replace(super().flow_sampling_settings(diffusers), weights=OLD_POLICY_WEIGHTS)
+        return replace(super().flow_sampling_settings(diffusers), weights_name=OLD_POLICY_WEIGHTS)
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-from cosmos_core.config.schema.marks import ReferenceKind, SupportedValues
+from cosmos_core.config.schema.field_metadata import ReferenceKind, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.value_types import NameOrImportPath

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import DType, Fraction, ModelName, NonNegativeFloat, RowCount, TokenCount

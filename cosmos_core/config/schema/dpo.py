@@ -69,7 +69,7 @@ class DpoConfig(SupervisedConfig):
     algorithm: ClassVar[str] = "dpo"
     rows: ClassVar[str] = "pairs"
     num_sequences_per_row: ClassVar[int] = 2
-    completes_held_out_rows: ClassVar[bool] = False
+    allows_validation_completions: ClassVar[bool] = False
     precomputes_reference_logprobs: ClassVar[bool] = True
 
     trainer_type: Literal["dpo"] = "dpo"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt, StringOrList, TokenCount
 

@@ -34,7 +34,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
         steps = range(sampling.num_steps - 1)
         return replace(
             sampling,
-            kernel=sampling.kernel or "flow",
+            stochastic_solver=sampling.stochastic_solver or "flow",
             window=stochastic_step_window(flow_rl, sampling.num_steps),
             trained_steps=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
             keeps_transition_means=flow_rl.guard,

@@ -63,12 +63,13 @@ class FlowPolicyConfig(GrpoConfig):
     def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
         sample, flow_rl = diffusers.sample, diffusers.flow_rl
+        is_stochastic = sample.solver in STOCHASTIC_SOLVERS and not sample.deterministic_sampling
         return FlowSampling(
             num_steps=sample.num_steps,
             guidance_scale=sample.guidance_scale,
             solver="dpm2" if sample.solver == "dpm2" else "euler",
-            kernel=sample.solver if sample.solver in STOCHASTIC_SOLVERS and not sample.deterministic_sampling else "",
-            eta=sample.noise_level,
+            stochastic_solver=sample.solver if is_stochastic else "",
+            noise_scale=sample.noise_level,
             schedule=sample.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit
 from cosmos_core.config.schema.table import Table, check_bounds_order
 from cosmos_core.config.schema.value_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import StepWindow

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.data_term import DataTermConfig
-from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, SupportedValues
+from cosmos_core.config.schema.field_metadata import EnabledBy, ReferenceKind, SupportedValues
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.table import StageContext, add_notice
 from cosmos_core.config.schema.value_types import (
@@ -181,8 +181,8 @@ class GrpoConfig(RlConfig):
     def _default_gspo_loss_type(cls, values: Any, info: ValidationInfo) -> Any:
         variant = values.get("variant") if isinstance(values, dict) and values.get("aipo_rho") is None else None
         if variant in {"gspo", "sapo"} and "loss_type" not in values:
-            reason = f"as in the paper of variant = {variant!r}; set it to have another"
-            add_notice(info, f"train.train_policy.loss_type: seq-mean-token-mean, {reason}")
+            explanation = f"as in the paper of variant = {variant!r}; set it to have another"
+            add_notice(info, f"train.train_policy.loss_type: seq-mean-token-mean, {explanation}")
             return values | {"loss_type": "seq-mean-token-mean"}
         return values
 

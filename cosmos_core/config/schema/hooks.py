@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NameOrImportPath
 

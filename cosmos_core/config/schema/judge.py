@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import FieldUnit, ResultNeutral
+from cosmos_core.config.schema.field_metadata import FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, TokenCount
 
@@ -29,7 +29,7 @@ class JudgeConfig(Table):
     max_tokens: TokenCount = 512
     """Maximum number of tokens of the judge's reply."""
     timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds")] = 300.0
-    """Time limit of the judge for all completions of one prompt, with the time that requests wait at the server;
+    """Time limit of the judge for all completions of one prompt, including the time that requests wait at the server;
     completions without a score are then invalid. It takes the place of `reward_timeout_seconds`."""
     key_env: Annotated[str, ResultNeutral] = "OPENAI_API_KEY"
     """Environment variable that holds the key of the server, if it needs one."""

@@ -30,7 +30,7 @@ class KtoConfig(SftConfig):
 
     algorithm: ClassVar[str] = "kto"
     rows: ClassVar[str] = "labelled"
-    completes_held_out_rows: ClassVar[bool] = False
+    allows_validation_completions: ClassVar[bool] = False
     reports_rewards: ClassVar[bool] = True
 
     trainer_type: Literal["kto"] = "kto"  # type: ignore[assignment]

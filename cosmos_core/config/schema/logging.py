@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NameOrImportPath, StepCount
 from cosmos_core.registry import is_import_path, list_defined_names
@@ -24,9 +24,9 @@ class LoggingConfig(Table):
     with metrics), `mlflow` and `trackio` (likewise), `tensorboard` (event files in the stage's folder `tensorboard/`),
     a user's class, `path/file.py:Class`, with the methods of `MetricSink`, or a function `f(data, step)`."""
     log_completions: Annotated[bool, ResultNeutral] = True
-    """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows. Of
-    each step, 8 completions of each of 4 prompts at most, including the best and the worst (of images and videos 4 of
-    each of 2); only the newest 1,000 steps are kept, and at most 1 GiB of images and videos."""
+    """Write completions of training with their rewards to `completions/` of the stage, which `cosmos samples` shows:
+    per step at most 8 completions of each of 4 prompts, or 4 images or videos of each of 2 prompts, including the best
+    and the worst. The newest 1,000 steps are kept, with at most 1 GiB of images and videos."""
     multi_modal_log_interval: Annotated[StepCount | None, ResultNeutral] = None
     """Number of steps between validations whose generated images and videos are sent to Weights & Biases; None: those
     of each validation are sent."""

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import NameOrImportPath, PositiveFloat, PositiveInt, StringOrList
 
@@ -57,8 +57,8 @@ class MultiTurnRolloutConfig(Table):
     def _disable_message_continuation(cls, should_continue_message: bool, info: ValidationInfo) -> bool:
         if not (should_continue_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
             return should_continue_message
-        reason = "enable_tools and add_generation_prompt are set"
-        add_notice(info, f"{_TABLE_NAME}.continue_final_message: false, because {reason}")
+        explanation = "enable_tools and add_generation_prompt are set"
+        add_notice(info, f"{_TABLE_NAME}.continue_final_message: false, because {explanation}")
         return False
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:

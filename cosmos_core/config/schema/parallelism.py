@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator
 
-from cosmos_core.config.schema.marks import FieldUnit
+from cosmos_core.config.schema.field_metadata import FieldUnit
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import PositiveInt, RankCount
 
@@ -38,10 +38,10 @@ class ParallelismConfig(Table):
 
     @field_validator("dp_shard_size")
     @classmethod
-    def _check_shard_size(cls, size: int) -> int:
-        if size == 0 or size < -1:
-            raise ValueError(f"dp_shard_size = {size} must be -1 (the rest of the world) or at least 1")
-        return size
+    def _check_shard_size(cls, shard_size: int) -> int:
+        if shard_size == 0 or shard_size < -1:
+            raise ValueError(f"dp_shard_size = {shard_size} must be -1 (the rest of the world) or at least 1")
+        return shard_size
 
     @property
     def world_size(self) -> int:

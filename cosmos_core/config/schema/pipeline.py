@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.conditions import parse_condition
-from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StringOrList
@@ -62,8 +62,8 @@ class StageConfig(Table):
     empty: the model without quantisation."""
     data: Annotated[str, ReferenceKind.PATH] = ""
     """Rows of the stage: `stage:NAME` for the rows that a stage of kind prepare, sample or custom wrote; empty: the
-    recipe's dataset. Kind export: the prepared rows with which formats are compared; empty: those of the training
-    before it."""
+    recipe's dataset. Kind export: the prepared rows on which formats are compared; empty: the rows of the training
+    before the export."""
     reward_service: Annotated[str, ReferenceKind.PATH] = ""
     """Kinds rl, sft, sample, validate and custom: configuration file of a reward service to run during the stage
     (`cosmos reward-service`), or `block:NAME` for a running service, whose address and token are in a Prefect block;
@@ -166,8 +166,8 @@ class PipelineConfig(Table):
     output_dir: str = ""
     """Folder of all runs, relative to the current folder; empty: `train.output_dir`, which defaults to ./outputs."""
     threads: PositiveInt | None = None
-    """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because the order of
-    sums changes the last bit."""
+    """Number of CPU threads of a stage's worker; None: all cores. The fingerprint includes it, because it changes the
+    order of sums and thereby the last bits of results."""
     gpus: Annotated[PositiveInt | None, FieldUnit("GPUs"), ResultNeutral] = None
     """Maximum number of GPUs of one stage; None: not checked."""
     gpus_per_node: Annotated[PositiveInt, FieldUnit("GPUs"), ResultNeutral] = 8

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import field_validator, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.config.schema.field_metadata import EnabledBy, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.marks import EnabledBy, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, short_toml

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NonNegativeInt, PositiveInt
 

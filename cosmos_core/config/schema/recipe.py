@@ -62,16 +62,16 @@ class Recipe(Table):
     """Settings of vision-language-action models for robots, which have no effect."""
     custom: dict[str, Any] = {}
     """Table of free keys for user code, which stages, rewards, algorithms and engines receive.
-    `dataset.annotation_path` names rows in the format of LLaVA, `dataset.media_path` the folder of their images;
+    `dataset.annotation_path` is a file of rows in the format of LLaVA, `dataset.media_path` the folder of their images;
     `vision.min_pixels` and `vision.max_pixels` bound the size of the images."""
     mode: Literal["disaggregated", "colocated", "colocated_separated"] = "colocated"
     """Where rollout engines run. `colocated`: in the trainer's processes, alternating with training. `disaggregated`:
     `rollout.parallelism.n_init_replicas` engines in separate processes and on separate GPUs, which generate while the
-    ranks train. `colocated_separated`: in separate processes on the trainer's GPUs, alternating with training. If the
-    key is left out in a recipe that was written for Cosmos-RL, which has `redis` or `n_init_replicas` of both trainer
-    and rollouts: `disaggregated`, as there, or with a notice `colocated` if the machine has too few GPUs."""
+    ranks train. `colocated_separated`: in separate processes on the trainer's GPUs, alternating with training. A recipe
+    for Cosmos-RL has the key `redis`, or `n_init_replicas` of both trainer and rollouts; if it leaves `mode` out, this
+    is `disaggregated`, as in Cosmos-RL, or with a notice `colocated` if the machine has too few GPUs."""
     redis: str | int = ""
-    """Port of the Redis server of Cosmos-RL's controller; marks the recipe as written for Cosmos-RL, see `mode`."""
+    """Port of the Redis server of Cosmos-RL's controller; a recipe with this key is one for Cosmos-RL, see `mode`."""
 
     @property
     def has_cosmos_rl_keys(self) -> bool:
@@ -80,7 +80,7 @@ class Recipe(Table):
         return bool(self.redis) or all("n_init_replicas" in mesh.model_fields_set for mesh in meshes)
 
     @property
-    def completes_held_out_rows(self) -> bool:
+    def has_validation_completions(self) -> bool:
         """Return whether held-out rows are prompts that the model completes, not texts whose loss is measured."""
         has_rewards = self.validation.reward_function or self.validation.remote_reward_config
         return self.train.train_policy.has_rollouts or bool(has_rewards)
@@ -104,7 +104,7 @@ class Recipe(Table):
 
     @property
     def datasets(self) -> dict[str, RowsConfig]:
-        """Return the data sets of training, supervised and held-out rows and benchmarks, by the key of their table."""
+        """Return the data sets of training, supervised and held-out rows and of benchmarks, by their recipe key."""
         policy = self.train.train_policy
         datasets: dict[str, RowsConfig] = {key: source.dataset for key, source in policy.tables_by_dataset.items()}
         if policy.supervised_rows:
@@ -127,9 +127,9 @@ class Recipe(Table):
     def explain_missing_image_support(self, kind: "StageKind") -> str:
         """Return the reason why a stage of this kind cannot read rows with images; empty if it can."""
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
-            if (size := getattr(self.policy.parallelism, key)) > 1:
+            if (axis_size := getattr(self.policy.parallelism, key)) > 1:
                 return (
-                    f"policy.parallelism.{key} = {size}: this version shards models that are shown images by "
+                    f"policy.parallelism.{key} = {axis_size}: this version shards models that are shown images by "
                     f"dp_shard_size and dp_replicate_size alone; set {key} = 1"
                 )
         if self.train.train_policy.has_token_based_batches:
@@ -159,12 +159,12 @@ class Recipe(Table):
 
     @property
     def reward_env(self) -> tuple[str, ...]:
-        """Return the names of environment variables that reward functions receive besides those of every subprocess."""
+        """Return the names of additional environment variables that processes of reward functions receive."""
         return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
 
     @property
     def secret_env_names(self) -> tuple[str, ...]:
-        """Return the names of environment variables whose values are masked: those of rewards, and the judge's key."""
+        """Return the names of environment variables whose values are secret: those of rewards, and the judge's key."""
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
 
     @model_validator(mode="before")
@@ -182,7 +182,7 @@ class Recipe(Table):
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
             return values
         algorithm: Any = {**policy_table, "trainer_type": "diffusion_sft"}
-        if name != "sft":  # a user's class, for which `algorithm_of` would select `SftConfig`
+        if name != "sft":  # a user's class, for which `find_algorithm_name` would select `SftConfig`
             with suppress(ValidationError):  # the validation of `train` reports the error with the full key
                 algorithm = DiffusionSftConfig.model_validate(policy_table)
         return {**values, "train": {**train, "train_policy": algorithm}}
@@ -197,8 +197,8 @@ class Recipe(Table):
             return self
         num_dp_replicas = mesh.dp_replicate_size * num_replicas
         rows_per_step = train.train_batch_per_replica * num_replicas
-        change = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
-        add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change}")
+        change_text = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
+        add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change_text}")
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
             policy = policy.copy_with(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
         mesh = mesh.copy_with(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
@@ -263,7 +263,7 @@ class Recipe(Table):
     @field_validator("validation")
     @classmethod
     def _inherit_remote_rewards(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
-        """Take the reward service of validation from training where `[validation]` leaves it out."""
+        """Copy the settings of the reward service from training to validation if `[validation]` leaves them out."""
         train = info.data.get("train")
         policy = train.train_policy if train else None
         if not isinstance(policy, RlConfig):

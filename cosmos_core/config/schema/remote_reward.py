@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import Table, check_bounds_order
 from cosmos_core.config.schema.value_types import CompletionCount, NonNegativeInt, PositiveFloat, PositiveInt
 

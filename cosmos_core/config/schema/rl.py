@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig
 from cosmos_core.config.schema.dataset import reasoning_gym_generator
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
@@ -45,7 +45,7 @@ class OverlongRewardConfig(Table):
 
 
 class RlConfig(AlgorithmConfig):
-    """Keys that the algorithms which sample and score groups of completions share."""
+    """Keys of all algorithms that sample and score groups of completions."""
 
     rows: ClassVar[str] = "prompts"
     has_rollouts: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def validation_rewards(self) -> dict[str, float]:
-        """Return the reward functions of validation; `bypass_reward` keeps a `reward_function` that the recipe sets."""
+        """Return the reward functions of validation; with `bypass_reward`, only those that the recipe sets."""
         return self.reward_function if self.bypass_reward else self.rewards
 
     @property
@@ -195,15 +195,15 @@ class RlConfig(AlgorithmConfig):
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
         if not isinstance(values, dict) or "reward_function" in values:
             return values
-        datasets, reward = values.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
+        datasets, default = values.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
         if not isinstance(datasets, list | tuple):
             return values
         if all(_is_generated_dataset(each) for each in datasets or (values.get("dataset"),)):
-            values = values | reward
+            values = values | default
         if any(map(_is_generated_dataset, datasets)):
             is_generated = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
             pairs = zip(datasets, is_generated, strict=True)
-            values = values | {"datasets": [reward | each if has_default else each for each, has_default in pairs]}
+            values = values | {"datasets": [default | each if has_default else each for each, has_default in pairs]}
         return values
 
     @model_validator(mode="after")
@@ -222,15 +222,15 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("dataloader_batch_size")
     @classmethod
-    def _clamp_dataloader_batch_size(cls, size: int) -> int:
-        return max(0, size)
+    def _clamp_dataloader_batch_size(cls, batch_size: int) -> int:
+        return max(0, batch_size)
 
     @model_validator(mode="before")
     @classmethod
     def _warn_outdated_steps(cls, values: Any, info: ValidationInfo) -> Any:
         if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
-            key, steps = "train.train_policy.allowed_outdated_steps", values["allowed_outdated_steps"]
-            add_notice(info, f"{key} = {steps}: 0, because on_policy is set")
+            key, num_steps = "train.train_policy.allowed_outdated_steps", values["allowed_outdated_steps"]
+            add_notice(info, f"{key} = {num_steps}: 0, because on_policy is set")
         return values
 
     @field_validator("allowed_outdated_steps")
@@ -245,10 +245,10 @@ class RlConfig(AlgorithmConfig):
 
     @field_validator("max_inflight_steps")
     @classmethod
-    def _raise_max_inflight_steps(cls, steps: int | None, info: ValidationInfo) -> int | None:
+    def _raise_max_inflight_steps(cls, num_steps: int | None, info: ValidationInfo) -> int | None:
         min_steps = info.data.get("allowed_outdated_steps", 0) + 1
-        if steps is None or steps >= min_steps:
-            return steps
+        if num_steps is None or num_steps >= min_steps:
+            return num_steps
         key = "train.train_policy.max_inflight_steps"
-        add_notice(info, f"{key} = {steps}: {min_steps}, which is allowed_outdated_steps + 1")
+        add_notice(info, f"{key} = {num_steps}: {min_steps}, which is allowed_outdated_steps + 1")
         return int(min_steps)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral, class_choices
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit, ReferenceKind, ResultNeutral, class_choices
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import RolloutParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
@@ -110,8 +110,8 @@ class RolloutConfig(Table):
     only the values that changed, which are few in half precision at a small learning rate; the first rank and each
     engine keep a copy of the weights in host memory. `native`: by vLLM's own weight
     transfer, which is an NCCL broadcast with `mode = "disaggregated"` and CUDA IPC with `colocated_separated`; it has
-    never run on a GPU. A load that fails, and one to engines that cannot do it (on CPU, without NCCL, of another
-    backend), continues through host memory, with a line in the log."""
+    never run on a GPU. If an engine does not support it (on CPU, without NCCL, of another backend), or a load fails,
+    weights are transferred through host memory, with a line in the log."""
     prefetch_rollout: bool = False
     """Prefetch the next prompts during generation."""
     prefetch_queue_maxsize: Annotated[PositiveInt, FieldUnit("batches"), EnabledBy("prefetch_rollout")] = 2
@@ -206,7 +206,7 @@ class RolloutConfig(Table):
         has_endpoint = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
         if stage.kind.completes_prompts and not has_endpoint:
             temperatures["rollout.sampling_config.temperature"] = self.sampling_config.temperature
-        if stage.measures_held_out_rows and stage.recipe.completes_held_out_rows:
+        if stage.measures_held_out_rows and stage.recipe.has_validation_completions:
             temperatures["validation.temperature"] = stage.recipe.validation.temperature
         min_temperature, max_temperature = VLLM_TEMPERATURES
         for key, temperature in temperatures.items():
@@ -246,10 +246,10 @@ class RolloutConfig(Table):
             )
         fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
         names = ("top_p", "top_k", "repetition_penalty")
-        changes = [f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default]
-        if changes and stage.recipe.train.train_policy.has_rollouts:
+        settings = [f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default]
+        if settings and stage.recipe.train.train_policy.has_rollouts:
             yield (
-                f"rollout.sampling_config: {', '.join(changes)}: training completions are not drawn from the policy; "
+                f"rollout.sampling_config: {', '.join(settings)}: training completions are not drawn from the policy; "
                 f"the loss weights their tokens by policy / sampled distribution, and never sees the tokens that are "
                 f"cut off"
             )

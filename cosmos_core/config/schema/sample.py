@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table, check_bounds_order
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
-from cosmos_core.config.schema.marks import ReferenceKind, SupportedValues
+from cosmos_core.config.schema.field_metadata import ReferenceKind, SupportedValues
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.config.schema.value_types import NameOrImportPath
 

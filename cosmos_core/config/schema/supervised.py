@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import model_validator
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.marks import EnabledBy, FieldUnit
+from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit
 from cosmos_core.config.schema.value_types import PositiveInt, TokenCount
 
 _RequiresLoadBalancing = EnabledBy("enable_dp_load_balancing")
@@ -21,8 +21,8 @@ class SupervisedConfig(AlgorithmConfig):
     an epoch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have columns of other known names, which
-    docs/reference/columns.md lists. In rows of pairs the column of the prompt (or `prompt`), next to `chosen` and
-    `rejected`. An assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not trained
+    docs/reference/columns.md lists. In rows of pairs it is the column of the prompt, or rows have the column
+    `prompt`. An assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not trained
     on."""
     system_prompt: str = ""
     """System prompt for conversations without a system turn and without a column `system`; empty: no system prompt."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cosmos_core.config.schema.marks import ResultNeutral
+from cosmos_core.config.schema.field_metadata import ResultNeutral
 from cosmos_core.config.schema.table import Table, flatten_nonempty_tables
 from cosmos_core.config.schema.value_types import PositiveInt, StringOrList
 

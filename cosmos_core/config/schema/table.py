@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.schema.declared import field_definition
-from cosmos_core.config.schema.marks import (
+from cosmos_core.config.schema.field_metadata import (
     AffectsResult,
     EnabledBy,
     IntroducedIn,
     KeyStatus,
     ReferenceKind,
     StatusName,
-    metadata_of,
+    find_metadata,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).join
 
 
 def _read_notes(section_name: str) -> dict[tuple[str, str], str]:
-    """Return the notes in a section of `status.toml` by class name and key of a table ("*": all keys of the table)."""
+    """Return the notes in a section of `status.toml` by class name and key; the key "*" stands for all keys."""
     return {
         (table, name): note
         for note, tables in _STATUS_NOTES.get(section_name, {}).items()
@@ -75,8 +75,8 @@ class Table(BaseModel):
         """Add the keys that `unused.toml` declares for the table, after its other keys."""
         super().__init_subclass__(**kwargs)
         annotations = inspect.get_annotations(cls)
-        for name, attributes in _UNUSED_KEY_DECLARATIONS.get(cls.__name__, {}).items():
-            annotations[name], default = field_definition(attributes)
+        for name, declaration in _UNUSED_KEY_DECLARATIONS.get(cls.__name__, {}).items():
+            annotations[name], default = field_definition(declaration)
             setattr(cls, name, default)
         cls.__annotations__ = annotations
 
@@ -85,10 +85,10 @@ class Table(BaseModel):
         """Add the status and the version of each field in `status.toml` to the metadata of the field."""
         annotations = inspect.get_annotations(cls)
         for name, field in cls.model_fields.items():
-            for notes in (_STATUS_BY_KEY, _VERSION_BY_KEY) if name in annotations else ():
-                table_note = None if is_table(field.annotation) else notes.get((cls.__name__, "*"))
-                if note := notes.get((cls.__name__, name), table_note):
-                    field.metadata = [*field.metadata, note]
+            for metadata_by_key in (_STATUS_BY_KEY, _VERSION_BY_KEY) if name in annotations else ():
+                table_metadata = None if is_table(field.annotation) else metadata_by_key.get((cls.__name__, "*"))
+                if key_metadata := metadata_by_key.get((cls.__name__, name), table_metadata):
+                    field.metadata = [*field.metadata, key_metadata]
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         """Yield a message with full keys for each combination of values that is not supported in the stage."""
@@ -106,8 +106,8 @@ class Table(BaseModel):
 
     def copy_with(self, **values: Any) -> Self:
         """Return a copy with derived values, which are not validated and do not count as set by the user."""
-        copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
-        return copy  # type: ignore[no-any-return]
+        table_copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
+        return table_copy  # type: ignore[no-any-return]
 
 
 TableT = TypeVar("TableT", bound=Table)
@@ -116,18 +116,18 @@ _USED_STATUS = KeyStatus("used")
 
 def support_status(field: FieldInfo) -> KeyStatus:
     """Return the support status of a field in this version."""
-    key_status: KeyStatus | None = metadata_of(field, KeyStatus)
+    key_status: KeyStatus | None = find_metadata(field, KeyStatus)
     return key_status or _USED_STATUS
 
 
 def affects_result(field: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    declared_effect = metadata_of(field, AffectsResult)
+    declared_effect = find_metadata(field, AffectsResult)
     return support_status(field) == _USED_STATUS and (declared_effect is None or declared_effect.value)
 
 
 def is_table(annotation: Any) -> bool:
-    """Return whether the type of a field is a table, rather than a container or union of tables."""
+    """Return whether the type of a field is one table class, rather than a container or union of table classes."""
     return isinstance(annotation, type) and issubclass(annotation, Table)
 
 
@@ -160,7 +160,7 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
     """Yield (name, field, value) of each field, except those whose enabling field, or that of the table, is off."""
     is_table_enabled = not table.enabling_field or getattr(table, table.enabling_field)
     for name, field in type(table).model_fields.items():
-        enabled_by: EnabledBy | None = metadata_of(field, EnabledBy)
+        enabled_by: EnabledBy | None = find_metadata(field, EnabledBy)
         is_field_enabled = enabled_by is None or getattr(table, enabled_by.enabling_field)
         if is_field_enabled and (is_table_enabled or name == table.enabling_field):
             yield name, field, getattr(table, name)
@@ -173,12 +173,12 @@ def disabled_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any
         yield from ((key, value, table.enabling_field) for key, value in _changed_settings(table, prefix))
         return
     for name, field in type(table).model_fields.items():
-        value, enabled_by = getattr(table, name), metadata_of(field, EnabledBy)
+        value, enabled_by = getattr(table, name), find_metadata(field, EnabledBy)
         if not enabled_by or getattr(table, enabled_by.enabling_field):
             yield from disabled_settings(value, f"{prefix}{name}.") if isinstance(value, Table) else ()
         elif isinstance(value, Table):
-            changes = _changed_settings(value, f"{prefix}{name}.") if name in table.model_fields_set else ()
-            yield from ((key, item, enabled_by.enabling_field) for key, item in changes)
+            changed_settings = _changed_settings(value, f"{prefix}{name}.") if name in table.model_fields_set else ()
+            yield from ((key, nested_value, enabled_by.enabling_field) for key, nested_value in changed_settings)
         elif table.is_set(name):
             yield f"{prefix}{name}", value, enabled_by.enabling_field
 
@@ -198,8 +198,8 @@ def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldIn
     differs from its default). Keys of a table that validation copied from another table do not count as set."""
     for name, field, value in _iterate_active_fields(table):
         if isinstance(value, Table) and support_status(field) == _USED_STATUS:
-            for key, nested_field, item, is_set in active_fields(value, f"{prefix}{name}."):
-                yield key, nested_field, item, is_set and name in table.model_fields_set
+            for key, nested_field, nested_value, is_set in active_fields(value, f"{prefix}{name}."):
+                yield key, nested_field, nested_value, is_set and name in table.model_fields_set
         elif _are_tables(value):
             for i, subtable in enumerate(value):
                 yield from active_fields(subtable, f"{prefix}{name}.{i}.")
@@ -216,13 +216,13 @@ def result_values(table: Table) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
-        omits_empty_value = getattr(metadata_of(field, AffectsResult), "omits_empty_value", False)
+        omits_empty_value = getattr(find_metadata(field, AffectsResult), "omits_empty_value", False)
         if not affects_result(field) or (not value and omits_empty_value):
             continue
-        if omits_empty_value and _are_tables(value):  # one list per key: a stage kind may read only some keys
-            rows = [result_values(subtable) for subtable in value]
-            keys = dict.fromkeys(key for row in rows for key in row)
-            values[name] = {key: [row.get(key) for row in rows] for key in keys}
+        if omits_empty_value and _are_tables(value):  # one list per key, because a stage kind may read some keys only
+            subtable_values = [result_values(subtable) for subtable in value]
+            keys = dict.fromkeys(key for row in subtable_values for key in row)
+            values[name] = {key: [row.get(key) for row in subtable_values] for key in keys}
         elif not isinstance(value, Table):
             values[name] = list(value) if isinstance(value, tuple) else value
         elif nested_result := result_values(value):
@@ -234,7 +234,7 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
     """Return a table with converted values of the fields that have a `ReferenceKind`, nested tables included."""
     converted_values: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
-        value, reference_kind = getattr(table, name), metadata_of(field, ReferenceKind)
+        value, reference_kind = getattr(table, name), find_metadata(field, ReferenceKind)
         if isinstance(value, Table):
             converted_values[name] = convert_references(value, convert_reference_fn)
         elif _are_tables(value):
@@ -268,8 +268,8 @@ def short_toml(value: object) -> str:
     """Return the text of a value for a message, in TOML notation, shortened to 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    toml_text = repr(list(value) if isinstance(value, tuple) else value)
+    return toml_text if len(toml_text) <= 60 else toml_text[:57] + "..."
 
 
 def add_notice(info: ValidationInfo, text: str) -> None:

@@ -6,17 +6,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig, algorithm_of, policy_types
+from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig, find_algorithm_name, policy_types
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
 from cosmos_core.config.schema.ddrl import DdrlConfig
 from cosmos_core.config.schema.diffusion_nft import DiffusionNftConfig
 from cosmos_core.config.schema.diffusion_sft import DiffusionSftConfig
 from cosmos_core.config.schema.dpo import DpoConfig
-from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
-from cosmos_core.config.schema.grpo import GrpoConfig
-from cosmos_core.config.schema.hooks import HooksConfig
-from cosmos_core.config.schema.kto import KtoConfig
-from cosmos_core.config.schema.marks import (
+from cosmos_core.config.schema.field_metadata import (
     EnabledBy,
     FieldUnit,
     OmittedIfEmpty,
@@ -24,6 +20,10 @@ from cosmos_core.config.schema.marks import (
     ResultNeutral,
     SupportedValues,
 )
+from cosmos_core.config.schema.flow_grpo import FlowGrpoConfig
+from cosmos_core.config.schema.grpo import GrpoConfig
+from cosmos_core.config.schema.hooks import HooksConfig
+from cosmos_core.config.schema.kto import KtoConfig
 from cosmos_core.config.schema.precision import FP4Config, FP8Config
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.sft import SftConfig
@@ -57,7 +57,7 @@ AlgorithmTable = Annotated[
     | Annotated[DiffusionNftConfig, Tag("diffusion_nft")]
     | Annotated[FlowGrpoConfig, Tag("flow_grpo")]
     | Annotated[DdrlConfig, Tag("ddrl")],
-    Discriminator(algorithm_of),
+    Discriminator(find_algorithm_name),
 ]
 
 
@@ -118,8 +118,8 @@ class TrainConfig(Table):
     """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
     `ema_decay`)."""
     ema_update_step_interval: Annotated[NonNegativeInt, FieldUnit("optimizer steps"), EnabledBy("ema_enable")] = 0
-    """Number of optimizer steps between two updates of the moving average, the first after N - 1, as in Flow-GRPO and
-    DiffusionNFT; 0 and 1: every step."""
+    """Number N of optimizer steps between two updates of the moving average; the first update follows after N - 1
+    steps, as in Flow-GRPO and DiffusionNFT. 0 and 1: every step."""
 
     master_dtype: Annotated[
         DType, SupportedValues(("float32", "bfloat16"), "float16 cannot hold optimizer state; use 'float32'")
@@ -200,7 +200,7 @@ class TrainConfig(Table):
             yield "train.optm_name = 'Muon' needs whole matrices, which this version has on one rank alone; use 'AdamW'"
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             yield "train.param_dtype = 'float32' is wider than train.master_dtype = 'bfloat16'; make them equal"
-        if not self.train_policy.completes_held_out_rows and stage.recipe.validation.reward_function:
+        if not self.train_policy.allows_validation_completions and stage.recipe.validation.reward_function:
             yield (
                 f"validation.reward_function: held-out rows are {self.train_policy.rows}, and nothing is generated; "
                 "leave it out"
@@ -296,7 +296,7 @@ class TrainConfig(Table):
         if isinstance(policy, dict) and policy.get("type") == "dpo":
             raise ValueError("train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'")
         if isinstance(policy, dict) and "type" not in policy:
-            values = {**values, "train_policy": {**policy, "type": inferred_type(policy)}}
+            values = {**values, "train_policy": {**policy, "type": infer_training_type(policy)}}
         elif isinstance(policy, dict) and policy["type"] not in policy_types():
             known_types = ", ".join(map(repr, policy_types()))
             raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known_types}")
@@ -333,6 +333,6 @@ class TrainConfig(Table):
         return self
 
 
-def inferred_type(policy: Mapping[str, Any]) -> Any:
+def infer_training_type(policy: Mapping[str, Any]) -> Any:
     """Return the `type` of a `train_policy`, or infer it from its keys if it is missing."""
     return policy.get("type", "grpo" if _GRPO_ONLY_KEYS & set(policy) else "sft")

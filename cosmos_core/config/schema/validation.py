@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from pydantic import ValidationInfo, model_validator
 
 from cosmos_core.config.schema.dataset import DatasetConfig
-from cosmos_core.config.schema.marks import EnabledBy, ResultNeutral
+from cosmos_core.config.schema.field_metadata import EnabledBy, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext, Table, add_notice
 from cosmos_core.config.schema.value_types import (
@@ -27,7 +27,7 @@ class HeldOutDatasetConfig(DatasetConfig):
     """Data set of held-out rows, with the keys of `train.train_policy.dataset`."""
 
     test_size: int | float | None = None
-    """Number or fraction of rows to hold out for validation, from the training data only."""
+    """Number or fraction of rows to hold out; the key has an effect only in `train.train_policy.dataset`."""
 
 
 class ValidationConfig(Table):
@@ -65,20 +65,20 @@ class ValidationConfig(Table):
     """Names of environment variables that reward functions receive in addition to those of
     `train.train_policy.reward_env`."""
     use_remote_reward: bool | None = None
-    """Use the reward service; None: as in training, the only allowed value."""
+    """Use the reward service; the value must be that of training. None: as in training."""
     remote_reward: Annotated[RemoteRewardConfig | None, EnabledBy("use_remote_reward")] = None
     """Requests to the reward service; None: as in training."""
 
     @model_validator(mode="after")
     def _check_greedy_sampling(self, info: ValidationInfo) -> Self:
         if self.top_k == 1 and self.temperature > 0:
-            reason = "top_k = 1 takes the most likely token; set validation.top_k = -1 to draw"
-            add_notice(info, f"validation.temperature: {self.temperature:g} changes nothing, because {reason}")
+            explanation = "top_k = 1 takes the most likely token; set validation.top_k = -1 to draw"
+            add_notice(info, f"validation.temperature: {self.temperature:g} changes nothing, because {explanation}")
         return self
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         max_response_tokens, model_max_length = self.max_response_length or 0, stage.recipe.policy.model_max_length
-        has_prompts = stage.measures_held_out_rows and stage.recipe.completes_held_out_rows
+        has_prompts = stage.measures_held_out_rows and stage.recipe.has_validation_completions
         if has_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
             yield (
                 f"validation.max_response_length = {max_response_tokens}: a completion gets the tokens that its prompt "

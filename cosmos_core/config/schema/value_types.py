@@ -1,10 +1,10 @@
-"""Types of values that several tables have."""
+"""Types of configuration values that several tables have in common."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from cosmos_core.config.schema.marks import FieldUnit, ReferenceKind, ResultNeutral
+from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
 from cosmos_core.registry import is_import_path
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -40,8 +40,8 @@ TopK = Annotated[int, AfterValidator(_normalise_top_k), FieldUnit("tokens")]
 """Number of most likely tokens from which a token is sampled; -1 or 0: all."""
 
 
-def _as_tuple(value: Any) -> Any:
-    return ((value,) if value else ()) if isinstance(value, str) else value
+def _as_tuple(string_or_list: Any) -> Any:
+    return ((string_or_list,) if string_or_list else ()) if isinstance(string_or_list, str) else string_or_list
 
 
 def _check_import_path(name: str) -> str:

@@ -49,7 +49,7 @@ class PreparedRows(ABC):
     """Prepared rows of a split, for training or validation; a row is read from its file on access."""
 
     has_sample_pairs: ClassVar[bool] = False
-    """Whether a held-out row has two samples, whose log-probabilities are compared with the reference policy's."""
+    """Whether a held-out row has two samples, whose log-probabilities a reference policy computes too."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
     reference_logprobs: np.ndarray | None = None
@@ -59,25 +59,25 @@ class PreparedRows(ABC):
     mixture: Mixture | None = None
     """Mixture of data sets that the rows come from; None: all rows are from one data set."""
 
-    def source(self, row: int) -> str:
+    def get_source_label(self, row: int) -> str:
         """Return the name of the data set of a row in a mixture; empty if there is one data set."""
-        return self.mixture.source_label(row) if self.mixture else ""
+        return self.mixture.get_source_label(row) if self.mixture else ""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of rows."""
 
     @abstractmethod
-    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Any]:
-        """Return the samples of the rows at `positions`, with random values that are derived from `seed`. `micro_batch`
-        is the number of the micro-batch that all these samples belong to; None: the trainer divides them."""
+    def samples(self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Any]:
+        """Return the samples of the rows with numbers `row_ids`, with random values that are derived from `seed`.
+        `micro_batch` is the number of the samples' micro-batch; None: the trainer divides them into micro-batches."""
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         """Return the number of tokens that each row takes in a packed or padded micro-batch, int64."""
         raise NotImplementedError(type(self).__name__)
 
-    def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]] | None:
-        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None: the trainer does it."""
+    def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]] | None:
+        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None leaves this to the trainer."""
         return None
 
 
@@ -93,8 +93,8 @@ class RowKind(ABC):
 
     name: ClassVar[str]
     """Name of the kind of rows, which is also the name of its file."""
-    purpose: ClassVar[str]
-    """Purpose of rows of this kind for error messages, such as "to learn (SFT)"."""
+    rows_purpose: ClassVar[str]
+    """What rows of this kind are for, as text for error messages, such as "to learn (SFT)"."""
     columns: ClassVar[dict[str, pa.DataType]]
     """Columns of the prepared file of this kind of rows, without the column with the location of the row."""
     has_media: ClassVar[bool] = False
@@ -122,19 +122,19 @@ class RowKind(ABC):
 
     @abstractmethod
     def prepare(self, stage: Stage) -> Outcome:
-        """Prepare the rows of a stage: the program of a `prepare` stage."""
+        """Run a `prepare` stage: convert the rows of its data sets to prepared files."""
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> PreparedRows:
-        """Return the rows to learn of a split in `folder`, the data folder of a `prepare` stage; errors are those of
-        `open_table`. `adapter` is the adapter of the model, which only the rows of diffusion models need."""
+        """Open the prepared rows of a split for training; errors are those of `open_table`. `folder` is the data folder
+        of a `prepare` stage. `adapter` is the model's adapter, which only rows of diffusion models need."""
         raise NotImplementedError(f"{self.name} are not learned")
 
-    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        """Return the rows of a split as prompts to complete; errors are those of `open_table`."""
+    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+        """Open the prepared rows of a split as prompts to complete; errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not completed")
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        """Return the held-out rows, if the validation split is of this kind; errors are those of `open_table`."""
+        """Open the validation split, whose rows are of this kind; errors are those of `open_table`."""
         return HeldOutSet(self.open(folder, VALIDATION_SPLIT, model, adapter), None)
 
 
@@ -147,17 +147,17 @@ class TokenisedKind(RowKind):
     """Method of a user's data packer that converts rows of this kind; None: packers do not apply to the kind."""
     has_one_response: ClassVar[bool] = True
     """Whether a row is one prompt with one response, so that two columns of text can be read as prompt and response."""
-    read_fn: ClassVar[Callable[..., Any]]
-    """Function that reads one row; its arguments are row, location, column, system prompt and `with_images`."""
+    read_row_fn: ClassVar[Callable[..., Any]]
+    """Function that interprets one row; its arguments are row, location, column, system prompt and `with_images`."""
 
     @property
     def token_id_columns(self) -> list[str]:
-        """Return the columns of token ids."""
+        """Return the names of the columns with token ids."""
         return [name for name in self.columns if name.endswith("_ids")]
 
     @property
     def mask_columns(self) -> list[str]:
-        """Return the columns of loss masks, in the order of the columns of token ids."""
+        """Return the names of the columns with loss masks, in the order of `token_id_columns`."""
         return [name for name in self.columns if name.endswith("_mask")]
 
     def read(self, row: Row, location: str, policy: AlgorithmConfig) -> Any:
@@ -166,10 +166,10 @@ class TokenisedKind(RowKind):
         assert isinstance(policy, SupervisedConfig)
         column, system_prompt = policy.conversation_column_name, policy.system_prompt
         tracked_row = ColumnTrackingRow(row, policy.column_names, location)
-        return self.read_fn(tracked_row, location, column, system_prompt, with_images=True)
+        return self.read_row_fn(tracked_row, location, column, system_prompt, with_images=True)
 
     @abstractmethod
-    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
         """Convert a row to the record that the prepared file holds; errors are those of `read`."""
 
     def omits_response(self, row: Row, column: str) -> bool:
@@ -177,6 +177,6 @@ class TokenisedKind(RowKind):
         return False
 
     def prepare(self, stage: Stage) -> Outcome:
-        """Tokenise the rows of a stage."""
-        # Imported here, because `prepare` imports the kinds of rows.
+        """Run a `prepare` stage: tokenise its rows."""
+        # Import `prepare` here, because it imports this module: an import at the top of the file would be circular.
         return import_module("cosmos_core.data.prepare").tokenise(stage)

@@ -30,10 +30,10 @@ class LabelledSequences(Sequences):
         """Label of each row: True if its completion is desirable."""
         self._max_tokens = max_tokens
 
-    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
+    def samples(self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return a sample for each sequence, whose reward is the row's label. For held-out rows, each sample is
-        followed by a mismatched sample: the same prompt with the response of another row of `positions`."""
-        indexed_samples = zip(positions, super().samples(positions, seed, micro_batch), strict=True)
+        followed by a mismatched sample: the same prompt with the response of another row of `row_ids`."""
+        indexed_samples = zip(row_ids, super().samples(row_ids, seed, micro_batch), strict=True)
         labelled_samples = [replace(sample, reward=float(self.labels[i])) for i, sample in indexed_samples]
         if seed is not None:
             return labelled_samples
@@ -41,7 +41,7 @@ class LabelledSequences(Sequences):
         pairs = [sample for pair in zip(labelled_samples, mismatched_samples, strict=True) for sample in pair]
         logprobs = np.zeros(len(pairs))
         if self.reference_logprobs is not None:
-            logprobs = self.reference_logprobs[list(positions)].ravel()
+            logprobs = self.reference_logprobs[list(row_ids)].ravel()
         return [replace(sample, reference_logprob=float(value)) for sample, value in zip(pairs, logprobs, strict=True)]
 
 
@@ -49,9 +49,9 @@ class LabelledKind(SequencesKind):
     """Kind of rows that are token sequences to learn, each with a label that says whether its response is desirable."""
 
     name = "labelled"
-    purpose = "with a label (KTO)"
+    rows_purpose = "with a label (KTO)"
     columns: ClassVar[dict[str, pa.DataType]] = {"label": pa.bool_(), **SequencesKind.columns}
-    read_fn = staticmethod(read_labelled_conversation)
+    read_row_fn = staticmethod(read_labelled_conversation)
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LabelledSequences:
         table = open_table(folder, split, self)
@@ -60,6 +60,6 @@ class LabelledKind(SequencesKind):
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         return {VALIDATION_SPLIT: self.name}
 
-    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
-        label, record = read_label(row, location), super().make_record(tokenizer, spec, row, location)
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
+        label, record = read_label(row, location), super().make_record(tokenizer, row_spec, row, location)
         return record._replace(values=(label, *record.values))

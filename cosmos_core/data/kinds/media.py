@@ -31,18 +31,18 @@ class NoisyRows(PreparedRows):
         return len(self._rows)
 
     def samples(
-        self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None
+        self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None
     ) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
         seeds, dropout = ((_HELD_OUT_SEED_STEP,), 0.0) if seed is None else (seed, None)
-        return [self._noise_sampler.sample(self._rows[i], derive_seed(*seeds, i), dropout=dropout) for i in positions]
+        return [self._noise_sampler.sample(self._rows[i], derive_seed(*seeds, i), dropout=dropout) for i in row_ids]
 
 
 class MediaKind(MediaPromptsKind):
     """Kind of rows that are images or clips with their prompts."""
 
     name = "media"
-    purpose = "to learn (SFT of a diffusion model)"
+    rows_purpose = "to learn (SFT of a diffusion model)"
     columns: ClassVar[dict[str, pa.DataType]] = {
         **MediaPromptsKind.columns, "media": LOCATION_TYPE, "shape": pa.list_(pa.int32())
     }  # fmt: skip
@@ -52,19 +52,19 @@ class MediaKind(MediaPromptsKind):
         rows = open_media(folder, split)
         return NoisyRows(rows, make_noise_sampler(rows, model.diffusers, adapter))
 
-    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         is_conditioned = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
         clips = open_media(folder, split) if is_conditioned else None
         return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""), clips)
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        """Return the prompts to sample images or clips from, and the media unless training learns from rollouts."""
+        """Return the held-out prompts, and their images or clips unless training learns from rollouts."""
         rows = None if policy.has_rollouts else self.open(folder, VALIDATION_SPLIT, model, adapter)
-        return HeldOutSet(rows, self.prompts(folder, VALIDATION_SPLIT, policy, model))
+        return HeldOutSet(rows, self.open_prompts(folder, VALIDATION_SPLIT, policy, model))
 
 
-def make_noise_sampler(rows: MediaRows, diffusers: DiffusersConfig, adapter: Any) -> NoiseSampler:
+def make_noise_sampler(rows: MediaRows, diffusers_config: DiffusersConfig, adapter: Any) -> NoiseSampler:
     """Return the sampler of noise, noise levels and caption dropout for the training rows of a diffusion model."""
     model_family = adapter.family
     null_text = model_family.dropped_text(rows.null_text)
-    return NoiseSampler(diffusers, null_text, model_family.train_shift, model_family.max_conditioning_frames)
+    return NoiseSampler(diffusers_config, null_text, model_family.train_shift, model_family.max_conditioning_frames)

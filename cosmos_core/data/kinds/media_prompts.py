@@ -26,16 +26,16 @@ class MediaPromptsKind(RowKind):
     """Kind of rows that are prompts of a diffusion model."""
 
     name = "media_prompts"
-    purpose = "to draw from (RL and validation of a diffusion model)"
+    rows_purpose = "to draw from (RL and validation of a diffusion model)"
     columns: ClassVar[dict[str, pa.DataType]] = {"prompt": pa.string(), "metadata": pa.string(), "text": LOCATION_TYPE}
 
     def prepare(self, stage: Stage) -> Outcome:
         """Encode the rows of a stage with the encoders of its model."""
-        # Imported here, because `prepare_media` imports diffusers, which is slow.
+        # Import `prepare_media` only when it is needed, because it imports diffusers, which is slow.
         return import_module("cosmos_core.data.prepare_media").prepare(stage)
 
-    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""))
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        return HeldOutSet(None, self.prompts(folder, VALIDATION_SPLIT, policy, model))
+        return HeldOutSet(None, self.open_prompts(folder, VALIDATION_SPLIT, policy, model))

@@ -15,10 +15,10 @@ from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS_TYPE, MASK_TYPE, PreparedRows, StepSeed, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import Sequences
-from cosmos_core.data.messages import Message, Row, SkippedRow, mask_assistant_turns, plain_text_columns
+from cosmos_core.data.messages import Message, Row, SkippedRow, mask_assistant_turns, read_plain_texts
 from cosmos_core.data.preferences import Preference, read_preference, remove_repeated_prompt
 from cosmos_core.data.prepared import get_split_path, open_table, read_mixture
-from cosmos_core.data.records import Record, RecordSpec, check_characters, make_conversation_record, make_text_record
+from cosmos_core.data.records import Record, RecordSpec, check_surrogates, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.errors import DataError
@@ -42,10 +42,10 @@ class PreferencePairs(PreparedRows):
         lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
         return lengths.sum(0) if is_packed else 2 * lengths.max(0)
 
-    def micro_batches(self, positions: np.ndarray, max_rows: int) -> list[list[int]]:
+    def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]]:
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         lengths, num_images = self._padded_lengths, self.chosen.num_images
-        sorted_rows = sorted(positions.tolist(), key=lambda i: -lengths[i])
+        sorted_rows = sorted(row_ids.tolist(), key=lambda i: -lengths[i])
         row_groups = [[i for i in sorted_rows if num_images[i] == n] for n in np.unique(num_images[sorted_rows])]
         return [rows[start : start + max_rows] for rows in row_groups for start in range(0, len(rows), max_rows)]
 
@@ -53,14 +53,14 @@ class PreferencePairs(PreparedRows):
     def _padded_lengths(self) -> np.ndarray:
         return self.token_counts(is_packed=False)
 
-    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
+    def samples(self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
         """Return the chosen, then the rejected sample of each pair, each with its reference log-probability or 0."""
         samples = []
-        for i in positions:
+        for i in row_ids:
             logprobs = (0.0, 0.0) if self.reference_logprobs is None else self.reference_logprobs[i].tolist()
             images = self.chosen.images(i)  # both responses share the prompt, which has all images
             for sequences, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
-                sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.source(i)}
+                sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.get_source_label(i)}
                 samples.append(Sample(*sequences[i], reference_logprob=logprob, images=images, **sample_arguments))
         return samples
 
@@ -74,35 +74,36 @@ class PairsKind(TokenisedKind):
     """Kind of rows that are a prompt with a chosen and a rejected completion."""
 
     name = "pairs"
-    purpose = "to compare (DPO)"
+    rows_purpose = "to compare (DPO)"
     columns: ClassVar[dict[str, pa.DataType]] = {
         "chosen_ids": IDS_TYPE, "chosen_mask": MASK_TYPE, "rejected_ids": IDS_TYPE, "rejected_mask": MASK_TYPE
     }  # fmt: skip
     packer_method = None
     has_one_response = False
-    read_fn = staticmethod(read_preference)
+    read_row_fn = staticmethod(read_preference)
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> PreferencePairs:
         return open_pairs(folder, split)
 
-    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
-        preference = self.read_fn(row, location, *spec.conversation_settings, with_images=spec.image_root is not None)
-        # If the model reads images or there is a system prompt, a chat template is required, as in `SequencesKind`.
-        is_plain_text = not tokenizer.chat_template and spec.image_root is None and not spec.conversation_settings[1]
-        if is_plain_text and (texts := plain_text_columns(row, ("prompt",), ("chosen",), ("rejected",))):
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
+        has_images = row_spec.image_root is not None
+        preference = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
+        # Plain texts are concatenated without a chat template, which images and a system prompt would require.
+        is_plain_text = not (tokenizer.chat_template or has_images or row_spec.conversation_settings[1])
+        if is_plain_text and (texts := read_plain_texts(row, ("prompt",), ("chosen",), ("rejected",))):
             preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
         prompt, *completions = preference
         tools = read_tools(row, location)
-        check_characters([prompt, *completions, tools], location)
-        if spec.image_root is not None and isinstance(prompt, str):
+        check_surrogates([prompt, *completions, tools], location)
+        if has_images and isinstance(prompt, str):
             align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
 
         def make_completion_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):
                 tokens = tokenise_prompt_and_completion(tokenizer, str(prompt), str(completion), location)
-                return make_text_record(spec, tokens, location)
+                return make_text_record(row_spec, tokens, location)
             turns = [*mask_assistant_turns(prompt), *completion]
-            return make_conversation_record(tokenizer, spec, turns, tools, row, location)
+            return make_conversation_record(tokenizer, row_spec, turns, tools, row, location)
 
         chosen, rejected = map(make_completion_record, completions)
         (chosen_ids, _, *images), (rejected_ids, _, *rejected_images) = chosen.values, rejected.values
@@ -115,4 +116,4 @@ class PairsKind(TokenisedKind):
         num_image_tokens = sum(record.counts.get("image_tokens", 0) for record in (chosen, rejected))
         counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
         values = (*chosen.values[:2], *rejected.values[:2], *images)
-        return Record(values, chosen.is_merged or rejected.is_merged, counts)
+        return Record(values, chosen.has_merged_turns or rejected.has_merged_turns, counts)

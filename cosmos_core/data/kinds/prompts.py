@@ -24,7 +24,7 @@ from cosmos_core.data.messages import (
     Message,
     Row,
     is_image_part,
-    read_held_out,
+    read_held_out_prompt,
     read_prompt,
 )
 from cosmos_core.data.order import Mixture
@@ -38,7 +38,7 @@ from cosmos_core.data.prepared import (
     read_mixture,
     read_row_kind,
 )
-from cosmos_core.data.records import Record, RecordSpec, check_characters, get_processor, read_images, tokenise_turns
+from cosmos_core.data.records import Record, RecordSpec, check_surrogates, get_processor, read_images, tokenise_turns
 from cosmos_core.data.rendering import check_tools
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
@@ -59,9 +59,9 @@ class Prompts(IndexedSequence[Prompt]):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def item(self, index: int) -> Prompt:
+    def read_item(self, index: int) -> Prompt:
         ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _PREPARED_COLUMNS)
-        source = self.mixture.source_label(index) if self.mixture else ""
+        source = self.mixture.get_source_label(index) if self.mixture else ""
         images, metadata = self._images[index], json.loads(metadata_json)
         return Prompt(index, tuple(ids), text, reference_response, images, metadata=metadata, source=source)
 
@@ -72,7 +72,7 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split; None if it is missing or has other rows. Raise DataError if it is damaged."""
+    """Return the prompts of a split; None if it does not exist or has other rows; raise DataError if it is damaged."""
     has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if has_prompts else None
 
@@ -81,14 +81,14 @@ class PromptsKind(TokenisedKind):
     """Kind of rows that are text prompts, which an engine completes and rewards score."""
 
     name = "prompts"
-    purpose = "to complete (RL, validation by reward)"
+    rows_purpose = "to complete (RL, validation by reward)"
     columns: ClassVar[dict[str, pa.DataType]] = {
         "prompt_ids": IDS_TYPE, "prompt_text": pa.string(), "reference": pa.string(), "metadata": pa.string()
     }  # fmt: skip
     is_prompt = True
     packer_method = "get_rollout_input"
 
-    def prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
         return open_prompts(folder, split)
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
@@ -101,39 +101,40 @@ class PromptsKind(TokenisedKind):
         """Return the prompt of a row as turns, and its reference answer."""
         return _read_prompt_row(row, location, policy, with_images=True)
 
-    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
-        policy, render_settings = spec.recipe.train.train_policy, spec.prompt_rendering
-        has_images, keeps_last_turn = spec.image_root is not None, render_settings.continue_final_message
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
+        policy, render_settings = row_spec.recipe.train.train_policy, row_spec.prompt_rendering
+        has_images, keeps_last_turn = row_spec.image_root is not None, render_settings.continue_final_message
         messages, reference_response = _read_prompt_row(
             row, location, policy, with_images=has_images, keeps_last_turn=keeps_last_turn
         )
         tools = read_tools(row, location)
-        check_characters([messages, reference_response, tools], location)
-        columns = {**(row.original if isinstance(row, ColumnTrackingRow) else {}), **row}
+        check_surrogates([messages, reference_response, tools], location)
+        columns = {**(row.original_row if isinstance(row, ColumnTrackingRow) else {}), **row}
         columns.pop(RENDERED_COLUMN, None)
         prompt_column = policy.prompt_column_name if isinstance(policy, RlConfig) else ""
         reward_columns = serialise_row_for_rewards(columns, messages, prompt_column)
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
-            ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, spec.max_tokens, location)
-            return Record((ids, text, reference_response, reward_columns, *spec.empty_image_value, location), False, {})
+            ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, row_spec.max_tokens, location)
+            values = (ids, text, reference_response, reward_columns, *row_spec.empty_image_cells, location)
+            return Record(values, False, {})
         if tools:
             render_settings = replace(render_settings, tools=tuple(tools))
-        if spec.image_root is not None:
-            processor, max_tokens = get_processor(spec), spec.max_tokens
-            placeholder_turns, image_refs, images = read_images(spec, messages, row, location)
-            (tokens, text), is_merged = tokenise_turns(
+        if row_spec.image_root is not None:
+            processor, max_tokens = get_processor(row_spec), row_spec.max_tokens
+            turns_with_placeholders, image_refs, images = read_images(row_spec, messages, row, location)
+            (tokens, text), has_merged_turns = tokenise_turns(
                 lambda turns: tokenise_visual_prompt(processor, turns, images, max_tokens, location, render_settings),
-                placeholder_turns,
+                turns_with_placeholders,
             )
             check_tools(tools, text, location)
             counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
             values = (tokens.ids, text, reference_response, reward_columns, image_refs, location)
-            return Record(values, is_merged, counts)
-        (ids, text), is_merged = tokenise_turns(
-            lambda turns: tokenise_prompt(tokenizer, turns, spec.max_tokens, location, render_settings), messages
+            return Record(values, has_merged_turns, counts)
+        (ids, text), has_merged_turns = tokenise_turns(
+            lambda turns: tokenise_prompt(tokenizer, turns, row_spec.max_tokens, location, render_settings), messages
         )
         check_tools(tools, text, location)
-        return Record((ids, text, reference_response, reward_columns, location), is_merged, {})
+        return Record((ids, text, reference_response, reward_columns, location), has_merged_turns, {})
 
 
 def _read_prompt_row(
@@ -142,16 +143,17 @@ def _read_prompt_row(
     if isinstance(policy, RlConfig):
         reader_arguments = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
         return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last_turn, with_images=with_images)
-    # a held-out row of supervised learning is rendered in the same form as the training rows
+    # Read held-out rows of supervised learning like the training rows, so that both are rendered in the same form.
     assert isinstance(policy, SupervisedConfig)
     if not isinstance(row, ColumnTrackingRow):
         row = ColumnTrackingRow(row, policy.column_names, location)
-    return read_held_out(row, location, policy.conversation_column_name, policy.system_prompt, with_images=with_images)
+    column, system_prompt = policy.conversation_column_name, policy.system_prompt
+    return read_held_out_prompt(row, location, column, system_prompt, with_images=with_images)
 
 
 def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
     """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
-    the prompt, as a string if its column is a string, otherwise as turns. `prompt_column`: see `read_prompt`."""
+    the prompt, as a string if its column is a string, otherwise as turns. For `prompt_column` see `read_prompt`."""
     column = prompt_column or find_column(row, PROMPT_COLUMNS)
     values = [row[column]] if column in row else [*row.values()]
     texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
@@ -161,7 +163,7 @@ def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: st
 
 
 def _to_plain_json(value: Any) -> Any:
-    """Return a value without bytes, and with NumPy values as Python ones, for JSON."""
+    """Return a value without bytes and with NumPy types converted to Python types, so that JSON can represent it."""
     if isinstance(value, dict):
         if is_image_part(value):
             return {"type": "image"}

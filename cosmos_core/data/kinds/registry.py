@@ -3,7 +3,7 @@
 from functools import cache
 
 from cosmos_core.data.kinds.base import RowKind, TokenisedKind
-from cosmos_core.registry import list_defined_names, load_named
+from cosmos_core.registry import list_defined_names, load_class
 
 _PACKAGE, _CLASS_SUFFIX = "cosmos_core.data.kinds", "Kind"
 
@@ -11,7 +11,7 @@ _PACKAGE, _CLASS_SUFFIX = "cosmos_core.data.kinds", "Kind"
 @cache
 def load_row_kind(name: str) -> RowKind:
     """Return the kind of rows named `name`; raise ConfigError if no kind of rows has this name."""
-    return load_named(name, _PACKAGE, _CLASS_SUFFIX)()
+    return load_class(name, _PACKAGE, _CLASS_SUFFIX)()
 
 
 def load_tokenised_kind(name: str) -> TokenisedKind:

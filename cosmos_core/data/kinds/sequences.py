@@ -14,7 +14,7 @@ from cosmos_core.data.conversation import tokenise_conversation, tokenise_prompt
 from cosmos_core.data.images import align_images
 from cosmos_core.data.kinds.base import IDS_TYPE, MASK_TYPE, VALIDATION_SPLIT, PreparedRows, StepSeed, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
-from cosmos_core.data.messages import Row, SkippedRow, omits_response, plain_text_columns, read_conversation
+from cosmos_core.data.messages import Row, SkippedRow, omits_response, read_conversation, read_plain_texts
 from cosmos_core.data.prepared import (
     HELD_OUT_SEQUENCES_SPLIT,
     RowImages,
@@ -23,7 +23,7 @@ from cosmos_core.data.prepared import (
     open_table,
     read_mixture,
 )
-from cosmos_core.data.records import Record, RecordSpec, check_characters, make_conversation_record, make_text_record
+from cosmos_core.data.records import Record, RecordSpec, check_surrogates, make_conversation_record, make_text_record
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import IGNORED_LABEL, LABELS_COLUMN, TOKENS_COLUMN
@@ -62,10 +62,11 @@ class Sequences(PreparedRows):
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         return self.lengths
 
-    def samples(self, positions: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
-        """Return the training samples of the rows `positions`: tokens, loss mask, and images of each."""
+    def samples(self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None) -> list[Sample]:
+        """Return the training samples of the rows with numbers `row_ids`: tokens, loss mask and images of each row."""
         return [
-            Sample(*self[i], images=self.images(i), micro_batch=micro_batch, source=self.source(i)) for i in positions
+            Sample(*self[i], images=self.images(i), micro_batch=micro_batch, source=self.get_source_label(i))
+            for i in row_ids
         ]
 
 
@@ -78,9 +79,9 @@ class SequencesKind(TokenisedKind):
     """Kind of rows that are token sequences to learn, from conversations or plain text."""
 
     name = "sequences"
-    purpose = "to learn (SFT)"
+    rows_purpose = "to learn (SFT)"
     columns: ClassVar[dict[str, pa.DataType]] = {"input_ids": IDS_TYPE, "loss_mask": MASK_TYPE}
-    read_fn = staticmethod(read_conversation)
+    read_row_fn = staticmethod(read_conversation)
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
         """Return the kind of each held-out split: with rewards, the rows are also prepared as prompts to complete."""
@@ -94,25 +95,26 @@ class SequencesKind(TokenisedKind):
     def omits_response(self, row: Row, column: str) -> bool:
         return omits_response(row, column)
 
-    def make_record(self, tokenizer: PreTrainedTokenizerBase, spec: RecordSpec, row: Row, location: str) -> Record:
+    def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
         if TOKENS_COLUMN in row:
-            return make_text_record(spec, _read_packer_tokens(row, location), location)
-        texts = None if tokenizer.chat_template else plain_text_columns(row, ("prompt",), ("completion", "response"))
-        if texts and spec.image_root is None and not spec.conversation_settings[1]:  # a system prompt needs a template
-            check_characters(texts, location)
+            return make_text_record(row_spec, _read_packer_tokens(row, location), location)
+        has_images = row_spec.image_root is not None
+        texts = None if tokenizer.chat_template else read_plain_texts(row, ("prompt",), ("completion", "response"))
+        if texts and not has_images and not row_spec.conversation_settings[1]:  # only templates render system prompts
+            check_surrogates(texts, location)
             if not texts[1].strip():
                 raise SkippedRow(location, "without a completion to learn")
             tokens = tokenise_prompt_and_completion(tokenizer, texts[0], texts[1], location)
-            return make_text_record(spec, tokens, location, continued_rows=1)
-        conversation = self.read_fn(row, location, *spec.conversation_settings, with_images=spec.image_root is not None)
+            return make_text_record(row_spec, tokens, location, continued_rows=1)
+        conversation = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
         tools = read_tools(row, location)
-        check_characters([conversation, tools], location)
+        check_surrogates([conversation, tools], location)
         if not isinstance(conversation, str):
-            return make_conversation_record(tokenizer, spec, conversation, tools, row, location)
-        if spec.image_root is not None:
+            return make_conversation_record(tokenizer, row_spec, conversation, tools, row, location)
+        if has_images:
             align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
         tokens = tokenise_conversation(tokenizer, conversation, location)
-        return make_text_record(spec, tokens, location, plain_rows=1)
+        return make_text_record(row_spec, tokens, location, plain_rows=1)
 
 
 def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:

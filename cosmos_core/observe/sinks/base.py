@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from cosmos_core.config.schema.logging import CONSOLE_SINK, SINKS_FOLDER
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
-from cosmos_core.registry import load_named
+from cosmos_core.registry import load_class
 from cosmos_core.run.directory import RunStartInfo, read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.progress import read_metrics
@@ -71,17 +71,17 @@ SinkOpener = Callable[[Stage, int], MetricSink]
 
 def find_sink_class(name: str) -> SinkOpener:
     """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
-    sink = load_named(name, SINKS_FOLDER, "Sink")
-    return partial(FunctionSink, sink) if inspect.isfunction(sink) else sink
+    sink_object = load_class(name, SINKS_FOLDER, "Sink")
+    return partial(FunctionSink, sink_object) if inspect.isfunction(sink_object) else sink_object
 
 
 @contextmanager
-def send_to_sinks(stage: Stage, find_opener: Callable[[str], SinkOpener] = find_sink_class) -> Iterator[None]:
+def send_to_sinks(stage: Stage, find_sink_opener: Callable[[str], SinkOpener] = find_sink_class) -> Iterator[None]:
     """Send the metrics that a stage logs during the block to the metric sinks of its recipe. Each sink is opened with
     the first metric, so that a stage without metrics creates no empty run in a service."""
-    names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE_SINK)
-    sink_threads = [_SinkThread(name, find_opener, stage) for name in names]
-    stage.metrics.watchers += [sink_thread.enqueue for sink_thread in sink_threads]
+    sink_names = dict.fromkeys(name for name in stage.recipe.logging.logger if name != CONSOLE_SINK)
+    sink_threads = [_SinkThread(name, find_sink_opener, stage) for name in sink_names]
+    stage.metrics.line_callbacks += [sink_thread.enqueue for sink_thread in sink_threads]
     exit_code = EXIT_CRASH
     try:
         yield
@@ -99,8 +99,8 @@ class _SinkThread:
     """Thread that sends lines of `metrics.jsonl` from a queue to one metric sink. After an error of the sink the thread
     ends, and the sink gets no more lines in this attempt of the stage."""
 
-    def __init__(self, name: str, find_opener: Callable[[str], SinkOpener], stage: Stage) -> None:
-        self._name, self._find_opener, self._stage = name, find_opener, stage
+    def __init__(self, name: str, find_sink_opener: Callable[[str], SinkOpener], stage: Stage) -> None:
+        self._sink_name, self._find_sink_opener, self._stage = name, find_sink_opener, stage
         self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # Read the file now, because a training that resumes removes lines of later steps from it.
         lines = read_metrics(stage.metrics.path)
@@ -111,7 +111,7 @@ class _SinkThread:
     def enqueue(self, line: dict[str, Any]) -> None:
         """Queue a line of `metrics.jsonl` without blocking."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(line,), name=f"sink-{self._name}", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(line,), name=f"sink-{self._sink_name}", daemon=True)
             self._thread.start()
         elif self._thread.is_alive():
             self._line_queue.put(line)
@@ -129,14 +129,14 @@ class _SinkThread:
         if self._thread.is_alive():
             self._log_warning(f"not done {timeout_seconds:g} s after the end; it may lack the last steps")
 
-    def _run(self, first: dict[str, Any]) -> None:
+    def _run(self, first_line: dict[str, Any]) -> None:
         with log_errors(lambda error: self._log_warning(f"{type(error).__name__}: {error}")):
-            self._send_lines(first)
+            self._send_lines(first_line)
 
     def _send_lines(self, first_line: dict[str, Any]) -> None:
-        sink = self._find_opener(self._name)(self._stage, first_line["step"])
-        # Send earlier lines that the metric sink lacks because it was unreachable or an attempt was killed. The first
-        # line may be the validation of a step that an earlier attempt trained, or repeat the line of such a step.
+        sink = self._find_sink_opener(self._sink_name)(self._stage, first_line["step"])
+        # First send the earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
+        # A step that this attempt repeats has an old line, which is not sent unless the new line is only a validation.
         lines = read_metrics(self._stage.metrics.path)
         for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
             is_repeated_step = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
@@ -150,8 +150,8 @@ class _SinkThread:
         sink.close(self._exit_code)
 
     def _log_warning(self, problem: str) -> None:
-        message = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
-        logger.warning(message, self._name, " ".join(problem.split()))
+        message_template = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
+        logger.warning(message_template, self._sink_name, " ".join(problem.split()))
 
 
 def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
@@ -159,20 +159,20 @@ def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name in {"step", "time"} or name.startswith("validation/")}
 
 
-def numeric_metrics(line: dict[str, Any]) -> dict[str, float]:
+def select_numeric_metrics(line: dict[str, Any]) -> dict[str, float]:
     """Return the numeric metrics of a line of `metrics.jsonl`."""
     metrics = {name: value for name, value in line.items() if name not in {"step", "time"}}
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
-def tracking_run_names(stage: Stage, sink: str) -> tuple[str, str, str, str]:
+def name_tracking_run(stage: Stage, sink_name: str) -> tuple[str, str, str, str]:
     """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
-    attempts of the stage have the same identifier, which is saved in its subfolder `sink`."""
-    config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
-    title = f"{config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
-    path = stage.path / sink / "id"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, uuid.uuid4().hex)
-    key = path.read_text(encoding="utf-8")
-    return config.project_name, config.group_name or title, f"{title}-{stage.name}", key
+    attempts of the stage have the same identifier, which is saved in its subfolder `sink_name`."""
+    logging_config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
+    run_title = f"{logging_config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
+    identifier_file = stage.path / sink_name / "id"
+    if not identifier_file.exists():
+        identifier_file.parent.mkdir(exist_ok=True)
+        write_text(identifier_file, uuid.uuid4().hex)
+    identifier = identifier_file.read_text(encoding="utf-8")
+    return logging_config.project_name, logging_config.group_name or run_title, f"{run_title}-{stage.name}", identifier

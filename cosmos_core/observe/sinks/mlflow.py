@@ -6,7 +6,7 @@ from typing import Any
 
 from cosmos_core.config.difference import flatten_tables
 from cosmos_core.errors import EXIT_OK
-from cosmos_core.observe.sinks.base import numeric_metrics, tracking_run_names
+from cosmos_core.observe.sinks.base import name_tracking_run, select_numeric_metrics
 from cosmos_core.run.mlflow import get_or_create_run, open_client, sanitize_metric_name
 from cosmos_core.run.stage import Stage
 
@@ -24,28 +24,28 @@ class MlflowSink:
     package = "mlflow-skinny"
 
     def __init__(self, stage: Stage, first_step: int) -> None:
-        self._client, (project, group, name, key) = open_client(), tracking_run_names(stage, "mlflow")
+        self._client, (project, group, name, identifier) = open_client(), name_tracking_run(stage, "mlflow")
         from mlflow.entities import Param
 
         tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
-        run = get_or_create_run(self._client, project, key, name, {**tags, "cosmos.group": group})
-        self._run_id = run.info.run_id
+        mlflow_run = get_or_create_run(self._client, project, identifier, name, {**tags, "cosmos.group": group})
+        self._run_id = mlflow_run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flatten_tables(stage.recipe.model_dump(mode="json"))
-        # MLflow refuses to change parameters of a resumed run.
+        # Only new parameters are sent, because MLflow refuses to change those of a resumed run.
         texts = [(sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()]
-        params = [Param(name, text) for name, text in texts if name not in run.data.params]
+        params = [Param(name, text) for name, text in texts if name not in mlflow_run.data.params]
         for batch_start in range(0, len(params), _MAX_PARAMS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS_PER_REQUEST])
-        self.starting_step = int(run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1
+        self.starting_step = int(mlflow_run.data.metrics.get(_NEWEST_STEP_METRIC, -1)) + 1
 
     def log(self, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
         step, milliseconds = line["step"], int(line["time"] * 1000)
-        values = {sanitize_metric_name(name): value for name, value in numeric_metrics(line).items()}
-        values[_NEWEST_STEP_METRIC] = step
-        metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
+        value_by_metric = {sanitize_metric_name(name): value for name, value in select_numeric_metrics(line).items()}
+        value_by_metric[_NEWEST_STEP_METRIC] = step
+        metrics = [Metric(name, value, milliseconds, step) for name, value in value_by_metric.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, exit_code: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cosmos_core.observe.sinks.base import numeric_metrics
+from cosmos_core.observe.sinks.base import select_numeric_metrics
 from cosmos_core.run.stage import Stage
 
 
@@ -26,8 +26,9 @@ class TensorboardSink:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numeric_metrics(line).items()]
-        self._writer.add_event(Event(step=line["step"], wall_time=line["time"], summary=Summary(value=values)))
+        metrics = select_numeric_metrics(line)
+        summary_values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(step=line["step"], wall_time=line["time"], summary=Summary(value=summary_values)))
         self._writer.flush()
 
     def close(self, exit_code: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cosmos_core.observe.sinks.base import numeric_metrics, tracking_run_names
+from cosmos_core.observe.sinks.base import name_tracking_run, select_numeric_metrics
 from cosmos_core.run.stage import Stage
 
 
@@ -21,15 +21,15 @@ class TrackioSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import trackio
 
-        project, group, name, key = tracking_run_names(stage, "trackio")
+        project, group, name, identifier = name_tracking_run(stage, "trackio")
         self._run = trackio.init(
-            project=project, name=f"{name}-{key[:6]}", group=group, resume="allow",
+            project=project, name=f"{name}-{identifier[:6]}", group=group, resume="allow",
             config=stage.recipe.model_dump(mode="json"), embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
         self.starting_step = int(self._run._next_step)
 
     def log(self, line: dict[str, Any]) -> None:
-        self._run.log(numeric_metrics(line), step=line["step"])
+        self._run.log(select_numeric_metrics(line), step=line["step"])
 
     def close(self, exit_code: int) -> None:
         self._run.finish()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cosmos_core.observe import gallery
-from cosmos_core.observe.sinks.base import numeric_metrics, tracking_run_names
+from cosmos_core.observe.sinks.base import name_tracking_run, select_numeric_metrics
 from cosmos_core.run.stage import Stage
 
 _INIT_TIMEOUT_SECONDS = 30.0
@@ -26,9 +26,9 @@ class WandbSink:
         import wandb
 
         self._stage_path, self._media_log_interval = stage.path, stage.recipe.logging.multi_modal_log_interval
-        project, group, name, key = tracking_run_names(stage, "wandb")
+        project, group, name, identifier = name_tracking_run(stage, "wandb")
         self._run = wandb.init(
-            project=project, group=group, job_type=stage.kind.name, name=name, id=key,
+            project=project, group=group, job_type=stage.kind.name, name=name, id=identifier,
             resume="allow", config=stage.recipe.model_dump(), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
@@ -43,7 +43,7 @@ class WandbSink:
         step = line["step"]
         validation_step = {"validation/step": step} if step < self._newest_step else {}
         self._newest_step = max(self._newest_step, step)
-        metrics = {**numeric_metrics(line), **validation_step, **self._load_validation_media(step)}
+        metrics = {**select_numeric_metrics(line), **validation_step, **self._load_validation_media(step)}
         self._run.log(metrics, step=self._newest_step)
 
     def _load_validation_media(self, step: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class WandbSink:
         generated or the step is not a multiple of the log interval."""
         import wandb
 
-        folder = gallery.step_folder(self._stage_path, step)
+        folder = gallery.get_step_folder(self._stage_path, step)
         if (self._media_log_interval and step % self._media_log_interval) or not (folder / gallery.GRID_FILE).is_file():
             return {}
         media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}

@@ -23,23 +23,23 @@ log = logging.getLogger("cosmos.rewards")
 
 
 def main() -> int:
-    """Serve requests until a signal, or test each reward; return the exit code."""
+    """Serve requests until a signal, or with `--self-test` test each reward; return the exit code."""
     parser = argparse.ArgumentParser(prog="cosmos reward-service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--self-test", action="store_true")
     parser.add_argument("--ready", type=Path, help="file that gets the URL once requests are taken")
-    arguments = parser.parse_args()
+    cli_arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     mask_secrets()
     try:
-        config = read_config(arguments.config, host=arguments.host, port=arguments.port)
-        if arguments.self_test:
+        config = read_config(cli_arguments.config, host=cli_arguments.host, port=cli_arguments.port)
+        if cli_arguments.self_test:
             from cosmos_core.rewards.service.self_test import self_test
 
             return asyncio.run(self_test(config))
-        return asyncio.run(serve(config, arguments.ready))
+        return asyncio.run(serve(config, cli_arguments.ready))
     except CosmosError as error:
         sys.stderr.write(f"cosmos: {error}\n")
         return error.exit_code
@@ -82,8 +82,8 @@ async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
 
 def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready_file: Path | None) -> None:
     port = server.servers[0].sockets[0].getsockname()[1]
-    host = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
-    url = f"http://{host}:{port}"
+    host_in_url = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
+    url = f"http://{host_in_url}:{port}"
     log.info("rewards %s are served at %s", ", ".join(reward.reward_type for reward in config.rewards), url)
     if ready_file:
         write_text(ready_file, url, fsync=False)
@@ -94,14 +94,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
-        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._engine, self._event_loop = engine, asyncio.get_running_loop()
         self._drain_future: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Begin to finish the requests; uvicorn calls this method on a signal."""
+        """Start to finish the accepted requests, then exit; uvicorn calls this method on a signal."""
         if self._drain_future is None and self.started:
             log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
-            self._drain_future = asyncio.run_coroutine_threadsafe(self._drain_and_exit(), self._loop)
+            self._drain_future = asyncio.run_coroutine_threadsafe(self._drain_and_exit(), self._event_loop)
         else:
             self.should_exit = self.force_exit = True
 

@@ -52,7 +52,7 @@ RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class HttpInterface:
-    """HTTP routes of an engine; with an empty `token`, requests need no authentication."""
+    """HTTP routes of the reward service; with an empty `token`, requests need no authentication."""
 
     def __init__(self, engine: Engine, token: str) -> None:
         self.engine, self._token = engine, token.encode()
@@ -80,61 +80,61 @@ class HttpInterface:
                 f"{IDEMPOTENCY_HEADER} must be a uuid, drawn for each request: clients share the service"
             )
         if not self.engine.is_ready:
-            return _refusal_response(503, "the rewards are loading", retry_after=2)
-        body_size = _content_length(request, self.engine.config.max_body_bytes)
+            return _refuse(503, "the rewards are loading", retry_after=2)
+        num_body_bytes = _parse_content_length(request, self.engine.config.max_body_bytes)
         request_id = idempotency_key.lower() or str(uuid.uuid4())
-        with self.engine.reserve_capacity(body_size):
-            await self.engine.accept_request(request_id, await _read_body(request, body_size))
+        with self.engine.reserve_capacity(num_body_bytes):
+            await self.engine.accept_request(request_id, await _read_body(request, num_body_bytes))
         return JSONResponse({"uuid": request_id} | ({"replica_id": self.engine.replica} if self.engine.replica else {}))
 
     async def pull(self, request: Request) -> Response:
         """Return the scores of one reward, or status 400 if they are not ready."""
-        form = await _read_form(request)
-        key, reward_name = form.get("uuid", ""), form.get("type", "")
+        form_fields = await _read_form(request)
+        key, reward_name = form_fields.get("uuid", ""), form_fields.get("type", "")
         if reward_name and not _REWARD_NAME_PATTERN.fullmatch(reward_name):
-            return _refusal_response(422, "type must be the name of a reward")
+            return _refuse(422, "type must be the name of a reward")
         if not _UUID_PATTERN.fullmatch(key):
             return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE_HEADER: "unknown"})
         key = key.lower()
         if not reward_name and (pending_request := self.engine.pending.get(key)):
             reward_name = pending_request.reward_names[0]
-        scores = await self.engine.store.get(key, reward_name) if reward_name else None
-        if scores is not None:
-            return Response(scores, media_type="application/json")
-        state = "pending" if await self.engine.has_request(key) else "unknown"
-        return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: state})
+        scores_json = await self.engine.store.get(key, reward_name) if reward_name else None
+        if scores_json is not None:
+            return Response(scores_json, media_type="application/json")
+        request_state = "pending" if await self.engine.has_request(key) else "unknown"
+        return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: request_state})
 
     async def ping(self, request: Request) -> Response:
         """Return status 200 if the service serves the rewards that the field `info_data` names, otherwise 422."""
-        form = await _read_form(request)
+        form_fields = await _read_form(request)
         try:
-            request_info = json.loads(form.get("info_data") or "{}")
+            request_info = json.loads(form_fields.get("info_data") or "{}")
         except (ValueError, RecursionError):
-            return _refusal_response(422, "info_data must be JSON")
-        names = request_info.get("reward_fn") if isinstance(request_info, dict) else None
-        unknown_names = [name for name in names if name not in self.engine.pools] if isinstance(names, dict) else []
+            return _refuse(422, "info_data must be JSON")
+        weights = request_info.get("reward_fn") if isinstance(request_info, dict) else None
+        unknown_names = [name for name in weights if name not in self.engine.pools] if isinstance(weights, dict) else []
         if unknown_names:
             served_names = ", ".join(self.engine.pools)
-            return _refusal_response(422, f"not served here: {', '.join(unknown_names)[:200]}; there is {served_names}")
+            return _refuse(422, f"not served here: {', '.join(unknown_names)[:200]}; there is {served_names}")
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
         """Return status 200 if the service can decode latents with the attributes in the request, otherwise 400."""
-        form, fields = await _read_form(request), None
+        form_fields, latent_attributes = await _read_form(request), None
         with suppress(ValueError, RecursionError):
-            fields = json.loads(form.get("fields", ""))
-        if not isinstance(fields, dict):
-            return _refusal_response(422, "fields must be a JSON object")
-        self.engine.check_latent_attributes(fields)
+            latent_attributes = json.loads(form_fields.get("fields", ""))
+        if not isinstance(latent_attributes, dict):
+            return _refuse(422, "fields must be a JSON object")
+        self.engine.check_latent_attributes(latent_attributes)
         return JSONResponse({"message": "Latent attributes set successfully"})
 
     async def health(self, request: Request) -> Response:
         """Return the state of the service for probes, without authentication and without details."""
         num_ready_by_reward = {name: pool.ready for name, pool in self.engine.pools.items()}
         serving_state = "ok" if all(num_ready_by_reward.values()) else "degraded"
-        state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
-        content = {"status": state, "rewards": num_ready_by_reward, "pending": len(self.engine.pending)}
-        return JSONResponse(content, 200 if state in {"ok", "degraded"} else 503)
+        service_state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
+        health_report = {"status": service_state, "rewards": num_ready_by_reward, "pending": len(self.engine.pending)}
+        return JSONResponse(health_report, 200 if service_state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Return metrics in Prometheus' text format."""
@@ -153,17 +153,17 @@ class HttpInterface:
         }
         for family, descriptions in _METRIC_DESCRIPTIONS.items():
             for name, description in descriptions.items():
-                metric = family(f"reward_{name}", description, labels=["reward"])
+                metric_family = family(f"reward_{name}", description, labels=["reward"])
                 for reward, reward_values in values_by_reward.items():
-                    metric.add_metric([reward], reward_values[name])
-                yield metric
+                    metric_family.add_metric([reward], reward_values[name])
+                yield metric_family
         num_bytes = engine.pending_bytes + engine.decoded_bytes
         yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_bytes)
         yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted)
-        responses = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
-        for (path, status), count in self.response_counts.items():
-            responses.add_metric([path, str(status)], count)
-        yield responses
+        response_metric = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
+        for (path, http_status), count in self.response_counts.items():
+            response_metric.add_metric([path, str(http_status)], count)
+        yield response_metric
 
     def _wrap_handler(self, handler: RouteHandler) -> RouteHandler:
         """Return a handler that authenticates the request first, and turns errors into a response of one line."""
@@ -172,18 +172,18 @@ class HttpInterface:
             try:
                 response = await handler(request) if self._is_authenticated(request) else _respond_unauthorized(request)
             except ProtocolError as error:
-                response = _refusal_response(400, str(error))
+                response = _refuse(400, str(error))
             except HTTPException as error:
-                response = _refusal_response(error.status_code, str(error.detail))
+                response = _refuse(error.status_code, str(error.detail))
             except CapacityExceededError as error:
-                response = _refusal_response(429, str(error), retry_after=error.seconds)
+                response = _refuse(429, str(error), retry_after=error.seconds)
             except ShutdownError:
-                response = _refusal_response(503, "the service ends; ask another", retry_after=5)
+                response = _refuse(503, "the service ends; ask another", retry_after=5)
             except ClientDisconnect:
-                response = _refusal_response(400, "the body ended early")
+                response = _refuse(400, "the body ended early")
             except Exception as error:
                 log.exception("a request failed")
-                response = _refusal_response(503, f"{type(error).__name__}; it is in the log", retry_after=2)
+                response = _refuse(503, f"{type(error).__name__}; it is in the log", retry_after=2)
             self.response_counts[request.url.path, response.status_code] += 1
             is_refused = response.status_code >= 400 and not request.scope.get(_IS_BODY_READ_KEY)
             return RefusalResponse(response) if is_refused else response
@@ -208,16 +208,16 @@ class HttpInterface:
 
 def _respond_unauthorized(request: Request) -> Response:
     auth_scheme = "Basic" if request.method == "GET" else "Bearer"
-    response = _refusal_response(401, "a bearer token is needed")
+    response = _refuse(401, "a bearer token is needed")
     response.headers["WWW-Authenticate"] = f'{auth_scheme} realm="rewards"'
     return response
 
 
-def _refusal_response(status: int, message: str, retry_after: int = 0) -> Response:
+def _refuse(http_status: int, message: str, retry_after: int = 0) -> Response:
     headers = {"Retry-After": str(retry_after)} if retry_after else {}
-    if status not in {429, 503}:
-        headers["Connection"] = "close"  # so that the unread body is not parsed as a new request
-    return JSONResponse({"message": message}, status, headers=headers)
+    if http_status not in {429, 503}:
+        headers["Connection"] = "close"  # close it, so that the unread body is not parsed as a new request
+    return JSONResponse({"message": message}, http_status, headers=headers)
 
 
 def _is_uuid(text: str) -> bool:
@@ -228,7 +228,7 @@ def _is_uuid(text: str) -> bool:
         return False
 
 
-def _content_length(request: Request, max_bytes: int) -> int:
+def _parse_content_length(request: Request, max_bytes: int) -> int:
     """Return the `Content-Length` of a request; raise HTTPException if it is missing or above the limit."""
     text = request.headers.get("Content-Length", "")
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
@@ -239,18 +239,18 @@ def _content_length(request: Request, max_bytes: int) -> int:
 
 
 async def _read_body(request: Request, num_bytes: int) -> bytearray:
-    """Return the body of a request; raise ClientDisconnect if it ended early, HTTPException if it is long or late."""
+    """Return the body of a request; raise ClientDisconnect if it is incomplete, HTTPException if too long or late."""
     body, deadline = bytearray(), time.monotonic() + _BODY_TIMEOUT_SECONDS + num_bytes / 2**20
-    stream = request.stream().__aiter__()
+    body_stream = request.stream().__aiter__()
     while True:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                chunk = await anext(stream, None)
+                body_chunk = await anext(body_stream, None)
         except TimeoutError as error:
             raise HTTPException(408, "the body does not come") from error
-        if chunk is None:
+        if body_chunk is None:
             break
-        body += chunk
+        body += body_chunk
         if len(body) > num_bytes:
             raise HTTPException(400, "the body is longer than its Content-Length")
     request.scope[_IS_BODY_READ_KEY] = True
@@ -261,7 +261,7 @@ async def _read_body(request: Request, num_bytes: int) -> bytearray:
 
 async def _read_form(request: Request) -> dict[str, str]:
     """Return the text fields of a form; raise HTTPException if the body is no form, or is too large."""
-    body = await _read_body(request, _content_length(request, _MAX_FORM_BYTES))
+    body = await _read_body(request, _parse_content_length(request, _MAX_FORM_BYTES))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": bytes(body), "more_body": False}

@@ -149,8 +149,8 @@ class ServiceConfig(Table):
     @field_validator("reward_args")
     @classmethod
     def _refuse_repeated_rewards(cls, rewards: tuple[RewardArgs, ...]) -> tuple[RewardArgs, ...]:
-        names = [reward.reward_type for reward in rewards if reward.enable]
-        if repeated_name := next((name for name in names if names.count(name) > 1), None):
+        enabled_names = [reward.reward_type for reward in rewards if reward.enable]
+        if repeated_name := next((name for name in enabled_names if enabled_names.count(name) > 1), None):
             raise ValueError(f"reward_type = {repeated_name!r} is there twice; name its devices in one table")
         return rewards
 
@@ -161,7 +161,7 @@ class ServiceConfig(Table):
 
     @property
     def vae_path(self) -> str:
-        """Return the path of the VAE that decodes latents; empty: latents are refused."""
+        """Return the path of the VAE that decodes latents, or "" if requests with latents are refused."""
         if self.no_latent_decoder or self.decode_args.no_latent_decoder:
             return ""
         has_video_reward = any(not reward.entry and reward.reward_type in VIDEO_REWARDS for reward in self.rewards)
@@ -170,8 +170,8 @@ class ServiceConfig(Table):
     @property
     def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
-        decode_args, default_args = self.decode_args, DecodeArgs()
-        changed_keys = [key for key in _UNUSED_KEYS if getattr(decode_args, key) != getattr(default_args, key)]
+        decode_args, default_decode_args = self.decode_args, DecodeArgs()
+        changed_keys = [key for key in _UNUSED_KEYS if getattr(decode_args, key) != getattr(default_decode_args, key)]
         keys = [f"decode_args.{key}" for key in changed_keys]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
@@ -203,7 +203,7 @@ class ServiceConfig(Table):
 
 
 def read_config(file: Path, **overrides: Any) -> ServiceConfig:
-    """Return the configuration in a file with all overrides that are not None; raise `ConfigError` if it is invalid."""
+    """Return the configuration in a file, with those `overrides` that are not None; raise `ConfigError` if invalid."""
     settings = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
     config = parse_table(ServiceConfig, settings, source=str(file))
     if not config.rewards:

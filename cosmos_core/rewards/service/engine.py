@@ -34,9 +34,9 @@ _THROUGHPUT_WINDOW_SECONDS = 60.0
 class CapacityExceededError(Exception):
     """Error if there is no capacity for a request; `seconds` is the suggested time until a retry."""
 
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"too much waits already; come back in {seconds} s")
-        self.seconds = seconds
+    def __init__(self, retry_seconds: int) -> None:
+        super().__init__(f"too much waits already; come back in {retry_seconds} s")
+        self.seconds = retry_seconds
 
 
 class ShutdownError(Exception):
@@ -64,15 +64,15 @@ class Engine:
         for reward in self.config.rewards:
             self.pools[reward.reward_type] = RewardPool(self.process_settings(reward), self._store_result)
         if self.config.vae_path:
-            self.decoder = RewardPool(self._decoder_settings(), self._handle_decoded_video)
+            self.decoder = RewardPool(self._make_decoder_settings(), self._handle_decoded_video)
         pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
-        for name, pool in pools_to_load.items():
+        for reward_name, pool in pools_to_load.items():
             try:
-                await pool.loaded
+                await pool.loaded_future
             except ProcessError as error:
                 await self.close()
                 error_class = StageFailed if error.is_transient else RewardError
-                raise error_class(f"the reward {name!r} cannot be loaded: {error}") from error
+                raise error_class(f"the reward {reward_name!r} cannot be loaded: {error}") from error
         try:
             unfinished_requests = await self.store.unfinished_requests()
         except Exception as error:
@@ -85,14 +85,15 @@ class Engine:
     async def close(self) -> None:
         """Kill all worker processes and close the store."""
         for pool in (*self.pools.values(), *filter(None, [self.decoder])):
-            if not pool.loaded.cancel() and not pool.loaded.cancelled():
+            if not pool.loaded_future.cancel() and not pool.loaded_future.cancelled():
                 # Retrieve the exception, because otherwise asyncio logs that it was never retrieved.
-                pool.loaded.exception()
+                pool.loaded_future.exception()
             await pool.close()
         await self.store.close()
 
     async def drain(self) -> None:
-        """Refuse new requests and finish accepted ones; with a store in memory, also wait until scores are fetched."""
+        """Refuse new requests and finish the accepted ones, for at most `drain_seconds`. With a store in memory, also
+        wait until clients have fetched all scores."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while self.pending or self._num_reserved_requests or self.store.has_unfetched_scores():
@@ -102,25 +103,25 @@ class Engine:
         self._has_drained = True
 
     @contextlib.contextmanager
-    def reserve_capacity(self, num_bytes: int) -> Iterator[None]:
+    def reserve_capacity(self, body_bytes: int) -> Iterator[None]:
         """Reserve capacity for a request while its body is read and accepted, or raise `CapacityExceededError` or
         `ShutdownError`."""
         if self.is_draining:
             raise ShutdownError
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
         if len(self.pending) + self._num_reserved_requests >= self.config.max_pending or (
-            self.pending_bytes + num_bytes > self.config.max_pending_bytes and not is_only_request
+            self.pending_bytes + body_bytes > self.config.max_pending_bytes and not is_only_request
         ):
             items_per_second = self.items_per_second()
             num_waiting_items = sum(request.num_items for request in self.pending.values())
-            seconds = round(num_waiting_items / items_per_second / 4) if items_per_second else 1
-            raise CapacityExceededError(min(30, max(1, seconds)))
-        self.pending_bytes += num_bytes
+            retry_seconds = round(num_waiting_items / items_per_second / 4) if items_per_second else 1
+            raise CapacityExceededError(min(30, max(1, retry_seconds)))
+        self.pending_bytes += body_bytes
         self._num_reserved_requests += 1
         try:
             yield
         finally:
-            self.pending_bytes -= num_bytes
+            self.pending_bytes -= body_bytes
             self._num_reserved_requests -= 1
 
     async def accept_request(self, uuid: str, body: bytes | bytearray) -> None:
@@ -133,7 +134,7 @@ class Engine:
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         self._check_latents(request)
-        if uuid in self.pending:  # two concurrent copies of a request have the same idempotency key
+        if uuid in self.pending:  # another copy of the request was accepted in the meantime
             return
         if self._has_drained:
             raise ShutdownError
@@ -160,12 +161,12 @@ class Engine:
         """Return True if the request is pending or stored."""
         return uuid in self.pending or await self.store.has_request(uuid)
 
-    def check_latent_attributes(self, fields: dict[str, Any]) -> None:
-        """Raise `ProtocolError` if the service decodes no latents, or if the attributes of latents in `fields` name
-        another VAE; other attributes are ignored."""
+    def check_latent_attributes(self, latent_attributes: dict[str, Any]) -> None:
+        """Raise `ProtocolError` if the service decodes no latents, or if `latent_attributes` name another VAE;
+        other attributes are ignored."""
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
-        vae_path = fields.get("vae_pth", "")
+        vae_path = latent_attributes.get("vae_pth", "")
         if vae_path and vae_path != self.config.vae_path:
             raise ProtocolError("the VAE is that of decode_args.model_path; vae_pth cannot change it from outside")
 
@@ -212,47 +213,47 @@ class Engine:
         self._add_pending(request)
         self._submit_request(request)
 
-    async def _handle_decoded_video(self, job: RewardJob, result: dict[str, Any], seconds: float) -> None:
+    async def _handle_decoded_video(self, job: RewardJob, result: dict[str, Any], decoding_seconds: float) -> None:
         request = job.request
-        request.decoding_seconds = seconds
+        request.decoding_seconds = decoding_seconds
         if result.get("error"):
             for name in list(request.remaining_rewards):
                 error_result = {**result, "error": f"[decoder] {result['error']}"}
                 await self._store_result(RewardJob(request, name), error_result, 0.0)
             return
-        num_bytes = result["array"].nbytes
-        while self.decoded_bytes and self.decoded_bytes + num_bytes > self.config.max_pending_bytes:
+        num_decoded_bytes = result["array"].nbytes
+        while self.decoded_bytes and self.decoded_bytes + num_decoded_bytes > self.config.max_pending_bytes:
             await asyncio.sleep(0.05)  # backpressure: decoded videos wait until rewards have scored earlier ones
-        self.decoded_bytes += num_bytes
-        request.array, request.media_type, request.decoded_bytes = result["array"], "video", num_bytes
+        self.decoded_bytes += num_decoded_bytes
+        request.array, request.media_type, request.decoded_bytes = result["array"], "video", num_decoded_bytes
         self._submit_request(request)
 
-    async def _store_result(self, job: RewardJob, result: dict[str, Any], seconds: float) -> None:
+    async def _store_result(self, job: RewardJob, result: dict[str, Any], scoring_seconds: float) -> None:
         """Store the result of one reward; while the store is not reachable, retry instead of dropping the result."""
         request, name = job.request, job.name
-        content: dict[str, Any] = {
-            "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{seconds:.2f}",
+        response: dict[str, Any] = {
+            "scores": result.get("scores"), "input_info": request.input_info, "duration": f"{scoring_seconds:.2f}",
             "decoded_duration": f"{request.decoding_seconds:.2f}", "type": name,
         }  # fmt: skip
         if result.get("error"):
-            content = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **content, "scores": None}
+            response = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **response, "scores": None}
         elif any(result.get("errors", [])):
-            content["errors"] = result["errors"]
+            response["errors"] = result["errors"]
         self._finished_counts.append((time.monotonic(), request.num_items))
         self._remove_expired_counts()
         request.remaining_rewards.discard(name)
-        response_json = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        response_json = json.dumps(response, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
         await self._call_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
         if not request.remaining_rewards and request.uuid in self.pending:
             await self._call_store(self.store.finish_request, request.uuid)
             self._remove_pending(request)
 
-    async def _call_store(self, store_method: Any, *arguments: Any) -> None:
+    async def _call_store(self, store_method: Any, *method_arguments: Any) -> None:
         pause_seconds = 0.1
         while True:
             try:
-                await store_method(*arguments)
+                await store_method(*method_arguments)
                 return
             except Exception as error:
                 if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "redis":
@@ -270,11 +271,11 @@ class Engine:
         config = self.config
         return ProcessSettings(reward.reward_type, start_message, reward, config.batch_seconds, config.attempts)
 
-    def _decoder_settings(self) -> ProcessSettings:
+    def _make_decoder_settings(self) -> ProcessSettings:
         decode_args = self.config.decode_args
-        settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
+        vae_settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
         decoder_args = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
-        start_message = {"name": "", "entry": "", "settings": settings}
+        start_message = {"name": "", "entry": "", "settings": vae_settings}
         return ProcessSettings("", start_message, decoder_args, 0.0, self.config.attempts)
 
 

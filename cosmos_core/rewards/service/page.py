@@ -45,8 +45,8 @@ def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> st
     )
 
 
-def _render_reward_row(name: str, engine: Engine) -> str:
-    pool = engine.pools[name]
+def _render_reward_row(reward_name: str, engine: Engine) -> str:
+    pool = engine.pools[reward_name]
     counts, num_devices = pool.counts, len(pool.settings.reward.process_devices)
     processes_cell = f"<td class={'ok' if pool.ready == num_devices else 'bad'}>{pool.ready} of {num_devices}</td>"
     cell_values = (
@@ -54,4 +54,4 @@ def _render_reward_row(name: str, engine: Engine) -> str:
         counts.errors, counts.restarts, counts.retried,
     )  # fmt: skip
     number_cells = "".join(f"<td>{number}</td>" for number in cell_values)
-    return f"<tr><td>{escape(name)}</td>{processes_cell}{number_cells}</tr>"
+    return f"<tr><td>{escape(reward_name)}</td>{processes_cell}{number_cells}</tr>"

@@ -86,8 +86,8 @@ class ProcessError(Exception):
     """Error if a process of a reward ended, hung, or could not load. `is_transient`: a retry may help; `is_killed`: a
     signal killed the process, which is transient and not an error of the reward itself."""
 
-    def __init__(self, message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, error_message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
+        super().__init__(error_message)
         self.is_transient, self.is_killed = is_transient or is_killed, is_killed
 
 
@@ -101,13 +101,13 @@ class RewardPool:
         self.errors: deque[str] = deque(maxlen=20)
         self.ready = 0
         self.in_flight = 0
-        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.loaded_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.model_properties: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
         devices = settings.reward.process_devices
         self._num_load_attempts_left = settings.max_attempts * len(devices)
         self._has_queued_jobs = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep_process_running(device)) for device in devices]
+        self._process_tasks = [asyncio.create_task(self._keep_process_running(device)) for device in devices]
 
     def submit(self, job: RewardJob) -> None:
         """Queue a request for the next batch."""
@@ -116,9 +116,9 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill all processes of the reward."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process_task in self._process_tasks:
+            process_task.cancel()
+        await asyncio.gather(*self._process_tasks, return_exceptions=True)
 
     async def _keep_process_running(self, device: str) -> None:
         """Keep a process running on the device `device`, and restart the process after an error."""
@@ -128,8 +128,8 @@ class RewardPool:
             try:
                 await process.start()
                 pause_seconds, self.model_properties = _MIN_PAUSE_SECONDS, process.model_properties
-                if not self.loaded.done():
-                    self.loaded.set_result(None)
+                if not self.loaded_future.done():
+                    self.loaded_future.set_result(None)
                 self.ready += 1
                 try:
                     await self._score_batches(process)
@@ -139,10 +139,10 @@ class RewardPool:
                 failure = error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
                 if failure is not error:
                     log.exception("reward %s", self.settings.name)
-                if not self.loaded.done() and not process.is_ready:
+                if not self.loaded_future.done() and not process.is_ready:
                     self._num_load_attempts_left -= 1
                     if not failure.is_killed or not self._num_load_attempts_left:
-                        self.loaded.set_exception(failure)
+                        self.loaded_future.set_exception(failure)
                 self._record_error(str(failure))
             finally:
                 await process.kill()
@@ -181,9 +181,9 @@ class RewardPool:
     async def _deliver_results(
         self, jobs: Sequence[RewardJob], reply: Mapping[str, Any], arrays: Sequence[np.ndarray]
     ) -> None:
-        results = reply.get("results") or [{"error": reply.get("error", "")}] * len(jobs)
+        job_results = reply.get("results") or [{"error": reply.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
-            result = {**results[i], "array": arrays[i]} if arrays else results[i]
+            result = {**job_results[i], "array": arrays[i]} if arrays else job_results[i]
             num_errors = job.request.num_items if result.get("error") else sum(map(bool, result.get("errors", [])))
             self.counts.items += job.request.num_items
             self.counts.errors += num_errors
@@ -191,11 +191,11 @@ class RewardPool:
                 self._record_error(result.get("error") or next(filter(None, result["errors"])))
             await self._on_result(job, result, float(reply.get("seconds", 0.0)))
 
-    async def _fail_exhausted_jobs(self, reason: str) -> None:
+    async def _fail_exhausted_jobs(self, last_error: str) -> None:
         for job in [job for job in self.queue if job.num_attempts >= self.settings.max_attempts]:
             self.queue.remove(job)
             self.counts.errors += job.request.num_items
-            error_text = f"tried {job.num_attempts} times, each of which ended its process; the last: {reason}"
+            error_text = f"tried {job.num_attempts} times, each of which ended its process; the last: {last_error}"
             await self._on_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
     async def _next_batch(self, process: RewardProcess) -> list[RewardJob]:
@@ -207,7 +207,7 @@ class RewardPool:
                 await process.wait_while_running(self._has_queued_jobs.wait())
             num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
-                await asyncio.sleep(self.settings.batch_seconds)  # meanwhile another process may take the jobs
+                await asyncio.sleep(self.settings.batch_seconds)  # wait for more jobs, which another process may take
             while self.queue and (not jobs or self._fits_in_batch(jobs)):
                 jobs.append(self.queue.popleft())
         return jobs
@@ -217,9 +217,9 @@ class RewardPool:
         num_items = sum(job.request.num_items for job in jobs) + next_job.request.num_items
         return not jobs[0].num_attempts and not next_job.num_attempts and num_items <= self.settings.reward.batch_size
 
-    def _record_error(self, text: str) -> None:
-        log.warning("reward %s: %s", self.settings.name or "decoder", text)
-        self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text[:500]}")
+    def _record_error(self, error_text: str) -> None:
+        log.warning("reward %s: %s", self.settings.name or "decoder", error_text)
+        self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error_text[:500]}")
 
 
 class RewardProcess:
@@ -246,8 +246,8 @@ class RewardProcess:
             )  # fmt: skip
         except OSError as error:
             raise ProcessError(f"{reward.python_interpreter} cannot be started: {error}") from error
-        header = {**start_message, "settings": {**start_message["settings"], "device": self._device}}
-        reply, _ = await self._send_and_receive(header, [], reward.load_seconds, "loaded")
+        message_header = {**start_message, "settings": {**start_message["settings"], "device": self._device}}
+        reply, _ = await self._send_and_receive(message_header, [], reward.load_seconds, "loaded")
         if "ready" not in reply:
             raise ProcessError(str(reply.get("error", "it said something else than that it is ready")))
         self.is_ready, self.model_properties = True, reply
@@ -255,10 +255,10 @@ class RewardProcess:
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return the process's reply and arrays for a batch; raise `ProcessError` if the process ended or timed out."""
         self._batch_number += 1
-        header = {"id": self._batch_number, "jobs": [job.request.fields_for_worker for job in jobs]}
+        message_header = {"id": self._batch_number, "jobs": [job.request.fields_for_worker for job in jobs]}
         arrays = [job.request.array for job in jobs]
         timeout_seconds = self._settings.reward.timeout_seconds
-        reply, result_arrays = await self._send_and_receive(header, arrays, timeout_seconds, "done")
+        reply, result_arrays = await self._send_and_receive(message_header, arrays, timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
         if reply.get("id") != self._batch_number or num_results != len(jobs):
             raise ProcessError("its process said something about another batch")
@@ -267,13 +267,13 @@ class RewardProcess:
     async def wait_while_running(self, awaitable: Any) -> None:
         """Wait for an awaitable, unless the process ends first. Raise `ProcessError` if the process ended."""
         assert self._process is not None
-        tasks = [asyncio.ensure_future(awaitable), asyncio.ensure_future(self._process.wait())]
+        wait_tasks = [asyncio.ensure_future(awaitable), asyncio.ensure_future(self._process.wait())]
         try:
-            done_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done_tasks, _ = await asyncio.wait(wait_tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
+            for task in wait_tasks:
                 task.cancel()
-        if tasks[1] in done_tasks:
+        if wait_tasks[1] in done_tasks:
             raise self._describe_exit()
 
     async def kill(self) -> None:
@@ -282,22 +282,22 @@ class RewardProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.communicate()  # reads the remaining output: `wait` may block if the pipe is full
+        await self._process.communicate()  # unlike `wait`, it also reads the output, so that a full pipe cannot block
 
     async def _send_and_receive(
-        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray], timeout_seconds: float, description: str
+        self, header: Mapping[str, Any], sent_arrays: Sequence[np.ndarray], timeout_seconds: float, expected_state: str
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdin is not None
         try:
             async with asyncio.timeout(timeout_seconds):
-                self._process.stdin.write(encode_header(header, arrays))
-                for array in arrays:
+                self._process.stdin.write(encode_header(header, sent_arrays))
+                for array in sent_arrays:
                     self._process.stdin.write(np.ascontiguousarray(array).tobytes())
                     await self._process.stdin.drain()
                 await self._process.stdin.drain()
                 return await self._read_reply()
         except TimeoutError as error:
-            raise ProcessError(f"not {description} in {timeout_seconds:g} s", is_transient=True) from error
+            raise ProcessError(f"not {expected_state} in {timeout_seconds:g} s", is_transient=True) from error
         except asyncio.LimitOverrunError as error:
             raise ProcessError(f"its reply is a line of more than {_MAX_HEADER_BYTES} bytes; return numbers") from error
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
@@ -306,13 +306,13 @@ class RewardProcess:
 
     async def _read_reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdout is not None
-        header = json.loads(await self._process.stdout.readuntil(b"\n"))
+        reply_header = json.loads(await self._process.stdout.readuntil(b"\n"))
         arrays = []
-        for shape, dtype in header.pop("arrays"):
+        for shape, dtype in reply_header.pop("arrays"):
             num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            content = await self._process.stdout.readexactly(num_bytes)
-            arrays.append(np.frombuffer(content, dtype).reshape(shape))
-        return header, arrays
+            array_bytes = await self._process.stdout.readexactly(num_bytes)
+            arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
+        return reply_header, arrays
 
     def _describe_exit(self) -> ProcessError:
         exit_code = self._process.returncode if self._process else None

@@ -60,14 +60,14 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
         raise ProtocolError(f"{len(prompts)} prompts and {array.shape[0]} items in the array; there is one for each")
     reward_names = _parse_reward_names(fields, served_rewards)
     media_type = _parse_media_type(fields, array)
-    for name, element_type in _LIST_FIELDS.items():
-        if fields.get(name) is None:
-            fields.pop(name, None)
+    for field_name, element_type in _LIST_FIELDS.items():
+        if fields.get(field_name) is None:
+            fields.pop(field_name, None)
         else:
-            _check_list_field(name, fields[name], element_type, len(prompts))
-    for name in _BOOL_FIELDS:
-        if not isinstance(fields.get(name, False), bool):
-            raise ProtocolError(f"{name} must be true or false")
+            _check_list_field(field_name, fields[field_name], element_type, len(prompts))
+    for field_name in _BOOL_FIELDS:
+        if not isinstance(fields.get(field_name, False), bool):
+            raise ProtocolError(f"{field_name} must be true or false")
     input_info = _describe_input(media_type, array, fields)
     known_fields = {key: value for key, value in fields.items() if key in (*_LIST_FIELDS, *_BOOL_FIELDS, "prompts")}
     return ScoreRequest(
@@ -115,16 +115,16 @@ def _parse_media_type(fields: Mapping[str, Any], array: np.ndarray) -> str:
     return "latent"
 
 
-def _check_list_field(name: str, values: Any, element_type: type, num_items: int) -> None:
-    if not isinstance(values, list) or len(values) != num_items:
-        raise ProtocolError(f"{name} must be a list with one value for each of {num_items} items")
-    if not all(isinstance(value, element_type) for value in values):
-        raise ProtocolError(f"{name} must be a list of {'objects' if element_type is dict else 'strings'}")
+def _check_list_field(field_name: str, field_values: Any, element_type: type, num_items: int) -> None:
+    if not isinstance(field_values, list) or len(field_values) != num_items:
+        raise ProtocolError(f"{field_name} must be a list with one value for each of {num_items} items")
+    if not all(isinstance(value, element_type) for value in field_values):
+        raise ProtocolError(f"{field_name} must be a list of {'objects' if element_type is dict else 'strings'}")
 
 
 def _describe_input(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the input in the format of Cosmos-RL's service."""
-    shape, numbers, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
+    shape, float_array, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
     if media_type == "text":
         return {"shape": shape, "dtype": dtype}
     if media_type == "latent":
@@ -132,19 +132,19 @@ def _describe_input(media_type: str, array: np.ndarray, fields: Mapping[str, Any
         if array.dtype == np.uint8:
             shape[-1] //= 2
             bfloat16_bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
-            numbers = (bfloat16_bits << 16).view(np.float32)
+            float_array = (bfloat16_bits << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
-        min_value, max_value = float(numbers.min()), float(numbers.max())
+        min_value, max_value = float(float_array.min()), float(float_array.max())
     if media_type == "latent":
-        min_value, max_value = (_as_bfloat16(value) for value in (min_value, max_value))
-    info = {"shape": shape, "dtype": dtype, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
-    return info if media_type == "image" else {**info, "video_infos": fields.get("video_infos") or []}
+        min_value, max_value = (_round_to_bfloat16(value) for value in (min_value, max_value))
+    input_info = {"shape": shape, "dtype": dtype, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
+    return input_info if media_type == "image" else {**input_info, "video_infos": fields.get("video_infos") or []}
 
 
-def _as_bfloat16(value: float) -> float:
-    """Return `value` rounded to the nearest bfloat16, ties to even."""
+def _round_to_bfloat16(number: float) -> float:
+    """Return `number` rounded to the nearest bfloat16, ties to even."""
     with np.errstate(over="ignore"):
-        float32_bits = int(np.float32(value).view(np.uint32))
-    if not math.isfinite(value):
-        return value
+        float32_bits = int(np.float32(number).view(np.uint32))
+    if not math.isfinite(number):
+        return number
     return float(np.uint32((float32_bits + 0x7FFF + (float32_bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -29,25 +29,25 @@ _TEXT_REWARD_SAMPLES = {
 
 
 async def self_test(config: ServiceConfig) -> int:
-    """Load each reward in turn, score test inputs with it, and print one line; return the exit code."""
+    """Load each reward in turn, score test inputs, and print one line per reward; return the exit code."""
     num_failed_rewards = 0
-    for reward in config.rewards:
-        result_text = await _test_reward(reward.reward_type, Engine(config).process_settings(reward))
+    for reward_args in config.rewards:
+        result_text = await _test_reward(reward_args.reward_type, Engine(config).process_settings(reward_args))
         num_failed_rewards += not result_text.startswith("works")
-        sys.stdout.write(f"{reward.reward_type:16} {result_text}\n")
+        sys.stdout.write(f"{reward_args.reward_type:16} {result_text}\n")
     return EXIT_USAGE if num_failed_rewards else EXIT_OK
 
 
-async def _test_reward(name: str, settings: ProcessSettings) -> str:
+async def _test_reward(reward_name: str, settings: ProcessSettings) -> str:
     result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
-    async def set_result(job: RewardJob, result: dict[str, Any], seconds: float) -> None:
-        result_future.set_result({**result, "seconds": seconds})
+    async def receive_result(job: RewardJob, result: dict[str, Any], scoring_seconds: float) -> None:
+        result_future.set_result({**result, "seconds": scoring_seconds})
 
-    pool = RewardPool(settings, set_result)
+    pool = RewardPool(settings, receive_result)
     try:
-        await pool.loaded
-        pool.submit(RewardJob(parse_request("self-test", _make_test_request(name), {name}), name))
+        await pool.loaded_future
+        pool.submit(RewardJob(parse_request("self-test", _make_test_request(reward_name), {reward_name}), reward_name))
         return _describe_result(await result_future)
     except ProcessError as error:
         return f"cannot be loaded: {error}"
@@ -68,29 +68,29 @@ def _describe_result(result: dict[str, Any]) -> str:
     return f"works in {result['seconds']:.2f} s: {'; '.join(score_texts)} (what was asked for, noise)"
 
 
-def _make_test_request(name: str) -> bytes:
+def _make_test_request(reward_name: str) -> bytes:
     """Return the body of a request with two items: a text, image or video that matches the prompt, and noise."""
-    fields: dict[str, Any] = {"reward_fn": {name: 1.0}}
-    if name in _TEXT_REWARD_SAMPLES:  # a correct and a wrong completion
-        completion, reference = _TEXT_REWARD_SAMPLES[name]
+    json_fields: dict[str, Any] = {"reward_fn": {reward_name: 1.0}}
+    if reward_name in _TEXT_REWARD_SAMPLES:  # score a correct and a wrong completion
+        completion, reference = _TEXT_REWARD_SAMPLES[reward_name]
         completions = [completion, "noise"]
-        fields |= {
+        json_fields |= {
             "prompts": ["6 * 7 ="] * 2, "media_type": "text", "completions": completions, "references": [reference] * 2,
             "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
             "turns": [[{"role": "assistant", "content": text}] for text in completions],
         }  # fmt: skip
-        return encode_request(fields, np.zeros((2, 0), np.uint8))
-    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
-    images = np.stack([np.asarray(make_word_image("HELLO")), noise])
-    fields |= {"prompts": [_TEST_PROMPT] * 2, "media_type": "image"}
-    if name in VIDEO_REWARDS:
-        fields |= {"media_type": "video", "video_infos": [{"video_fps": 8.0}] * 2}
-        return encode_request(fields, np.moveaxis(np.repeat(images[:, None], 8, axis=1), -1, 1))
-    if name == "gen_eval":
+        return encode_request(json_fields, np.zeros((2, 0), np.uint8))
+    noise_image = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    card_and_noise = np.stack([np.asarray(make_word_image("HELLO")), noise_image])
+    json_fields |= {"prompts": [_TEST_PROMPT] * 2, "media_type": "image"}
+    if reward_name in VIDEO_REWARDS:
+        json_fields |= {"media_type": "video", "video_infos": [{"video_fps": 8.0}] * 2}
+        return encode_request(json_fields, np.moveaxis(np.repeat(card_and_noise[:, None], 8, axis=1), -1, 1))
+    if reward_name == "gen_eval":
         included_objects = [{"class": "book", "count": 1}]
-        fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
-    fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
-    return encode_request(fields, images)
+        json_fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
+    json_fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
+    return encode_request(json_fields, card_and_noise)
 
 
 def make_word_image(word: str) -> Image.Image:

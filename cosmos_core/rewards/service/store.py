@@ -9,51 +9,51 @@ from typing import Any
 
 
 class MemoryStore:
-    """In-memory store of at most `max_entries` scores and `max_bytes` bytes; each score expires after `seconds`."""
+    """In-memory store of at most `max_entries` scores and `max_bytes` bytes; each expires after `retention_seconds`."""
 
-    def __init__(self, seconds: float, max_entries: int, max_bytes: int) -> None:
-        self._seconds, self._max_entries, self._max_bytes = seconds, max_entries, max_bytes
-        self._pending: set[str] = set()
+    def __init__(self, retention_seconds: float, max_entries: int, max_bytes: int) -> None:
+        self._retention_seconds, self._max_entries, self._max_bytes = retention_seconds, max_entries, max_bytes
+        self._unfinished_uuids: set[str] = set()
         self._unfetched_keys: set[tuple[str, str]] = set()
-        self._num_bytes = 0
+        self._num_score_bytes = 0
         self._scores: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
-        self._counts: dict[str, int] = {}
+        self._num_scores_by_uuid: dict[str, int] = {}
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
-        """Store an accepted request until `finish_request` is called for it."""
-        self._pending.add(uuid)
+        """Record an accepted request until `finish_request` is called for it."""
+        self._unfinished_uuids.add(uuid)
 
     async def has_request(self, uuid: str) -> bool:
         """Return True if a request was accepted and has not expired."""
-        return uuid in self._pending or uuid in self._counts
+        return uuid in self._unfinished_uuids or uuid in self._num_scores_by_uuid
 
     async def has_unfinished_request(self, uuid: str) -> bool:
         """Return True if this service accepted a request and has not finished it."""
-        return uuid in self._pending
+        return uuid in self._unfinished_uuids
 
-    async def put(self, uuid: str, name: str, scores: str) -> None:
+    async def put(self, uuid: str, reward_name: str, scores_json: str) -> None:
         """Store the scores of one reward as JSON text; existing scores are kept."""
-        if (uuid, name) in self._scores:
+        if (uuid, reward_name) in self._scores:
             return
-        self._scores[uuid, name] = time.monotonic() + self._seconds, scores
-        self._counts[uuid] = self._counts.get(uuid, 0) + 1
-        self._unfetched_keys.add((uuid, name))
-        self._num_bytes += len(scores)
+        self._scores[uuid, reward_name] = time.monotonic() + self._retention_seconds, scores_json
+        self._num_scores_by_uuid[uuid] = self._num_scores_by_uuid.get(uuid, 0) + 1
+        self._unfetched_keys.add((uuid, reward_name))
+        self._num_score_bytes += len(scores_json)
         self._remove_expired()
 
-    async def get(self, uuid: str, name: str) -> str | None:
+    async def get(self, uuid: str, reward_name: str) -> str | None:
         """Return the scores of one reward; None if they are missing."""
         self._remove_expired()
-        self._unfetched_keys.discard((uuid, name))
-        expiry_and_scores = self._scores.get((uuid, name))
+        self._unfetched_keys.discard((uuid, reward_name))
+        expiry_and_scores = self._scores.get((uuid, reward_name))
         return expiry_and_scores[1] if expiry_and_scores else None
 
     async def finish_request(self, uuid: str) -> None:
         """Remove an accepted request whose scores are all stored."""
-        self._pending.discard(uuid)
+        self._unfinished_uuids.discard(uuid)
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
-        """Return the unfinished requests of an earlier service with the same name."""
+        """Return uuid and body of each request that an earlier process of this service accepted but did not finish."""
         return []
 
     def has_unfetched_scores(self) -> bool:
@@ -65,18 +65,18 @@ class MemoryStore:
         """Close the connections to the storage."""
 
     def _remove_expired(self) -> None:
-        now = time.monotonic()
+        current_time = time.monotonic()
         while self._scores:
-            (uuid, name), (expires_at, scores) = next(iter(self._scores.items()))
-            fits_in_memory = self._num_bytes <= self._max_bytes or len(self._scores) == 1
-            if expires_at > now and fits_in_memory and len(self._scores) <= self._max_entries:
+            (uuid, reward_name), (expiry_time, scores_json) = next(iter(self._scores.items()))
+            fits_in_memory = self._num_score_bytes <= self._max_bytes or len(self._scores) == 1
+            if expiry_time > current_time and fits_in_memory and len(self._scores) <= self._max_entries:
                 return
-            del self._scores[uuid, name]
-            self._unfetched_keys.discard((uuid, name))
-            self._num_bytes -= len(scores)
-            self._counts[uuid] -= 1
-            if not self._counts[uuid]:
-                del self._counts[uuid]
+            del self._scores[uuid, reward_name]
+            self._unfetched_keys.discard((uuid, reward_name))
+            self._num_score_bytes -= len(scores_json)
+            self._num_scores_by_uuid[uuid] -= 1
+            if not self._num_scores_by_uuid[uuid]:
+                del self._num_scores_by_uuid[uuid]
 
 
 _BODY_KEY_TEMPLATE, _ACCEPTED_KEY_TEMPLATE = "cosmos:reward:body:{}", "cosmos:reward:known:{}"
@@ -86,52 +86,52 @@ _BODY_KEY_TEMPLATE, _ACCEPTED_KEY_TEMPLATE = "cosmos:reward:body:{}", "cosmos:re
 class RedisStore:
     """Redis store with scores under `<uuid>_<type>`, as in Cosmos-RL, and further keys for unfinished requests."""
 
-    def __init__(self, host: str, port: int, seconds: float, replica: str) -> None:
+    def __init__(self, host: str, port: int, retention_seconds: float, owner_name: str) -> None:
         from redis.asyncio import Redis
         from redis.asyncio.retry import Retry
         from redis.backoff import ExponentialWithJitterBackoff
 
-        retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), 6)
-        self._redis: Any = Redis(host=host, port=port, retry=retry, socket_timeout=20, socket_connect_timeout=5)
-        self._seconds = max(1, int(seconds))
-        self._pending = f"cosmos:reward:pending:{replica}"
+        retry_policy = Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), 6)
+        self._redis: Any = Redis(host=host, port=port, retry=retry_policy, socket_timeout=20, socket_connect_timeout=5)
+        self._retention_seconds = max(1, int(retention_seconds))
+        self._unfinished_key = f"cosmos:reward:pending:{owner_name}"
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.set(_BODY_KEY_TEMPLATE.format(uuid), body, ex=self._seconds)
-        pipeline.set(_ACCEPTED_KEY_TEMPLATE.format(uuid), b"1", ex=self._seconds)
-        pipeline.sadd(self._pending, uuid)
-        pipeline.expire(self._pending, self._seconds)
+        pipeline.set(_BODY_KEY_TEMPLATE.format(uuid), body, ex=self._retention_seconds)
+        pipeline.set(_ACCEPTED_KEY_TEMPLATE.format(uuid), b"1", ex=self._retention_seconds)
+        pipeline.sadd(self._unfinished_key, uuid)
+        pipeline.expire(self._unfinished_key, self._retention_seconds)
         await pipeline.execute()
 
     async def has_request(self, uuid: str) -> bool:
         return bool(await self._redis.exists(_ACCEPTED_KEY_TEMPLATE.format(uuid)))
 
     async def has_unfinished_request(self, uuid: str) -> bool:
-        return bool(await self._redis.sismember(self._pending, uuid))
+        return bool(await self._redis.sismember(self._unfinished_key, uuid))
 
-    async def put(self, uuid: str, name: str, scores: str) -> None:
-        await self._redis.set(f"{uuid}_{name}", scores, ex=self._seconds, nx=True)
+    async def put(self, uuid: str, reward_name: str, scores_json: str) -> None:
+        await self._redis.set(f"{uuid}_{reward_name}", scores_json, ex=self._retention_seconds, nx=True)
 
-    async def get(self, uuid: str, name: str) -> str | None:
-        scores = await self._redis.get(f"{uuid}_{name}")
-        return scores.decode() if scores is not None else None
+    async def get(self, uuid: str, reward_name: str) -> str | None:
+        scores_json = await self._redis.get(f"{uuid}_{reward_name}")
+        return scores_json.decode() if scores_json is not None else None
 
     async def finish_request(self, uuid: str) -> None:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.delete(_BODY_KEY_TEMPLATE.format(uuid))
-        pipeline.srem(self._pending, uuid)
+        pipeline.srem(self._unfinished_key, uuid)
         await pipeline.execute()
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
-        requests = []
-        for uuid in sorted(await self._redis.smembers(self._pending)):
+        uuids_and_bodies = []
+        for uuid in sorted(await self._redis.smembers(self._unfinished_key)):
             body = await self._redis.get(_BODY_KEY_TEMPLATE.format(uuid.decode()))
             if body is None:
-                await self._redis.srem(self._pending, uuid)
+                await self._redis.srem(self._unfinished_key, uuid)
             else:
-                requests.append((uuid.decode(), body))
-        return requests
+                uuids_and_bodies.append((uuid.decode(), body))
+        return uuids_and_bodies
 
     def has_unfetched_scores(self) -> bool:
         """Return False: scores in Redis survive this process."""

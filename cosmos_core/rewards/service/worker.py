@@ -65,29 +65,29 @@ def main() -> None:
 
 def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
     """Return the header and the arrays of the next message; None at the end of the input."""
-    line = stream.readline()
-    if not line.endswith(b"\n"):
+    header_line = stream.readline()
+    if not header_line.endswith(b"\n"):
         return None
-    header = json.loads(line)
+    message_header = json.loads(header_line)
     arrays = []
-    for shape, dtype in header.pop("arrays", []):
+    for shape, dtype in message_header.pop("arrays", []):
         num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        content = stream.read(num_bytes)
-        if len(content) != num_bytes:
+        array_bytes = stream.read(num_bytes)
+        if len(array_bytes) != num_bytes:
             return None
-        arrays.append(np.frombuffer(content, dtype).reshape(shape))
-    return header, arrays
+        arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
+    return message_header, arrays
 
 
-def encode_header(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+def encode_header(message_header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
     """Return the line of JSON with which a message with a header and arrays begins."""
     array_headers = [(list(array.shape), array.dtype.str) for array in arrays]
-    return json.dumps({**header, "arrays": array_headers}).encode() + b"\n"
+    return json.dumps({**message_header, "arrays": array_headers}).encode() + b"\n"
 
 
-def write_message(stream: BinaryIO, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+def write_message(stream: BinaryIO, message_header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write a message with a header and arrays."""
-    stream.write(encode_header(header, arrays))
+    stream.write(encode_header(message_header, arrays))
     for array in arrays:
         stream.write(np.ascontiguousarray(array).data)
     stream.flush()
@@ -97,16 +97,16 @@ def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the reward or the decoder of latents, and model properties with which the service validates requests."""
     settings = RewardModelSettings(**start_header["settings"])
     if start_header["name"] == "":
-        vae = WanVae("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
-        return vae, {"latent_channels": vae.num_channels}
+        video_vae = WanVae("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
+        return video_vae, {"latent_channels": video_vae.num_channels}
     return load_scorer(start_header["name"], start_header["entry"], settings), {}
 
 
-def _score_batch(reward: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+def _score_batch(scorer: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
     items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
     items = [item for job_items in items_by_job for item in job_items]
-    columns, errors = replace_nonfinite(reward.score(items), len(items))
-    reported_errors = getattr(reward, "errors", None) or errors
+    columns, errors = replace_nonfinite(scorer.score(items), len(items))
+    reported_errors = getattr(scorer, "errors", None) or errors
     errors = [error or reward_error for error, reward_error in zip(errors, reported_errors, strict=True)]
     results, first_index = [], 0
     for job_items in items_by_job:
@@ -116,24 +116,24 @@ def _score_batch(reward: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequenc
     return results
 
 
-def _slice_columns(columns: Mapping[str, Any], items: slice) -> dict[str, Any]:
-    return {k: _slice_columns(v, items) if isinstance(v, dict) else v[items] for k, v in columns.items()}
+def _slice_columns(columns: Mapping[str, Any], item_slice: slice) -> dict[str, Any]:
+    return {k: _slice_columns(v, item_slice) if isinstance(v, dict) else v[item_slice] for k, v in columns.items()}
 
 
 def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
     """Return the inputs of the reward model for a request, from its fields and its array."""
     items = []
     for i, prompt in enumerate(job["prompts"]):
-        fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
-        info: dict[str, Any] = {}
+        text_fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
+        additional_fields: dict[str, Any] = {}
         for name in ("video_infos", "metadata"):
-            info |= job[name][i] if name in job else {}
+            additional_fields |= job[name][i] if name in job else {}
         # Fields of the completion, such as `turns`, take precedence over columns of the row.
-        info |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
+        additional_fields |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
-            info |= {name: job[name]} if name in job else {}
+            additional_fields |= {name: job[name]} if name in job else {}
         media = None if job["media"] == "text" else _to_media(job["media"], array[i])
-        items.append(RewardInput(prompt=prompt, media=media, info=info, **fields))
+        items.append(RewardInput(prompt=prompt, media=media, info=additional_fields, **text_fields))
     return items
 
 

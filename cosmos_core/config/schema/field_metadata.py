@@ -84,7 +84,7 @@ class AffectsResult:
 
     value: bool
     omits_empty_value: bool = False
-    """Whether a fingerprint omits an empty value, as it does in versions without the field."""
+    """Whether a fingerprint omits an empty value, so that it equals that of a version without the field."""
 
 
 ResultNeutral = AffectsResult(False)
@@ -93,7 +93,7 @@ OmittedIfEmpty = AffectsResult(True, omits_empty_value=True)
 """Metadata of a field that is left out of fingerprints while it is empty."""
 
 
-def metadata_of(field: FieldInfo, metadata_type: type) -> Any:
+def find_metadata(field: FieldInfo, metadata_type: type) -> Any:
     """Return the object of type `metadata_type` in the `Annotated` metadata of a field; None if there is none."""
     cached_entry = _METADATA_BY_FIELD.get(id(field))
     if cached_entry is None:
