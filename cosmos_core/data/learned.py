@@ -57,8 +57,10 @@ def find_learned_spans(
         with suppress(TemplateError):  # a template may fail without the removed keys
             if render_messages(reduced_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
-    with limit_resources(f"{location}: the chat template"):
-        spans = _find_marked_spans(renderer, tokenizer, turns, rendered_text, tools)
+    spans: list[Span] | None = None
+    if (tagged_template := _get_tagged_template(renderer, tools)) is not None:
+        with limit_resources(f"{location}: the chat template"):
+            spans = _find_marked_spans(tagged_template, tokenizer, turns, rendered_text, tools)
     has_generation_tags, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
         turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
@@ -154,17 +156,26 @@ def _make_missing_turns_error(turns: list[Message], location: str) -> DataError:
     )
 
 
-def _find_marked_spans(
-    renderer: TemplateRenderer, tokenizer: PreTrainedTokenizerBase, turns: list[Message], text: str, tools: Tools
-) -> list[Span] | None:
-    """Return the spans of characters inside {% generation %} tags; None if the template has no such tags. transformers'
-    mask of tokens is not used, because it is wrong after a character of several tokens. Each tag is extended to render
-    a marker character, because transformers' positions are wrong for tags in a macro or a `set` block."""
+def _get_tagged_template(renderer: TemplateRenderer, tools: Tools) -> str | None:
+    """Return the chat template of the renderer if it has {% generation %} tags."""
     template = renderer.chat_template
     if not isinstance(renderer, ProcessorMixin):
         template = renderer.get_chat_template(tools=tools)
-    if not isinstance(template, str) or not _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT_REGEX.sub("", template)):
-        return None
+    return template if isinstance(template, str) and _has_generation_tags(template) else None
+
+
+@lru_cache(maxsize=4)
+def _has_generation_tags(template: str) -> bool:
+    return _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT_REGEX.sub("", template)) is not None
+
+
+def _find_marked_spans(
+    template: str, tokenizer: PreTrainedTokenizerBase, turns: list[Message], text: str, tools: Tools
+) -> list[Span] | None:
+    """Return the spans of characters inside the {% generation %} tags of `template`; None if they cannot be located.
+    transformers' mask of tokens is not used, because it is wrong after a character of several tokens. Each tag is
+    extended to render a marker character, because transformers' positions are wrong for tags in a macro or a `set`
+    block."""
     template_arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
     marked_template = _GENERATION_TAG_REGEX.sub(_append_generation_span_marker, template)
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **template_arguments)
@@ -188,6 +199,7 @@ def _append_generation_span_marker(match: re.Match[str]) -> str:
 
 
 @lru_cache(maxsize=4)  # cached, because every row needs the tokens and listing them is slow
+@lru_cache(maxsize=4)
 def list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -14,6 +14,7 @@ from cosmos_core.algorithms import flow_rl
 from cosmos_core.data import prepare
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
+from cosmos_core.train import tuning
 from cosmos_core.train.setup import run, train
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
@@ -131,8 +132,9 @@ def test_a_training_that_stopped_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("name", ["nft", pytest.param("flow_grpo", marks=pytest.mark.full)])
 def test_a_training_with_a_measured_micro_batch_is_the_one_that_names_it(
-    inputs: Inputs, name: str, tmp_path: Path
+    inputs: Inputs, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tuning, "MAX_SECONDS", 4.0)  # what is chosen does not matter here
     settings = {**TRAININGS[name], "train.max_num_steps": 2}
     measured = inputs.stage(tmp_path / "auto", **settings, **{"train.train_policy.mini_batch": "auto"})
     found = train(measured)

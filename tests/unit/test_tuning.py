@@ -41,6 +41,12 @@ DPO = {"type": "sft", "trainer_type": "dpo", "mini_batch": 2}
 AUTO_KEYS = {"tuning/rows_per_pass", "tuning/num_threads", "time/tuning"}
 
 
+@pytest.fixture(autouse=True)
+def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds to measure, unless a test says otherwise: most hold whatever is chosen."""
+    monkeypatch.setattr(tuning_module, "MAX_SECONDS", 2.0)
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Two threads to choose from, whatever the suite gives a test."""
