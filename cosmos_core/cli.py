@@ -346,8 +346,8 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = False) -> Path:
-    """Check a pipeline without a worker process; return the folder of runs. With `allows_unsupported_settings`, print a
-    note about a setting that this version does not support, instead of raising an error."""
+    """Check a pipeline in this process; return the folder that holds its runs. With `allows_unsupported_settings`,
+    print a note about a setting that this version does not support, instead of raising an error."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder

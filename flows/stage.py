@@ -37,8 +37,7 @@ def stage(run: str, name: str) -> Any:
 
 
 def check_upstream_results(run: Run, name: str) -> None:
-    """Verify that every stage in `after` has an unaltered result. Raises `ConfigError` if the stage does not exist, or
-    a stage in its `after` has no result or an altered one."""
+    """Raise `ConfigError` if the stage does not exist, or if a stage in its `after` has no result or an altered one."""
     for upstream_name in run.pipeline.stage(name).after:
         result = read_result(run.stage_path(upstream_name))
         if problem := find_output_damage(run.stage_path(upstream_name), result) if result else "it is not done":

@@ -51,7 +51,7 @@ def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint)
 def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
     """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
     None if no such result exists, or if an input can be read only on the machines of the pool."""
-    # Errors are ignored, because this machine may lack inputs of the pool.
+    # Ignore errors: this machine may lack inputs that only the machines of the work pool can read.
     with open_stage_lock(run.path, stage.name) as lock, suppress(CosmosError):
         if lock.try_acquire():
             local_fingerprint = compute_local_fingerprint(run, stage)

@@ -229,9 +229,9 @@ def _make_call(
     for key, value in overrides.items():
         tables = merge_tables(tables, nest_value(split_key(key), value))
     stage: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
-    table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
+    recipe_table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in settings.items():
-        if key in table_keys:
+        if key in recipe_table_keys:
             tables = merge_tables(tables, {kind.table: {key: value}})
         elif isinstance(value, StageHandle):
             stage[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"

@@ -13,7 +13,7 @@ from cosmos_core.errors import DataError
 
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
 _TURN_LIST_START_REGEX = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
-_MAX_LITERAL_LENGTH = 1 << 20  # a limit, since Python's parser needs a hundred times the text's memory
+_MAX_LITERAL_CHARACTERS = 1 << 20  # longer literals are not parsed: the parser needs 100 times their memory
 
 
 def decode_conversation(value: Any, location: str = "") -> Any:
@@ -22,7 +22,7 @@ def decode_conversation(value: Any, location: str = "") -> Any:
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
         return value
     turns = parse_json(value)
-    if turns is None and len(value) <= _MAX_LITERAL_LENGTH:
+    if turns is None and len(value) <= _MAX_LITERAL_CHARACTERS:
         turns = _parse_literal(value)
     if location and _TURN_LIST_START_REGEX.match(value) and not is_turn_list(turns):
         text = " ".join(value[-40:].split())

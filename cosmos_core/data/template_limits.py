@@ -60,7 +60,7 @@ class _ProcessLimits:
             raise _TimeLimitExceeded
 
     def measure_size_bytes(self) -> int:
-        """Return the size of the address space, measured at most `_SIZE_REFRESH_SECONDS` ago."""
+        """Return the size of this process's address space; a value is reused for `_SIZE_REFRESH_SECONDS`."""
         if time.monotonic() >= self._next_size_time:
             with open("/proc/self/statm", "rb", buffering=0) as file:
                 self._size_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES

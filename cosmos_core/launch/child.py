@@ -63,7 +63,7 @@ class SupervisedProcess:
         return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Send SIGTERM to the command, and SIGKILL after the grace period; None selects the initial grace period."""
+        """Send SIGTERM to the command, and SIGKILL after the grace period; None: that of the constructor."""
         if self._process.poll() is None:
             if grace_seconds is not None and self._pipe_writer >= 0:
                 with suppress(OSError):  # the supervisor has ended, which closed its end of the pipe

@@ -71,7 +71,7 @@ def _wait_for_server(url: str) -> None:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         except urllib.error.HTTPError:
-            return  # the server responds with an error; Prefect reports wrong credentials later
+            return  # an error response shows that a server runs; Prefect reports wrong credentials later
         except (OSError, ValueError) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, ssl.SSLError):

@@ -132,7 +132,7 @@ class CosmosPredict(SanaVideo):
 
     @classmethod
     def component_placeholders(cls) -> dict[str, Any]:
-        """Return the placeholder for the guardrail, and substitute torchvision if it is not installed."""
+        """Return a placeholder for the guardrail; without torchvision, a stub module is registered in its place."""
         substitute_torchvision()
         return {"safety_checker": GuardrailPlaceholder()}
 

@@ -316,7 +316,7 @@ class DiffusionModel:
         return pipeline
 
     def probe_settings(self) -> dict[str, Any]:
-        """Return the arguments of a small and quick call of the pipeline, without prompt and seed."""
+        """Return the arguments of a small pipeline call that tests an export; the caller adds prompt and seed."""
         image_size = self.size_multiple * 2
         return self.call_settings((image_size, image_size), self.pixels_per_latent[0] + 1, 2, guidance_scale=1.0)
 

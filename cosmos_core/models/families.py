@@ -46,7 +46,7 @@ def find_family_class(folder: PipelineFolder, model_class: str | None = None) ->
 
 @cache
 def pipeline_modules() -> dict[str, str]:
-    """Return a mapping from each supported pipeline class to the module in this folder with its family, by name."""
+    """Return, by the name of each supported pipeline class, the name of the module here that implements its family."""
     module_names: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

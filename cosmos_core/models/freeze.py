@@ -87,8 +87,8 @@ def _replace_meta_parameters(model: nn.Module) -> Iterator[None]:
         _swap_parameters(model, {placeholder: parameter for parameter, placeholder in placeholders.items()})
 
 
-def _swap_parameters(model: nn.Module, replacement_parameters: dict[nn.Parameter, nn.Parameter]) -> None:
+def _swap_parameters(model: nn.Module, replacement_by_parameter: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = replacement_parameters.get(parameter, parameter)
+                module._parameters[name] = replacement_by_parameter.get(parameter, parameter)

@@ -76,7 +76,7 @@ def load_processor(
 
 
 def image_token_text(processor: ProcessorMixin) -> str:
-    """Return the word that represents an image in a text, which the processor expands to the tokens of the image."""
+    """Return the placeholder for an image in a text, which the processor expands to the tokens of the image."""
     return cast(Any, processor).image_token
 
 

@@ -16,9 +16,11 @@ from cosmos_core.observe.report import open_template_environment
 def build_comparison_page(run_paths: Sequence[Path]) -> str:
     """Return the HTML page that compares several runs, matching stages by name; raise ConfigError unless `run_paths`
     names 2 to 8 different runs."""
-    names = [path.name for path in run_paths]
-    if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_CURVES:
-        raise ConfigError(f"cosmos compare --html takes 2 to {MAX_CURVES} different runs; these are {', '.join(names)}")
+    run_names = [path.name for path in run_paths]
+    if len(set(run_names)) < len(run_names) or not 2 <= len(run_names) <= MAX_CURVES:
+        raise ConfigError(
+            f"cosmos compare --html takes 2 to {MAX_CURVES} different runs; these are {', '.join(run_names)}"
+        )
     runs = [read_run(path) for path in run_paths]
     stage_names = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
     stage_curves = []

@@ -183,7 +183,7 @@ class ModuleEngine:
         """Do nothing, because `sleep` released no memory."""
 
     def close(self) -> None:
-        """Do nothing, because the module is freed with its last reference."""
+        """Do nothing: the model is freed with its last reference."""
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:

@@ -121,7 +121,9 @@ def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) ->
 
 def make_probe_token_ids(vocab_size: int) -> list[int]:
     """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
-    return [(7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)]  # multiples of a prime, spread over all ids
+    return [
+        (7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)
+    ]  # multiples of a prime, so that they cover the whole embedding table
 
 
 @dataclass

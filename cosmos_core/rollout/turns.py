@@ -132,7 +132,7 @@ class MultiTurnEngine(EngineWrapper):
         is_truncated = turn.finish_reason == "length" or is_too_long
         segments = _first_tokens(turn.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:  # possible, since a turn is sampled with the largest token limit of its submission
+        if is_too_long:  # all turns of a submission are sampled with the largest of their token limits
             text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.tool_calls = []
         if self._has_tools and not is_truncated:

@@ -348,11 +348,13 @@ def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> 
     return {key: new_values.get(key) for key in setting_keys if new_values.get(key) != old_values.get(key)}
 
 
-def _flatten_settings(node: Any, key_prefix: str = "") -> dict[str, Any]:
-    if isinstance(node, dict):
-        return {k: v for key, item in node.items() for k, v in _flatten_settings(item, f"{key_prefix}{key}.").items()}
-    if isinstance(node, list) and node and isinstance(node[0], dict):
-        names = [item.get("name", "") for item in node]  # two data sets of a mixture may have the same name
-        items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: node[i] for i, name in enumerate(names)}
+def _flatten_settings(settings: Any, key_prefix: str = "") -> dict[str, Any]:
+    if isinstance(settings, dict):
+        return {
+            k: v for key, item in settings.items() for k, v in _flatten_settings(item, f"{key_prefix}{key}.").items()
+        }
+    if isinstance(settings, list) and settings and isinstance(settings[0], dict):
+        names = [item.get("name", "") for item in settings]  # two data sets of a mixture may have the same name
+        items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: settings[i] for i, name in enumerate(names)}
         return _flatten_settings(items_by_name, key_prefix)
-    return {key_prefix.rstrip("."): node}
+    return {key_prefix.rstrip("."): settings}

@@ -69,8 +69,10 @@ def run(stage: Stage) -> Outcome:
         with raise_disk_full(stage.path):
             with replace_folder(stage.path / _ROWS_FOLDER) as folder:
                 write_text(folder / "train.jsonl", _to_json_lines(rows))
-            rated_prompts = zip(records, pass_rates, strict=True)
-            lines = [{"prompt": prompts[each.id].text, "pass_rate": pass_rate} for each, pass_rate in rated_prompts]
+            records_and_pass_rates = zip(records, pass_rates, strict=True)
+            lines = [
+                {"prompt": prompts[each.id].text, "pass_rate": pass_rate} for each, pass_rate in records_and_pass_rates
+            ]
             write_text(stage.path / PASS_RATES_FILE, _to_json_lines(lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
     outputs = (_ROWS_FOLDER, PASS_RATES_FILE, COMPLETIONS_FILE)

@@ -259,7 +259,7 @@ class _Measurement:
         return self._feed.reread_newest_samples() if self._is_divided_by_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
-        """Return whether all ranks have memory for settings, and whether there is time to measure them."""
+        """Return True if all ranks have memory for the settings and there is time to measure them."""
         rows_per_pass = settings.rows_per_pass
         # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
         scaled_bytes = self._largest_bytes * rows_per_pass / max(1, self._largest_size)

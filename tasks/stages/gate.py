@@ -70,7 +70,7 @@ def run(stage: Stage) -> Outcome:
 
 def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str, Any] | None:
     """Return the record of the published model; None if nothing was published. If this run has published the measured
-    model, return the record of the version before it, so that a resumed run compares no model with itself."""
+    model, return the record of the version before it, so that a resumed run does not compare the model with itself."""
     target: Any = open_target(stage.config.target)
     record: dict[str, Any] | None = target.published()
     if not hasattr(target, "read_record"):  # a target class of a user may keep no earlier versions

@@ -264,7 +264,7 @@ def test_resume_true_takes_over_an_interrupted_run_and_ends_as_if_nothing_had_ha
     found = train_stage(later)
     assert steps == [3, 4, 5, 6]
     assert_same_weights(found.adapter.model, expected.adapter.model)
-    assert found.best == expected.best
+    assert found.best_step == expected.best_step
     assert curve(later) == curve(whole)
     shutil.rmtree(tmp_path / "first")
     assert resume_obstacle(later.path / "checkpoints", 3, later.fingerprint) is None

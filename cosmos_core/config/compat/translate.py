@@ -112,15 +112,15 @@ def _keep_applicable_batch_size(values: TomlTable, notices: list[str]) -> None:
 
 def _remove_ineffective_keys(values: TomlTable, effect_by_key: dict[str, str], notices: list[str]) -> None:
     """Remove keys that have no effect from `values`, and add a message for each to `notices`."""
-    for key, intended_effect in effect_by_key.items():
+    for key, original_effect in effect_by_key.items():
         table, name = _find_parent_table(values, key)
         # At the root of the file only a table is removed; the schema refuses any other value as an unknown key.
         if name in table and (table is not values or isinstance(table[name], dict)):
-            notices.append(_ignored_key_message(key, table.pop(name), intended_effect))
+            notices.append(_ignored_key_message(key, table.pop(name), original_effect))
 
 
-def _ignored_key_message(key: str, value: Any, intended_effect: str) -> str:
-    return f"{key} = {short_text(value)} is ignored; it would have meant {intended_effect}"
+def _ignored_key_message(key: str, value: Any, original_effect: str) -> str:
+    return f"{key} = {short_text(value)} is ignored; it would have meant {original_effect}"
 
 
 def _translate_remote_reward(values: TomlTable, notices: list[str]) -> None:
@@ -145,9 +145,9 @@ def current_key(key: str) -> str:
 
 def no_effect_message(key: str, value: Any) -> str:
     """Return a message if a dotted key (`KEY` or `STAGE.KEY`) has no effect; empty if it has an effect."""
-    for old_key, intended_effect in INEFFECTIVE_KEYS.items():
+    for old_key, original_effect in INEFFECTIVE_KEYS.items():
         if "." in old_key and _match_stage_prefix(key, old_key)[1]:
-            return _ignored_key_message(key, value, intended_effect)
+            return _ignored_key_message(key, value, original_effect)
     return ""
 
 

@@ -136,7 +136,8 @@ class _SinkThread:
     def _send_lines(self, first_line: dict[str, Any]) -> None:
         sink = self._find_sink_opener(self._sink_name)(self._stage, first_line["step"])
         # First send the earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
-        # A step that this attempt repeats has an old line, which is not sent unless the new line is only a validation.
+        # If this attempt repeats a step, the new line replaces the step's earlier line, which is still sent if the new
+        # line has validation metrics only: the training metrics are then in the earlier line.
         lines = read_metrics(self._stage.metrics.path)
         for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
             is_repeated_step = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
