@@ -136,7 +136,7 @@ class _SinkThread:
     def _send_lines(self, first_line: dict[str, Any]) -> None:
         sink = self._find_sink_opener(self._sink_name)(self._stage, first_line["step"])
         # First send the earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
-        # If this attempt repeats a step, the new line replaces the step's earlier line, which is still sent if the new
+        # If this attempt repeats an earlier step, its line replaces the earlier line, which is still sent if the new
         # line has validation metrics only: the training metrics are then in the earlier line.
         lines = read_metrics(self._stage.metrics.path)
         for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
