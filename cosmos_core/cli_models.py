@@ -32,12 +32,12 @@ def promote(
     if version not in versions:
         raise ConfigError(f"{target}: there is no version {version!r}; there are: {', '.join(versions) or 'none'}")
     target_store.point_to(version)
-    typer.echo(f"published: {target_store.get_address(version)}")
+    typer.echo(f"published: {target_store.where(version)}")
 
 
 def _format_metrics(target_store: Any, version: str) -> str:
     try:
-        metrics = target_store.read_record(version)["metrics"].items()
+        metrics = target_store.record_of(version)["metrics"].items()
     except DamagedRecord:
         return "gone"
     numeric_metrics = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
@@ -52,7 +52,7 @@ def rollback(target: TargetArgument) -> None:
         problem = f"only {version_history[0]!r} was published" if version_history else "nothing was published"
         raise ConfigError(f"{target}: {problem}, there is nothing to go back to")
     target_store.point_to(version_history[-2], version_history[:-1])
-    typer.echo(f"published: {target_store.get_address(version_history[-2])}; before: {version_history[-1]}")
+    typer.echo(f"published: {target_store.where(version_history[-2])}; before: {version_history[-1]}")
 
 
 def _open_publication_target(target: str) -> Any:
@@ -62,7 +62,7 @@ def _open_publication_target(target: str) -> Any:
     if "://" in target:
         set_command_credentials(None)
     target_store = open_target(target)
-    if not all(hasattr(target_store, name) for name in ("history", "read_record", "get_address", "point_to")):
+    if not all(hasattr(target_store, name) for name in ("history", "record_of", "where", "point_to")):
         raise ConfigError(f"{target}: this target keeps no versions that a pointer could go back to")
     return target_store
 

@@ -247,13 +247,13 @@ def _compute_models_digest(run: Run) -> str:
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
     """Return overrides with which each training that depends on no other training starts from the published model; an
-    empty list if no model was published yet, or if the publication target has no method `get_address`."""
+    empty list if no model was published yet, or if the publication target has no method `where`."""
     all_targets = [stage.target for stage in _list_publishing_stages(pipeline)]
     loadable_targets = [target for target in all_targets if not target.startswith("mlflow://")]
     if all_targets and not loadable_targets:
         raise ConfigError(f"start = 'published': no training reads {all_targets[-1]}; publish to a folder or s3:// too")
     target = open_target(loadable_targets[-1]) if loadable_targets else None
-    published_record, get_address = (target.published() if target else None), getattr(target, "get_address", None)
+    published_record, get_address = (target.published() if target else None), getattr(target, "where", None)
     if published_record is None or get_address is None or "version" not in published_record:
         return []
     model_address, revision = str(get_address(str(published_record["version"]))), ""

@@ -198,8 +198,7 @@ def _append_generation_span_marker(match: re.Match[str]) -> str:
     return f"{match[0]}{{{{ '{_END_MARKER if match[1] else _START_MARKER}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 
-@lru_cache(maxsize=4)  # cached, because every row needs the tokens and listing them is slow
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow
 def list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

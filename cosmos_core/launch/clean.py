@@ -166,10 +166,10 @@ def _read_published_records(target: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return."""
     publication_target: Any = open_target(target)
     published_records = [publication_target.published() or {}]
-    read_history = getattr(publication_target, "history", None)
-    if read_history is not None and len(version_names := read_history()) > 1:
+    has_records = hasattr(publication_target, "history") and hasattr(publication_target, "record_of")
+    if has_records and len(version_names := publication_target.history()) > 1:
         with suppress(CosmosError):
-            published_records.append(publication_target.read_record(version_names[-2]))
+            published_records.append(publication_target.record_of(version_names[-2]))
     return published_records
 
 

@@ -252,9 +252,9 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status,
-        `waiting` for approval, `declined`, or `running` if a stage is active. If no stage is active, the function
-        `derive_flow_outcome` (all stages are finished) or `derive_inactive_run_outcome` decides."""
+        """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status;
+        that of `derive_flow_outcome` if all stages are finished; `running` if one is active; else `waiting` for an
+        approval, `declined`, or that of `derive_inactive_run_outcome`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         stage_statuses = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         for state in ("failed", "refused", "stopped", "died"):

@@ -40,8 +40,9 @@ _ROWS_FOLDER = "rows"
 
 def run(stage: Stage) -> Outcome:
     """Sample completions of all prompts, keep some of them, and write the rows. Raise DataError if a prompt has images
-    or no completion is kept, RewardError if a reward cannot be loaded or all rewards of the first batch or of all
-    batches are invalid, and Preempted if a stop was requested; finished batches are kept."""
+    or no completion is kept, RewardError if a reward cannot be loaded, if all rewards of the first batch are
+    permanently invalid or if those of all batches are invalid, and Preempted if a stop was requested; finished batches
+    are kept."""
     prompts = open_prompts(prepared_folder(stage), "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)

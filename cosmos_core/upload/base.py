@@ -27,9 +27,9 @@ class PublicationTarget(Protocol):
     - `check()` raises ConfigError if the target cannot be written.
     - `prepare_upload(folder, check_cancellation)` lets an interrupted upload continue: the target keeps a journal in
       the folder. The target calls `check_cancellation` repeatedly, and this function raises an error to stop it.
-    - `get_address(version)` and `find_damage(folder, version, record)`: with both, the same weights are not published
-      twice. `find_damage` returns what is wrong with the files of `record` in a version, or an empty string.
-    - `history`, `read_record`, `get_address` and `point_to`: a target with all four supports rollback of the pointer.
+    - `where(version)` and `damage(folder, version, record)`: with both, the same weights are not published
+      twice. `damage` returns what is wrong with the files of `record` in a version, or an empty string.
+    - `history`, `record_of`, `where` and `point_to`: a target with all four supports rollback of the pointer.
     - `versions` lists all stored versions, including versions from which the pointer was rolled back.
     """
 

@@ -41,7 +41,7 @@ class FileTarget:
                 return None
             return self._read_record_file(latest_link, f"publish again, or remove {latest_link}")
 
-    def read_record(self, version: str) -> dict[str, Any]:
+    def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors("read"):
             return self._read_record_file(self.folder / version, "publish again")
@@ -61,11 +61,11 @@ class FileTarget:
         record_files = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(record_files, key=lambda file: (file.stat().st_mtime, file))]
 
-    def get_address(self, version: str) -> str:
+    def where(self, version: str) -> str:
         """Return the path of the folder with a published version."""
         return str(self.folder / version)
 
-    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or altered in a version; else empty."""
         version_folder = self.folder / version
         if read_json(version_folder / RECORD_FILE) is None:
@@ -82,18 +82,18 @@ class FileTarget:
         if (self.folder / version).is_symlink() or Path(version).name != version:
             raise UploadError(f"{version!r} is no version of {self.folder}; the pointer was not moved")
         with self._translate_errors("written"):
-            if damage_message := self.find_damage(self.folder, version, self.read_record(version)):
+            if damage_message := self.damage(self.folder, version, self.record_of(version)):
                 raise UploadError(f"{self.folder / version}: {damage_message}; the pointer was not moved")
             self._move_pointer(version, history)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         version_folder = self.folder / version
         with self._translate_errors("written"):
-            if read_json(version_folder / RECORD_FILE) != record or self.find_damage(folder, version, record):
+            if read_json(version_folder / RECORD_FILE) != record or self.damage(folder, version, record):
                 with replace_folder(version_folder) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
                     write_json(temporary_folder / RECORD_FILE, record)
-            if damage_message := self.find_damage(folder, version, record):
+            if damage_message := self.damage(folder, version, record):
                 raise UploadError(f"{version_folder}: {damage_message} after the copy; the pointer was not moved")
             self._check_cancellation()
             self._move_pointer(version)

@@ -77,7 +77,7 @@ class HubTarget:
             return self._repository_name
         return f"{self._retry_call(self.hub_api.whoami)['name']}/{self._repository_name}"
 
-    def get_address(self, version: str) -> str:
+    def where(self, version: str) -> str:
         """Return the address of a version, `hub://OWNER/NAME@TAG`."""
         return f"hub://{self.repository}@{version}"
 
@@ -85,7 +85,7 @@ class HubTarget:
         with self._translate_errors():
             return self._retry_call(lambda: self._read_record(self.branch or "main"))
 
-    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
         if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
         branch = self.branch or "main"
@@ -108,7 +108,7 @@ class HubTarget:
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
             create_tag = partial(self.hub_api.create_tag, self.repository, tag=version, exist_ok=True)
             self._retry_call(partial(create_tag, revision=commit_id))
-        return self.get_address(version)
+        return self.where(version)
 
     def _commit_files(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
         """Return the id of a commit with the files of a version: the newest commit of the branch, or a new commit."""

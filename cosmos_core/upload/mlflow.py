@@ -50,9 +50,9 @@ class MlflowTarget:
     def published(self) -> dict[str, Any] | None:
         with self._translate_errors():
             current_version = self._find_current_version()
-        return None if current_version is None else self.read_record(current_version.tags.get(VERSION_TAG, ""))
+        return None if current_version is None else self.record_of(current_version.tags.get(VERSION_TAG, ""))
 
-    def read_record(self, version: str) -> dict[str, Any]:
+    def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or cannot be read."""
         with self._translate_errors():
             model_version = self._find_version(version)
@@ -73,13 +73,13 @@ class MlflowTarget:
             tags = [each.tags for each in self._find_versions()]
         return list(dict.fromkeys(each[VERSION_TAG] for each in tags if VERSION_TAG in each))
 
-    def get_address(self, version: str) -> str:
+    def where(self, version: str) -> str:
         """Return the address of a version, `mlflow://MODEL@NUMBER`, with the number that MLflow gave to the version."""
         with self._translate_errors():
             model_version = self._find_version(version)
         return f"mlflow://{self.name}@{model_version.version if model_version else version}"
 
-    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing or of other size or digest; else empty."""
         with self._translate_errors():
             model_version = self._find_version(version)

@@ -39,19 +39,19 @@ class S3Target:
 
     def published(self) -> dict[str, Any] | None:
         history = self.history()
-        return self.read_record(history[-1]) if history else None
+        return self.record_of(history[-1]) if history else None
 
-    def read_record(self, version: str) -> dict[str, Any]:
+    def record_of(self, version: str) -> dict[str, Any]:
         """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
-        with translate_errors(self.get_address(version)):
+        with translate_errors(self.where(version)):
             record = _decode_json(self.bucket.read(self._object_key(f"{version}/{RECORD_FILE}")))
         if not is_publication_record(record):
-            raise DamagedRecord(f"{self.get_address(version)}/{RECORD_FILE} is missing or damaged; publish again")
+            raise DamagedRecord(f"{self.where(version)}/{RECORD_FILE} is missing or damaged; publish again")
         return record
 
     def history(self) -> list[str]:
         """Return the versions to which `latest.json` referred, current last; raise DamagedRecord if it is damaged."""
-        with translate_errors(self.get_address(POINTER_FILE)):
+        with translate_errors(self.where(POINTER_FILE)):
             return self._parse_history(self.bucket.read(self._object_key(POINTER_FILE)))
 
     def _parse_history(self, data: bytes | None) -> list[str]:
@@ -60,26 +60,26 @@ class S3Target:
             return []
         versions = pointer_document.get("history") if isinstance(pointer_document, dict) else None
         if not isinstance(versions, list) or not all(isinstance(version, str) for version in versions) or not versions:
-            raise DamagedRecord(f"{self.get_address(POINTER_FILE)} is damaged; publish again, or remove it")
+            raise DamagedRecord(f"{self.where(POINTER_FILE)} is damaged; publish again, or remove it")
         return list(versions)
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
         key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
-        with translate_errors(self.get_address("")):
+        with translate_errors(self.where("")):
             record_objects = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
         record_objects.sort(key=lambda each: (each.modified_time, each.key))
         names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in record_objects]
         return [name for name in names if "/" not in name]  # names with "/" belong to another target below this prefix
 
-    def get_address(self, version: str) -> str:
+    def where(self, version: str) -> str:
         """Return the URL of a published version."""
         return self.bucket.url(self._object_key(version))
 
-    def find_damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
+    def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing in a stored version, or whose digest or
         size in the store's metadata differs from the file in `folder`; empty if there is none."""
-        with translate_errors(self.get_address(version)):
+        with translate_errors(self.where(version)):
             for name, sha256 in record["files"].items():
                 object_info = self.bucket.head(self._object_key(f"{version}/{name}"))
                 digest_and_size = (object_info["metadata"].get("sha256"), object_info["size"]) if object_info else None
@@ -88,7 +88,7 @@ class S3Target:
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        with translate_errors(self.get_address(version), hint=_POINTER_UNCHANGED_NOTE):
+        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
             version_prefix, record_key = self._object_key(version), self._object_key(f"{version}/{RECORD_FILE}")
             files = {f"{version_prefix}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
             self.transfer.send(files)
@@ -98,22 +98,22 @@ class S3Target:
             self.bucket.write(record_key, json.dumps(record, indent=1).encode())
         self.transfer.check_cancellation()
         self.point_to(version)
-        return self.get_address(version)
+        return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
         raise UploadError if a file of the version is missing."""
-        with translate_errors(self.get_address(version), hint=_POINTER_UNCHANGED_NOTE):
-            record = self.read_record(version)
+        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
+            record = self.record_of(version)
             for name in record["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
-                    raise UploadError(f"{self.get_address(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
+                    raise UploadError(f"{self.where(version)}/{name} is gone; {_POINTER_UNCHANGED_NOTE}")
             for _ in range(_MAX_POINTER_ATTEMPTS):
                 if self._replace_pointer(version, history):
                     return
                 self.transfer.check_cancellation()  # another publication moved the pointer after it was read
             raise UploadError(
-                f"{self.get_address(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the "
+                f"{self.where(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the "
                 f"object had changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
             )
 

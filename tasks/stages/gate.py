@@ -73,12 +73,12 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     model, return the record of the version before it, so that a resumed run does not compare the model with itself."""
     target: Any = open_target(stage.config.target)
     record: dict[str, Any] | None = target.published()
-    if not hasattr(target, "read_record"):  # a target class of a user may keep no earlier versions
+    if not hasattr(target, "record_of"):  # a target class of a user may keep no earlier versions
         return record
     version_history = target.history()
     while record and record.get("run_id") == stage.run_path.name and metrics.items() <= record["metrics"].items():
         version_history = version_history[:-1]
-        record = target.read_record(version_history[-1]) if version_history else None
+        record = target.record_of(version_history[-1]) if version_history else None
     return record
 
 

@@ -39,7 +39,9 @@ def run(stage: Stage) -> Outcome:
     """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
     the model folder does not exist, and `UploadError` if the model has changed since it was made, or the publication
     target failed."""
-    from tasks.cancellation import make_publication_check  # imported lazily, as this module imports Prefect
+    from tasks.cancellation import (
+        make_publication_check,
+    )  # imported lazily, because `tasks.cancellation` imports Prefect
 
     model_folder = Path(stage.model)
     if not model_folder.is_dir():
@@ -78,7 +80,7 @@ def run(stage: Stage) -> Outcome:
 
 def _find_published_model(stage: Stage, target: PublicationTarget, folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
-    if not (hasattr(target, "get_address") and hasattr(target, "find_damage")):
+    if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
     try:
         current_record = target.published()
@@ -106,12 +108,12 @@ def _find_superseded_version(
     if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
-        if not target.find_damage(folder, version, {"files": weight_digests}):
+        if not target.damage(folder, version, {"files": weight_digests}):
             command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):
                 run_argument = shlex.quote(str(stage.run_path))
                 command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
-            address = str(target.get_address(version))
+            address = str(target.where(version))
             logger.warning("%s is not what is published now, which stays; %s publishes it again", address, command)
             return address
     return ""
@@ -122,8 +124,8 @@ def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], curren
     version, weight_digests = str(current_record["version"]), _read_digests(record)
     if _read_digests(current_record) != weight_digests:
         return ""
-    address = str(target.get_address(version))
-    if damage := target.find_damage(folder, version, {"files": weight_digests}):
+    address = str(target.where(version))
+    if damage := target.damage(folder, version, {"files": weight_digests}):
         logger.warning("%s has the same weights but is damaged, they are published anew: %s", address, damage)
         return ""
     return address

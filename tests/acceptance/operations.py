@@ -228,7 +228,7 @@ class Operations(Team):
         )
         self.orchestra.wait_for(fired["id"], "COMPLETED", 120)
         target = FileTarget(str(self.targets / "nightly"))
-        published = [target.read_record(name)["metrics"]["validation/accuracy"] for name in target.history()]
+        published = [target.record_of(name)["metrics"]["validation/accuracy"] for name in target.history()]
         problems = [] if published == sorted(set(published)) else [f"published in another order: {published}"]
         if published[-1:] != [self.rows[-1]["accuracy"]]:
             problems.append(f"the newest row is {self.rows[-1]}, published is {published[-1:]}")

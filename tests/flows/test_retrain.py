@@ -88,7 +88,7 @@ class Nightly:
     @property
     def published(self) -> list[float]:
         """The accuracy of each model that the target has had."""
-        return [self.target.read_record(name)["metrics"]["validation/accuracy"] for name in self.target.history()]
+        return [self.target.record_of(name)["metrics"]["validation/accuracy"] for name in self.target.history()]
 
     @property
     def runs(self) -> list[str]:

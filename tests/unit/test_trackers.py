@@ -206,7 +206,7 @@ def test_a_version_of_a_registered_model_has_files_metrics_and_lineage(mlflow: A
     target.check()
     assert target.published() is None and target.versions() == target.history() == []
     for _ in range(2):
-        assert target.publish(folder, "r1-abc", record) == target.get_address("r1-abc") == "mlflow://sums@1"
+        assert target.publish(folder, "r1-abc", record) == target.where("r1-abc") == "mlflow://sums@1"
     assert stored(mlflow) == [("1", "r1-abc")] and target.published() == record
     version = mlflow.get_model_version_by_alias("sums", "published")
     lineage = {"cosmos.run": "r1", "cosmos.stage": record["stage"], "cosmos.input.export": "d" * 64}
@@ -216,8 +216,8 @@ def test_a_version_of_a_registered_model_has_files_metrics_and_lineage(mlflow: A
 
     here = Path(download_artifacts("models:/sums@published", dst_path=str(tmp_path / "here")))
     assert {name: sha256(here / name) for name in record["files"]} == record["files"]
-    assert target.find_damage(folder, "r1-abc", record) == ""
-    assert target.find_damage(folder, "other", record) == "the version other is missing"
+    assert target.damage(folder, "r1-abc", record) == ""
+    assert target.damage(folder, "other", record) == "the version other is missing"
 
 
 def test_the_alias_moves_to_newer_versions_and_back(mlflow: Any, tmp_path: Path) -> None:
@@ -232,9 +232,7 @@ def test_the_alias_moves_to_newer_versions_and_back(mlflow: Any, tmp_path: Path)
         target.point_to("three")
     # the stage was forced to run again and made other weights
     target.publish(*[folder, "one", second | {"version": "one"}])
-    assert (
-        stored(mlflow) == [("1", "one"), ("2", "two"), ("3", "one")] and target.get_address("one") == "mlflow://sums@3"
-    )
+    assert stored(mlflow) == [("1", "one"), ("2", "two"), ("3", "one")] and target.where("one") == "mlflow://sums@3"
 
 
 def test_one_version_is_found_without_reading_all_of_them(mlflow: Any, tmp_path: Path) -> None:
@@ -244,7 +242,7 @@ def test_one_version_is_found_without_reading_all_of_them(mlflow: Any, tmp_path:
     target, read = MlflowTarget("sums"), []
     search = target.client.search_model_versions
     target.client.search_model_versions = lambda *args, **rest: read.extend(page := search(*args, **rest)) or page
-    assert target.read_record("one")["version"] == "one" and target.get_address("two") == "mlflow://sums@2"
+    assert target.record_of("one")["version"] == "one" and target.where("two") == "mlflow://sums@2"
     assert target.published() == record | {"version": "two"} and {each.tags["cosmos.version"] for each in read} == {
         "one"
     }
@@ -287,9 +285,9 @@ def test_files_that_are_missing_or_short_are_sent_again(mlflow: Any, tmp_path: P
     source = Path(mlflow.get_model_version("sums", "1").source.removeprefix("file://"))
     (source / "model.safetensors").write_text("wei")
     (source / "sub/config.json").unlink()
-    assert target.find_damage(folder, "r1-abc", record) == "model.safetensors is missing or altered"
+    assert target.damage(folder, "r1-abc", record) == "model.safetensors is missing or altered"
     target.publish(folder, "r1-abc", record)
-    assert target.find_damage(folder, "r1-abc", record) == "" and stored(mlflow) == [("1", "r1-abc")]
+    assert target.damage(folder, "r1-abc", record) == "" and stored(mlflow) == [("1", "r1-abc")]
     (source / "published.json").write_text("{")
     with pytest.raises(UploadError, match="is missing or damaged; publish again"):
         target.published()
@@ -329,7 +327,7 @@ def test_a_real_server_has_each_step_and_each_version_once(
         for _ in range(2):
             assert MlflowTarget("sums").publish(folder, "r1-abc", record) == "mlflow://sums@1"
         assert stored(client) == [("1", "r1-abc")] and MlflowTarget("sums").published() == record
-        assert MlflowTarget("sums").find_damage(folder, "r1-abc", record) == ""
+        assert MlflowTarget("sums").damage(folder, "r1-abc", record) == ""
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()

@@ -345,6 +345,6 @@ def test_a_target_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     record = tmp_path / "published/v1/published.json"
     record.unlink()
     record.symlink_to(record)
-    for function in (target.published, lambda: target.read_record("v1"), lambda: target.point_to("v1")):
+    for function in (target.published, lambda: target.record_of("v1"), lambda: target.point_to("v1")):
         with pytest.raises(UploadError, match=r"published cannot be read: Too many levels of symbolic links$"):
             function()

@@ -69,7 +69,7 @@ def test_the_next_version_replaces_the_files_and_the_tag_keeps_the_old_one(tmp_p
     target().publish(folder, "v1", record)
     second, other = model(tmp_path / "n", "v2")
     target().publish(second, "v2", other)
-    assert target().find_damage(folder, "v1", record) == "", "v1 is whole though the branch has another version"
+    assert target().damage(folder, "v1", record) == "", "v1 is whole though the branch has another version"
     repository = server.repositories["team/sums"]
     now, old = repository.files("main"), repository.files("v1")
     assert now is not None and "old.txt" not in now and now["model.safetensors"] == b"v2"
@@ -82,12 +82,12 @@ def test_a_branch_that_somebody_damaged_is_mended_by_publishing_the_same_version
 ) -> None:
     folder, record = model(tmp_path / "m", "v1")
     target().publish(folder, "v1", record)
-    assert target().find_damage(folder, "v1", record) == ""
-    assert target().find_damage(folder, "v2", record) == "the revision v2 is missing"
+    assert target().damage(folder, "v1", record) == ""
+    assert target().damage(folder, "v2", record) == "the revision v2 is missing"
     repository = server.repositories["team/sums"]
     repository.commit("main", dict(repository.files("v1") or {}) | {damaged: b"broken"}, "somebody")
     if damaged != "published.json":
-        assert target().find_damage(folder, "v1", record) == f"{damaged} is missing or altered"
+        assert target().damage(folder, "v1", record) == f"{damaged} is missing or altered"
     assert target().publish(folder, "v1", record) == "hub://team/sums@v1"
     assert target().published() == record and repository.files("main") == repository.files("v1")
 

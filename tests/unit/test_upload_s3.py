@@ -137,17 +137,15 @@ def test_publishing_again_sends_nothing_and_mends_what_was_damaged(
 def test_damage_is_what_is_gone_or_other_than_it_was_sent(tmp_path: Path, target: S3Target) -> None:
     folder, record = model(tmp_path / "m")
     target.publish(folder, "v1", record)
-    assert target.find_damage(folder, "v1", record) == ""
+    assert target.damage(folder, "v1", record) == ""
     key = f"{target.prefix}/v1/model.safetensors"
     is_sent = {"sha256": record["files"]["model.safetensors"]}
     target.bucket.client.put_object(Bucket="models", Key=key, Body=b"cut off", Metadata=is_sent)
-    assert target.find_damage(folder, "v1", record) == "model.safetensors is missing or altered"
+    assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered"
     target.bucket.write(key, (folder / "model.safetensors").read_bytes())
-    assert target.find_damage(folder, "v1", record) == "model.safetensors is missing or altered", (
-        "nobody says what it holds"
-    )
+    assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered", "nobody says what it holds"
     target.bucket.remove(key)
-    assert target.find_damage(folder, "v1", record) == "model.safetensors is missing or altered"
+    assert target.damage(folder, "v1", record) == "model.safetensors is missing or altered"
 
 
 def test_a_damaged_pointer_or_record_is_replaced_by_publishing_again(tmp_path: Path, target: S3Target) -> None:
