@@ -112,24 +112,45 @@ def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
 def test_what_is_published_and_what_a_rollback_would_bring_back_stays(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, 40, 30, 20, 1)
     target = str(tmp_path / "published")
-    (tmp_path / "model").mkdir()
-    for run in runs[:3]:
-        text = (run.path / "pipeline.toml").read_text()
-        stage = f'\n[[pipeline.stages]]\nname = "out"\nkind = "upload"\nmodel = "stage:second"\ntarget = "{target}"\n'
-        (run.path / "pipeline.toml").write_text(text + stage)
-        record = {"version": f"{run.id}-v", "run_id": run.id, "metrics": {}, "files": {}}
-        published = open_target(target).publish(tmp_path / "model", f"{run.id}-v", record)
-        result = read_json(run.stage_path("first") / "result.json")
-        assert isinstance(result, dict)
-        result["info"] = {"published": published}
-        run.stage_path("out").mkdir()
-        (run.stage_path("out") / "result.json").write_text(json.dumps(result))
+    publish_runs(runs[:3], target)
     why = f"its model is published at {target}"
     assert list(fates(runs[0]).values()) == ["", why, why, "the newest of its pipeline"]
     (tmp_path / "published" / "latest" / "published.json").write_text("{")
     assert [reason.partition(":")[0] for reason in fates(runs[0]).values()] == [
         *[f"{target} cannot be asked what is published"] * 3, "the newest of its pipeline",
     ]  # fmt: skip
+
+
+def test_of_a_target_that_keeps_no_records_the_published_model_stays(tmp_path: Path) -> None:
+    (tmp_path / "shelf.py").write_text(
+        "class Shelf:\n"
+        "    versions = []\n"
+        "    def __init__(self, location): pass\n"
+        "    def publish(self, folder, version, record): self.versions.append(record); return version\n"
+        "    def published(self): return self.versions[-1]\n"
+        "    def history(self): return [record['version'] for record in self.versions]\n"
+    )
+    runs = runs_of(tmp_path, 40, 30, 1)
+    target = f"{tmp_path}/shelf.py:Shelf://"
+    publish_runs(runs[:2], target)
+    assert list(fates(runs[0]).values()) == ["", f"its model is published at {target}", "the newest of its pipeline"]
+
+
+def publish_runs(runs: list[Run], target: str) -> None:
+    """Let each of these runs have published its model at `target`."""
+    folder = runs[0].output_dir.parent / "model"
+    folder.mkdir()
+    for run in runs:
+        text = (run.path / "pipeline.toml").read_text()
+        stage = f'\n[[pipeline.stages]]\nname = "out"\nkind = "upload"\nmodel = "stage:second"\ntarget = "{target}"\n'
+        (run.path / "pipeline.toml").write_text(text + stage)
+        record = {"version": f"{run.id}-v", "run_id": run.id, "metrics": {}, "files": {}}
+        published = open_target(target).publish(folder, f"{run.id}-v", record)
+        result = read_json(run.stage_path("first") / "result.json")
+        assert isinstance(result, dict)
+        result["info"] = {"published": published}
+        run.stage_path("out").mkdir()
+        (run.stage_path("out") / "result.json").write_text(json.dumps(result))
 
 
 def test_a_run_stays_that_retraining_goes_on_with_or_whose_model_waits_for_approval(tmp_path: Path) -> None:
