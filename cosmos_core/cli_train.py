@@ -329,8 +329,8 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
             if not is_unlocked:
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
             first_line, _, recipe_body = existing_text.partition("\n")
-            body_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
-            if existing_text and first_line != f"{_RECIPE_HEADER}{body_digest}":
+            recipe_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
+            if existing_text and first_line != f"{_RECIPE_HEADER}{recipe_digest}":
                 remedy = f"run it with cosmos run {path}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy}")
             path.write_text(text, encoding="utf-8")

@@ -134,10 +134,10 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
     secrets = [secret.encode() for secret in _collect_secrets(names)]
-    num_overlap_bytes = max(_MIN_BLOCK_OVERLAP_BYTES, *map(len, secrets), 0)
+    block_overlap_bytes = max(_MIN_BLOCK_OVERLAP_BYTES, *map(len, secrets), 0)
     block_start = 0
     with open(file, "r+b", buffering=0) as log_file:
-        while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + num_overlap_bytes, block_start):
+        while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
             spans += find_secret_spans(block.decode("latin-1"))  # one character per byte: spans are byte offsets
             for span_start, span_end in spans:

@@ -57,8 +57,8 @@ class MetricCondition:
     def is_satisfied(self, value: float, threshold: float | None, margin: float = 0.0) -> bool:
         """Return True if the metric satisfies the condition even if it is worse than `value` by `margin`. If
         `threshold` is None (no model was published yet), any value satisfies it; NaN never does."""
-        worst_value = value - margin if self.operator.startswith(">") else value + margin
-        return not math.isnan(value) and (threshold is None or _COMPARISONS[self.operator](worst_value, threshold))
+        value_at_margin = value - margin if self.operator.startswith(">") else value + margin
+        return not math.isnan(value) and (threshold is None or _COMPARISONS[self.operator](value_at_margin, threshold))
 
 
 def parse_condition(text: str) -> MetricCondition:

@@ -202,7 +202,7 @@ class _HashKeyIndex:
         self._rows_by_key: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
 
     def add(self, row_number: int, hash_keys: Iterable[tuple[int, int]]) -> None:
-        """Add a row under its hash keys, pairs of column number and hash."""
+        """Add a row under its hash keys: (0, hash of its text) and (i, hash) per band i of its MinHash signature."""
         for key in hash_keys:
             if len(self._rows_by_key[key]) < _MAX_CANDIDATES:
                 self._rows_by_key[key].append(row_number)

@@ -224,8 +224,8 @@ def _has_split_name(file: Path, split: str) -> bool:
 
 def has_split_word(file: Path, split: str) -> bool:
     """Return whether a file name is the name of a split or contains it as a word, like "gsm8k_train.jsonl"."""
-    is_shard, word_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
-    return _has_split_name(file, split) or (not is_shard and bool(re.search(word_regex, file.name)))
+    is_shard, split_name_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
+    return _has_split_name(file, split) or (not is_shard and bool(re.search(split_name_regex, file.name)))
 
 
 def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:

@@ -223,9 +223,9 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         problem = f"logits of {config.model_type!r} depend on the tokens that follow, which it would learn to copy"
         raise model_error(model, f"{problem}; give a causal language model")
     if config.architectures:
-        setting = f"config.json has architectures = {config.architectures!r}"
+        architectures_text = f"config.json has architectures = {config.architectures!r}"
         if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-            problem = f"{setting}, which transformers has no model for"
+            problem = f"{architectures_text}, which transformers has no model for"
             raise model_error(model, f"{problem}; name a causal language model there")
         if not cls.can_generate():
             raise model_error(model, f"{cls.__name__} does not generate text; give a causal language model")
@@ -238,7 +238,9 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             raise model_error(model, f"{problem}; give a causal language model")
         is_vision_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # registered for it
         if config_class and not (is_vision_class or any(isinstance(c, config_class) for c in (config, text_config))):
-            raise model_error(model, f"{setting} and model_type = {config.model_type!r}, which do not belong together")
+            raise model_error(
+                model, f"{architectures_text} and model_type = {config.model_type!r}, which do not belong together"
+            )
     for key, default_value in (("output_attentions", False), ("return_dict", True)):
         if (value := getattr(config, key, default_value)) != default_value:
             problem = f"config.json has {key} = {value}, which changes what a forward pass returns"
