@@ -288,7 +288,7 @@ def _make_speed_tuning(stage: Stage, trainer: Trainer, feed: SampleFeed, algorit
     train = stage.recipe.train
     if "auto" not in {train.num_threads, train.train_policy.mini_batch}:
         return None
-    return SpeedTuning(trainer, feed, algorithm, train, stage.progress)
+    return SpeedTuning(trainer, feed, algorithm, train, stage.progress, lambda: stage.stop_requested)
 
 
 def _make_checkpointer(stage: Stage, exit_stack: ExitStack) -> Checkpointer:

@@ -28,7 +28,7 @@ import torch
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
+from cosmos_core.parallel.mesh import all_gather_object, all_reduce_any, is_single_rank
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
@@ -143,9 +143,16 @@ class SpeedTuning:
     at the same time."""
 
     def __init__(
-        self, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm, train: TrainConfig, progress: ProgressWriter
+        self,
+        trainer: Trainer,
+        feed: SampleFeed,
+        algorithm: Algorithm,
+        train: TrainConfig,
+        progress: ProgressWriter,
+        is_stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._trainer, self._feed, self._algorithm, self._progress = trainer, feed, algorithm, progress
+        self._is_stop_requested = is_stop_requested
         default_settings, mesh, policy = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
         self._num_data_ranks = mesh.dp.size() if mesh else 1
         self._samples_per_row, self._rows_per_update = policy.num_sequences_per_row, rows_per_update(train)
@@ -172,7 +179,8 @@ class SpeedTuning:
     def choose(self, samples: list[Any]) -> tuple[list[Any], dict[str, float]]:
         """Choose settings with the samples of the newest train step of the feed. Return these samples, divided into
         micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing. If the algorithm
-        leaves out most of the samples, postpone the choice to a later step, but only a few times."""
+        leaves out most of the samples, postpone the choice to a later step, but only a few times. If a signal requests
+        a stop, end early without a choice; a resumed training chooses."""
         if self.chosen is not None or not samples or len(self._sizes) == len(self._thread_counts) == 1:
             return samples, {}
         previous_settings = self._trainer.speed_settings
@@ -186,6 +194,9 @@ class SpeedTuning:
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
         search = SettingsSearch(measured_sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
         chosen = search.run()
+        if measurement.is_stopped:
+            self._apply_settings(previous_settings)
+            return measurement.read_samples(), {"time/tuning": measurement.seconds}
         if not search.seconds:  # no time was left
             chosen = previous_settings
         self._set_chosen(chosen)
@@ -234,6 +245,8 @@ class _Measurement:
         """Number of samples with which settings are measured, the first ones of the train step."""
         self.seconds = 0.0
         """Duration of all measurements so far, on the slowest rank."""
+        self.is_stopped = False
+        """Whether a signal has requested a stop on any rank, after which nothing more is measured."""
 
     def select_samples(self) -> list[int] | None:
         """Select so many samples that computing their gradient takes a few seconds, and return the sizes to measure
@@ -266,7 +279,7 @@ class _Measurement:
         num_bytes = max(rows_per_pass * self._max_tokens * self._bytes_per_token, scaled_bytes)
         is_measured_size = settings.rows_per_pass <= self._largest_size
         has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
-        return has_time and (is_measured_size or num_bytes <= self._max_bytes)
+        return has_time and not self.is_stopped and (is_measured_size or num_bytes <= self._max_bytes)
 
     def measure(self, settings: SpeedSettings) -> float:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
@@ -295,6 +308,7 @@ class _Measurement:
         total_seconds = time.monotonic() - self._start_time - compile_seconds
         rank_values = all_gather_object((seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds))
         seconds, activation_bytes, num_tokens, self.seconds = map(max, zip(*rank_values, strict=True))
+        self.is_stopped = all_reduce_any(self._tuning._is_stop_requested())
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.
             # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.

@@ -153,6 +153,24 @@ def test_a_step_of_which_most_samples_are_left_out_is_not_measured(
     assert tuning.choose(samples)[1].keys() == AUTO_KEYS
 
 
+def test_a_stop_ends_the_measurement_without_a_choice(task: Path, tmp_path: Path) -> None:
+    tuning, feed = tuning_of(stage_of(task, tmp_path / "stopped", "sft", "auto"))
+    samples, _ = feed.samples(0)
+    feed.step = 1
+    measured: list[bool] = []
+
+    def is_stop_requested() -> bool:
+        measured.append(True)
+        return len(measured) >= 4  # three gradients choose the samples, and the fourth one is the first to be compared
+
+    tuning.max_seconds, tuning._is_stop_requested = 1e9, is_stop_requested
+    assert tuning.choose(samples)[1].keys() == {"time/tuning"} and len(measured) == 4
+    assert tuning.chosen is None and tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 2
+    tuning._is_stop_requested = lambda: False
+    tuning.max_seconds = 2.0
+    assert tuning.choose(samples)[1].keys() == AUTO_KEYS and tuning.chosen is not None
+
+
 @pytest.fixture(scope="module")
 def pairs(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared pairs for DPO, of one or two digits."""
