@@ -29,8 +29,8 @@ from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row
 from cosmos_core.data.ngrams import MinHashBands, hash_ngrams, hash_words, normalise_text, remove_operators, split_words
 from cosmos_core.data.rows import Rows, load_rows
-from cosmos_core.data.user_dataset import UserDatasetLoader
-from cosmos_core.errors import DataError, Preempted
+from cosmos_core.data.user_dataset import TOKENS_COLUMN, UserDatasetLoader
+from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.run.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,9 @@ def _iterate_readable_rows(
                 raise Preempted(f"stopped after {row_number} rows were compared; preparing starts anew")
         with suppress(DataError):
             packed_row = apply_packer(row, location) if apply_packer else row
+            if packed_row.get(TOKENS_COLUMN) is not None:
+                problem = f"train.train_policy.clean compares texts, and {location} has only {TOKENS_COLUMN}"
+                raise ConfigError(f"{problem}; leave clean out, or let the data packer return turns")
             value = row_kind.read(packed_row, location, policy)
             yield row_number, location, list(iterate_texts(value)), _shows_images(packed_row, value)
 

@@ -124,8 +124,10 @@ def _resize_and_crop(image: Image, frame_settings: FrameSettings) -> np.ndarray:
 
     height, width = frame_settings.target_size(image.height, image.width)
     crop_scale = min(image.width / width, image.height / height)
-    x_offset, y_offset = (image.width - width * crop_scale) / 2, (image.height - height * crop_scale) / 2
-    crop_box = (x_offset, y_offset, x_offset + width * crop_scale, y_offset + height * crop_scale)
+    # Rounding may make the crop larger than the image by 1e-13 pixels, which Pillow refuses.
+    crop_width, crop_height = min(width * crop_scale, image.width), min(height * crop_scale, image.height)
+    x_offset, y_offset = (image.width - crop_width) / 2, (image.height - crop_height) / 2
+    crop_box = (x_offset, y_offset, min(x_offset + crop_width, image.width), min(y_offset + crop_height, image.height))
     if crop_box == (0, 0, width, height):
         return np.asarray(image)
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))

@@ -119,8 +119,11 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path, tar_split = path / split, ""
     tar_files = _find_tar_files(path, tar_split)
-    if tar_split not in {"", "train"} and path.is_dir() and _is_media_folder(path) and not tar_files:
-        raise DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
+    metadata_file = next((path / name for name in _METADATA_FILES if (path / name).is_file()), None)
+    no_split_error = DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
+    split_name = tar_split.partition("[")[0] if metadata_file else tar_split
+    if split_name not in {"", "train"} and path.is_dir() and _is_media_folder(path) and not tar_files:
+        raise no_split_error
     text_files = prompt_files(path, split)
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
     if "[" in split and (tar_files or (text_files and not has_captions)):
@@ -132,8 +135,10 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
         return lambda: _read_metas_folder(path)
     if tar_files:
         return lambda: (item for path in tar_files for item in _iterate_tar_items(path))
-    if metadata_file := next((path / name for name in _METADATA_FILES if (path / name).is_file()), None):
+    if metadata_file:
         # A metadata file lists all media of the folder, so read its rows as the data set.
+        if split_name not in {"", "train"}:
+            raise no_split_error
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)

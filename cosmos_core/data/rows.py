@@ -36,12 +36,14 @@ from cosmos_core.data.user_dataset import UserDatasetLoader
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.models.model_files import is_hub_reachable
 from cosmos_core.registry import is_user_code
+from cosmos_core.run.files import read_json_object
 from cosmos_core.run.stage import Stage
 from cosmos_core.transient import is_machine_error, is_network_error
 
 logger = logging.getLogger(__name__)
 
 _TRAIN_SPLIT = "train"
+_DATASET_DICT_FILE = "dataset_dict.json"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
 """Start of the name of one of the files of a split that `datasets` writes; its groups are split and number of files."""
@@ -128,10 +130,16 @@ def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
 
 
 def has_local_split(path: Path, split: str) -> bool:
-    """Return whether a folder of data files has files that are named or declared for this split."""
+    """Return whether a folder of data files has files, a sub-folder, or a saved data set for this split."""
     if declared_files := _find_declared_files(path, "", "data"):
         return split in declared_files
-    return path.is_dir() and any(_has_split_name(file, split) for file in _find_data_files(path))
+    if not path.is_dir():
+        return False
+    if (path / _DATASET_DICT_FILE).is_file():
+        return split in (read_json_object(path / _DATASET_DICT_FILE).get("splits") or ())
+    if data_files := _find_data_files(path):
+        return any(_has_split_name(file, split) for file in data_files)
+    return (path / split).is_dir() and bool(_find_data_files(path / split))
 
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
@@ -206,7 +214,7 @@ def _open_data_file(file: Path) -> RowReader:
 
 def _is_saved_dataset(folder: Path) -> bool:
     """Return whether `save_to_disk` of `datasets` has written the folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return any((folder / name).is_file() for name in (_DATASET_DICT_FILE, "state.json"))
 
 
 def _find_data_files(folder: Path) -> list[Path]:

@@ -85,7 +85,10 @@ class FunctionReward:
                 continue
             columns[self._reward_name][i] = reward_value
             for metric_name, metric in metrics.items():
-                columns.setdefault(metric_name, [None] * len(items))[i] = metric
+                # A metric with the name of the reward must not replace its value.
+                is_reward_name = metric_name == self._reward_name
+                column_name = f"{metric_name}/{metric_name}" if is_reward_name else metric_name
+                columns.setdefault(column_name, [None] * len(items))[i] = metric
         return columns
 
 

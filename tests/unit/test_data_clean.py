@@ -19,7 +19,7 @@ from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.ngrams import MinHashBands, hash_ngrams, hash_words, normalise_text, split_words
 from cosmos_core.data.rows import Rows, load_rows
 from cosmos_core.data.user_dataset import UserDatasetLoader
-from cosmos_core.errors import DataError, Preempted
+from cosmos_core.errors import ConfigError, DataError, Preempted
 from cosmos_core.run.stage import Stage
 from tests.effects.change import stage_of
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer
@@ -205,6 +205,13 @@ def test_a_benchmark_without_texts_and_rows_that_all_match_are_refused(tmp_path:
         cleaned(stage(tmp_path, [text(1)], ["short"]))
     with pytest.raises(DataError, match="drops all 1 rows"):
         cleaned(stage(tmp_path, [text(1)], [text(1)], action="drop"))
+
+
+def test_rows_of_tokens_are_not_taken_for_clean(tmp_path: Path) -> None:
+    made = stage(tmp_path, [text(1)])
+    (tmp_path / "train.jsonl").write_text('{"token_ids": [1, 2], "label_ids": [-100, 2]}\n')
+    with pytest.raises(ConfigError, match=r"clean compares texts, and train\.jsonl:1 has only token_ids"):
+        cleaned(made)
 
 
 def test_dropped_rows_are_not_prepared(tmp_path: Path) -> None:

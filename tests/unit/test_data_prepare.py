@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import psutil
 import pytest
@@ -106,6 +107,25 @@ def test_rows_of_a_stage_win_over_the_recipe_and_bring_their_held_out_rows(tmp_p
     write_rows(tmp_path / "made" / "train.jsonl", 3, first=70)
     write_rows(tmp_path / "made" / "validation.jsonl", 1, first=90)
     run(make_stage(tmp_path / "s", model, grpo("missing.jsonl"), data=tmp_path / "made"))
+    for split, numbers in {"train": (71, 72, 73), "validation": (91,)}.items():
+        prompts = open_prompts(tmp_path / "s" / "data", split)
+        assert [prompt.reference for prompt in prompts] == [f"It is {i}." for i in numbers]
+
+
+@pytest.mark.parametrize("layout", ["folders", "saved"])
+def test_held_out_rows_of_a_stage_are_found_in_folders_of_splits_and_in_a_saved_data_set(tmp_path, model, layout):
+    made = tmp_path / "made"
+    files = {
+        "train": write_rows(tmp_path / "a.jsonl", 3, first=70),
+        "validation": write_rows(tmp_path / "b.jsonl", 1, 90),
+    }
+    if layout == "saved":
+        datasets.DatasetDict({k: datasets.Dataset.from_json(str(file)) for k, file in files.items()}).save_to_disk(made)
+    else:
+        for split, file in files.items():
+            (made / split).mkdir(parents=True)
+            file.rename(made / split / "rows.jsonl")
+    run(make_stage(tmp_path / "s", model, grpo("missing.jsonl"), data=made))
     for split, numbers in {"train": (71, 72, 73), "validation": (91,)}.items():
         prompts = open_prompts(tmp_path / "s" / "data", split)
         assert [prompt.reference for prompt in prompts] == [f"It is {i}." for i in numbers]

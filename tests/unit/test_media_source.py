@@ -325,6 +325,30 @@ def test_an_image_is_scaled_to_cover_its_size_and_cropped_around_the_middle(tmp_
     assert (pixels[:, 3:7] == RED).all()
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "size"), [(1000, 1000, (480, 480)), (2000, 1000, (480, 832)), (249, 249, (480, 480))]
+)
+def test_rounding_makes_no_crop_larger_than_the_image(tmp_path, width, height, size):
+    Image.new("RGB", (width, height), BLUE).save(tmp_path / "1.png")
+    pixels = decode_media(MediaContent(False, tmp_path / "1.png"), FrameSettings(size), 0.0)
+    assert pixels.shape == (*size, 3) and (pixels == BLUE).all()
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_an_imagefolder_has_the_split_train_alone_and_slices_of_it(tmp_path, is_beside):
+    names = ["1.png", "2.png"] if is_beside else ["images/1.png", "images/2.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(png())
+    (tmp_path / "metadata.jsonl").write_text("".join(f'{{"file_name": "{n}", "text": "{n}"}}\n' for n in names))
+    for split, expected in (("train", names), ("train[:1]", names[:1])):
+        dataset = DatasetConfig(name=str(tmp_path), split=(split,))
+        assert [item.prompt for item in open_media_items(dataset, "dataset")()] == expected
+    for split in ("validation", "validation[:1]"):
+        with pytest.raises(DataError, match=r"split = 'validation.*has no folder of that name"):
+            open_media_items(DatasetConfig(name=str(tmp_path), split=(split,)), "dataset")
+
+
 @pytest.mark.parametrize(("matrix", "is_left_above"), [((0, 1, -1, 0), True), ((0, -1, 1, 0), False)])
 def test_a_clip_that_was_taken_upright_is_shown_upright(tmp_path, matrix, is_left_above):
     """A telephone stores what it sees lying down, and in the head of the file how to turn it."""

@@ -185,6 +185,7 @@ def test_a_wrong_row_of_any_data_set_is_found_before_the_run(task: Path, tmp_pat
 
 @pytest.mark.parametrize(("policy", "message"), [
     ({"dataset": {"name": "a"}, "datasets": [{"name": "b"}]}, "datasets takes the place of dataset"),
+    ({"dataset": {"keep": "pass_rate > 0"}, "datasets": [{"name": "b"}]}, "dataset; name all .* with their keep"),
     ({"datasets": [{"name": "x/a.jsonl"}, {"name": "y/a.csv"}]}, "two are called 'a' in metrics"),
     ({"datasets": [{"name": "a", "weight": 1.0}, {"name": "b"}]}, "give each a weight, or none"),
     ({"datasets": [{"name": "a", "columns": {"chosen": "x"}}]}, r"datasets\.0: sft has no chosen_column_name"),

@@ -17,7 +17,7 @@ import pytest
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.dance_grpo import DanceGrpoReward
 from cosmos_core.rewards.hpsv3 import Hpsv3Reward
-from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer
 from tests.unit.tiny_vlms import picture, save_vlm
 
 MODEL = """
@@ -105,6 +105,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0] in {"hpsv3", "fastvideo", "tiny_judge"}]:
         del sys.modules[name]
+
+
+def test_a_metric_with_the_name_of_its_reward_does_not_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('def accuracy(completion):\n    return 0.5, {"accuracy": 1.0, "form": 0.25}\n')
+    scorer = load_scorer("accuracy", f"{tmp_path}/mine.py:accuracy", RewardModelSettings())
+    expected = {"accuracy": [0.5], "accuracy/accuracy": [1.0], "form": [0.25]}
+    assert scorer.score([RewardInput("x")]) == expected
 
 
 def test_hpsv3_gives_the_mean_of_each_image_and_the_spread_where_asked(tmp_path: Path, packages: Path) -> None:

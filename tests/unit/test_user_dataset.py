@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ class Shifted(Bytes):
         return {"token_ids": ids, "label_ids": [*ids[1:], -100]}
 
 
+class Odd(Bytes):
+    def sft_process_sample(self, item):
+        return {"token_ids": TOKENS, "label_ids": TOKENS}
+
+
 class Batching(Bytes):
     def sft_collate_fn(self, samples, computed_max_len):
         return samples
@@ -155,6 +161,22 @@ def test_a_packer_makes_the_prompt_of_a_row_and_keeps_its_reference(folder: Path
     settings = {**SHORT, NAME: "questions.jsonl", PACKER: "mine.py:Shouting"}
     (only,) = open_prompts(prepared(folder, settings), "train")
     assert "WHY" in only.text and only.reference == "so"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ("[[1, 2]]", "must be flat lists of integers"),
+        ("__import__('torch').ones(1, 2)", "must be flat lists of integers"),
+        ("[1, None]", "must be flat lists of integers"),
+        ("[1, -200]", "must be from 0 to 2**31 - 1; some are -200 and 1"),
+        ("[1, 1 << 40]", "must be from 0 to 2**31 - 1; some are 1 and 1099511627776"),
+    ],
+)
+def test_tokens_of_a_packer_that_are_none_are_one_line(folder: Path, tokens: str, problem: str) -> None:
+    (folder / "mine.py").write_text(FILE.replace("TOKENS", tokens))
+    with pytest.raises(DataError, match=re.escape(problem)):
+        prepared(folder, {**TEXTS, PACKER: "mine.py:Odd"})
 
 
 def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path) -> None:

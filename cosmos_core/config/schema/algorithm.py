@@ -190,8 +190,13 @@ class AlgorithmConfig(Table):
 
     @model_validator(mode="after")
     def _check_datasets(self) -> Self:
-        if self.datasets and (self.dataset.name or self.dataset.test_size):
-            raise ValueError("datasets takes the place of dataset; name all data sets in datasets, or leave it out")
+        default_dataset = type(self.dataset)()
+        set_keys = [
+            k for k in type(self.dataset).model_fields if getattr(self.dataset, k) != getattr(default_dataset, k)
+        ]
+        if self.datasets and set_keys:
+            remedy = f"name all data sets in datasets, with their {', '.join(set_keys)}, or leave it out"
+            raise ValueError(f"datasets takes the place of dataset; {remedy}")
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
         labels = [dataset.label for dataset in self.datasets]

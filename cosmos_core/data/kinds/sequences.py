@@ -27,8 +27,10 @@ from cosmos_core.data.records import Record, RecordSpec, check_surrogates, make_
 from cosmos_core.data.sample import Sample
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import IGNORED_LABEL, LABELS_COLUMN, TOKENS_COLUMN
-from cosmos_core.errors import DataError
+from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import ImageRef
+
+_MAX_TOKEN_IDS = 1 << 31  # prepared rows store token ids as 32-bit integers
 
 
 class Sequences(PreparedRows):
@@ -96,7 +98,7 @@ class SequencesKind(TokenisedKind):
         return omits_response(row, column)
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
-        if TOKENS_COLUMN in row:
+        if row.get(TOKENS_COLUMN) is not None:
             return make_text_record(row_spec, _read_packer_tokens(row, location), location)
         has_images = row_spec.image_root is not None
         texts = None if tokenizer.chat_template else read_plain_texts(row, ("prompt",), ("completion", "response"))
@@ -119,7 +121,13 @@ class SequencesKind(TokenisedKind):
 
 def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a sequence that a data packer has tokenised."""
-    ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS_COLUMN, LABELS_COLUMN))
+    try:
+        ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS_COLUMN, LABELS_COLUMN))
+    except (TypeError, ValueError, RuntimeError) as error:  # null, text, or a tensor of several dimensions
+        problem = f"{TOKENS_COLUMN} and {LABELS_COLUMN} must be flat lists of integers: {first_line(error)}"
+        raise DataError(f"{location}: {problem}") from error
+    if not all(0 <= token_id < _MAX_TOKEN_IDS for token_id in ids):
+        raise DataError(f"{location}: {TOKENS_COLUMN} must be from 0 to 2**31 - 1; some are {min(ids)} and {max(ids)}")
     mask = [int(label != IGNORED_LABEL) for label in labels]
     if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):
         raise DataError(
