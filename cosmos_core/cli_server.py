@@ -136,7 +136,9 @@ def clean(
     from cosmos_core.errors import ConfigError
     from cosmos_core.launch import clean as retention
     from cosmos_core.observe.formatting import format_bytes, format_duration
+    from tasks.credentials import set_command_credentials
 
+    set_command_credentials(None)
     try:
         min_age_seconds = duration_in_seconds(older_than)
     except ValueError as error:

@@ -28,6 +28,7 @@ from prefect.states import Completed, State
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.mesh import resolve_gpu_settings
+from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
@@ -246,23 +247,27 @@ def _compute_models_digest(run: Run) -> str:
 
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
-    """Return overrides with which each training that depends on no other training starts from the published model; an
-    empty list if no model was published yet, or if the publication target has no method `where`."""
-    all_targets = [stage.target for stage in _list_publishing_stages(pipeline)]
-    loadable_targets = [target for target in all_targets if not target.startswith("mlflow://")]
-    if all_targets and not loadable_targets:
-        raise ConfigError(f"start = 'published': no training reads {all_targets[-1]}; publish to a folder or s3:// too")
-    target = open_target(loadable_targets[-1]) if loadable_targets else None
-    published_record, get_address = (target.published() if target else None), getattr(target, "where", None)
-    if published_record is None or get_address is None or "version" not in published_record:
-        return []
-    model_address, revision = str(get_address(str(published_record["version"]))), ""
-    if model_address.startswith("hub://"):
-        model_address, _, revision = model_address.removeprefix("hub://").partition("@")
+    """Return overrides with which the first trainings of each published model start from its published version; an
+    empty list if no model was published yet, or if the publication target has no method `where`. Of several targets of
+    one model, the last one counts."""
+    publishing_stages = _list_publishing_stages(pipeline)
+    loadable_stages = [
+        stage
+        for stage in publishing_stages
+        if not stage.target.startswith("mlflow://") and stage.format in {"", UNQUANTIZED_FORMAT}
+    ]
+    if publishing_stages and not loadable_stages:
+        problem = f"no training reads {publishing_stages[-1].target}"
+        raise ConfigError(f"start = 'published': {problem}; publish to a folder or s3:// too, without quantising")
+    addresses_by_training: dict[str, tuple[str, str]] = {}
+    for stage in loadable_stages:
+        if (address := _find_published_address(stage.target)) is not None:
+            addresses_by_training |= dict.fromkeys(_find_first_trainings(pipeline, stage), address)
     overrides = []
     for stage in pipeline.stages:
-        if not pipeline.stage_kind(stage).trains_model or _depends_on_training(pipeline, stage):
+        if stage.name not in addresses_by_training:
             continue
+        model_address, revision = addresses_by_training[stage.name]
         setting_key = "model" if stage.model else "policy.model_name_or_path"
         name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
         # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
@@ -273,6 +278,37 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         overrides.append(f"{name}.{setting_key}={model_address}")
         overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
     return list(dict.fromkeys(overrides))
+
+
+def _find_published_address(target: str) -> tuple[str, str] | None:
+    """Return the address of the published version of a target and its revision on a Hub; None if there is none."""
+    publication_target = open_target(target)
+    published_record, get_address = publication_target.published(), getattr(publication_target, "where", None)
+    if published_record is None or get_address is None or "version" not in published_record:
+        return None
+    address = str(get_address(str(published_record["version"])))
+    if not address.startswith("hub://"):
+        return address, ""
+    repository, _, revision = address.removeprefix("hub://").partition("@")
+    return repository, revision
+
+
+def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> set[str]:
+    """Return the names of the trainings from which a published model descends and that depend on no other training. A
+    teacher or a reward model is no ancestor of the model that learns from it."""
+    names, visited_names, first_trainings = [referenced_stage(publishing_stage.model)], set[str](), set[str]()
+    while names:
+        if (name := names.pop()) is None or name in visited_names:
+            continue
+        visited_names.add(name)
+        stage = pipeline.stage(name)
+        trains_model, source_stage = pipeline.stage_kind(stage).trains_model, referenced_stage(stage.model)
+        if trains_model and not _depends_on_training(pipeline, stage):
+            first_trainings.add(name)
+        names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
+        # A stage that merges models names them only in `after`.
+        names += [source_stage] if source_stage or trains_model else stage.after
+    return first_trainings
 
 
 def _depends_on_training(pipeline: Pipeline, stage: StageConfig) -> bool:

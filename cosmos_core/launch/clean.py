@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import CosmosError
+from cosmos_core.errors import CosmosError, UploadError
 from cosmos_core.launch.processes import MAX_HEARTBEAT_AGE_SECONDS
 from cosmos_core.observe.record import read_pipeline
 from cosmos_core.run.directory import PIPELINE_FILE, list_runs, read_start_info, write_run_list
@@ -25,7 +25,7 @@ from cosmos_core.run.manifest import RESULT_FILE, read_result
 from cosmos_core.run.process import is_alive
 from cosmos_core.run.remote import DOWNLOADS_FOLDER, PARTIAL_DOWNLOAD_SUFFIX
 from cosmos_core.run.state import ACTIVE_STATES, read_state
-from cosmos_core.upload.base import open_target
+from cosmos_core.upload.base import PUBLICATION_FILE, open_target
 
 _TRASH_FOLDER = "removed"
 _SETTINGS_FILES = ("run.json", PIPELINE_FILE)
@@ -60,7 +60,7 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
     for path, age_seconds in age_by_run.items():
         if age_seconds < older_than_seconds:
             reasons_to_keep.setdefault(path, "not old enough")
-        if read_open_approval(path) is not None:
+        if (approval := read_open_approval(path)) is not None and not approval.is_declined:
             reasons_to_keep[path] = "its publication waits for approval"
         if _may_be_running(path):
             reasons_to_keep[path] = "it is running"
@@ -151,21 +151,34 @@ def _find_needed_runs(output_dir: Path, run_paths: list[Path]) -> Iterator[tuple
 
 
 def _find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
-    """Return the publication targets to which models were published, each with the runs that published there."""
+    """Return the publication targets to which models were published, each with the runs that published there. A new
+    attempt of an upload removes its result, but not the record of the publication."""
     runs_by_target: dict[str, list[Path]] = {}
     for path in run_paths:
         for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
-            target = stage_table.get("target")
-            result = read_result(path / "stages" / str(stage_table.get("name")))
-            if isinstance(target, str) and target and result is not None and "published" in result["info"]:
+            target, name = stage_table.get("target"), str(stage_table.get("name"))
+            result, superseded_path = read_result(path / "stages" / name), path / "superseded"
+            publication_files = [
+                path / "stages" / name / PUBLICATION_FILE,
+                *superseded_path.glob(f"*/{PUBLICATION_FILE}"),
+            ]
+            has_published = result is not None and "published" in result["info"]
+            has_published |= any(
+                f.is_file() and f.parent.name.rpartition(".")[0] in {"", name} for f in publication_files
+            )
+            if isinstance(target, str) and target and has_published:
                 runs_by_target.setdefault(target, []).append(path)
     return runs_by_target
 
 
 def _read_published_records(target: str) -> list[dict[str, Any]]:
-    """Return the records of the published version of a target and of the version to which a rollback would return."""
+    """Return the records of the published version of a target and of the version to which a rollback would return.
+    Raise UploadError if nothing is published there, which is false for a target to which runs have published: its disk
+    may not be mounted, or this shell may lack the credentials."""
     publication_target: Any = open_target(target)
-    published_records = [publication_target.published() or {}]
+    if (current_record := publication_target.published()) is None:
+        raise UploadError("it has no published version; mount its disk, or set its credentials")
+    published_records = [current_record]
     has_records = hasattr(publication_target, "history") and hasattr(publication_target, "record_of")
     if has_records and len(version_names := publication_target.history()) > 1:
         with suppress(CosmosError):

@@ -75,6 +75,13 @@ class EngineSettings:
     """Denoiser with which the engine of a diffusion model samples; None for a text model."""
     beat: Callable[[], None] = lambda: None
     """Function to call during waits, such as for tools; an engine without progress is killed."""
+    meta_copy: PreTrainedModel | None = None
+    """Copy of the complete model without weights, if `model` may be one pipeline stage of it."""
+
+    @property
+    def complete_model(self) -> PreTrainedModel:
+        """Return a model that has all layers, and the adapter of all of them, maybe without weights."""
+        return self.model if self.meta_copy is None else self.meta_copy
 
 
 @dataclass(frozen=True, slots=True)

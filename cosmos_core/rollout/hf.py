@@ -55,7 +55,7 @@ class HfEngine(ModuleEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         uses_trainer_model = is_single_rank() and not settings.is_separate
-        sends_adapter = trains_only_linear_factors(settings.model)
+        sends_adapter = trains_only_linear_factors(settings.complete_model)
         self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if sends_adapter else "module"
         self._model = settings.model if uses_trainer_model else _load_replica(settings)
         self._tokenizer = settings.tokenizer
@@ -337,7 +337,7 @@ def _group_into_batches(prompts: Sequence[Prompt], supports_padding: bool) -> li
 def _load_replica(settings: EngineSettings) -> PreTrainedModel:
     """Load the complete model as a replica of the trainer's sharded model. It has an adapter if the training changes
     only linear LoRA factors; otherwise it receives merged weights."""
-    trained_model, revision = settings.model, getattr(settings.model.config, "_commit_hash", None)
+    trained_model, revision = settings.complete_model, getattr(settings.model.config, "_commit_hash", None)
     replica = load_model(settings.folder, revision=revision, dtype=trained_model.dtype)
     if trains_only_linear_factors(trained_model):
         add_adapter_like(replica, trained_model)

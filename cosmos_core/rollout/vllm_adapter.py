@@ -28,8 +28,8 @@ class VllmAdapter:
     """LoRA adapter of one vLLM engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._scale_by_layer = lora_scale_by_layer(settings.model)
-        state_dict = settings.model.state_dict()
+        self._scale_by_layer = lora_scale_by_layer(settings.complete_model)
+        state_dict = settings.complete_model.state_dict()
         self.max_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.lora_request: Any = None
         """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
@@ -61,11 +61,11 @@ class VllmAdapter:
 
 def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
     """Return the adapter if the engine can load only LoRA factors; None: the engine loads complete weights."""
-    if not trains_only_linear_factors(settings.model) or settings.vision is not None:
+    if not trains_only_linear_factors(settings.complete_model) or settings.vision is not None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
         return None
-    if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in lora_scale_by_layer(settings.model)):
+    if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in lora_scale_by_layer(settings.complete_model)):
         return None
     from vllm.model_executor.models import ModelRegistry, supports_lora
 

@@ -6,7 +6,6 @@ source, so a resumed run continues with the same samples.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,10 @@ class SampleFeed:
     """Number of the next train step, counted from 0."""
     rows_per_pass: int | None = None
     """Number of rows that the feed puts into a micro-batch; None: the trainer divides the samples."""
-    max_sample_tokens: int | None = None
-    """Maximum number of tokens of a sample; None: unknown, or all samples have equally many."""
+
+    def find_max_sample_tokens(self) -> int | None:
+        """Return the maximum number of tokens of a sample; None: unknown, or all samples have equally many."""
+        return None
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step and their metrics; None if the data has ended."""
@@ -148,15 +149,19 @@ class RowFeed(SampleFeed):
         self._prefetched_step_and_samples: tuple[int, Future[list[Any]]] | None = None
         self._balanced_plan = plan_balanced_steps(rows, recipe)
         self.rows_per_pass = recipe.train.rows_per_pass
-        with suppress(NotImplementedError):  # rows of media
-            token_counts = rows.token_counts(is_packed=False) // recipe.train.train_policy.num_sequences_per_row
-            self.max_sample_tokens = int(token_counts.max(initial=0))
         if plan := self._balanced_plan:
             self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
             return
         self.unused_rows_notice = unused_rows_message(recipe, len(rows))
         self.steps_per_epoch = batches_per_epoch(self._batch_size, len(rows), recipe.train.train_policy.drops_last_rows)
         self.total_steps = total_steps(recipe, len(rows))
+
+    def find_max_sample_tokens(self) -> int | None:
+        try:
+            token_counts = self._rows.token_counts(is_packed=False)
+        except NotImplementedError:  # rows of media
+            return None
+        return int(token_counts.max(initial=0)) // self._recipe.train.train_policy.num_sequences_per_row
 
     @property
     def trained_row_numbers(self) -> np.ndarray:

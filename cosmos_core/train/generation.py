@@ -65,6 +65,8 @@ class RolloutSetup:
             )
             if stage.recipe.policy.is_diffusers:
                 engine_settings = replace(engine_settings, flow=make_engine_denoiser(stage, self._trainer))
+            else:
+                engine_settings = replace(engine_settings, meta_copy=adapter.meta_copy)
             engine = make_engine(engine_settings)
         self.exit_stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)

@@ -43,9 +43,12 @@ class RolloutFeed(SampleFeed):
         self._pass_rates = PassRates(partial(full_reward, self._policy.remote_reward_config or self._policy.rewards))
         self.steps_per_epoch = max(1, len(prompts) * group_plan.group_size // group_plan.completions_per_step)
         self.total_steps = total_steps(recipe, len(prompts))
-        longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        self.max_sample_tokens = longest_prompt + recipe.rollout.max_response_length if longest_prompt else None
+        self._max_response_length = recipe.rollout.max_response_length
         self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
+
+    def find_max_sample_tokens(self) -> int | None:
+        longest_prompt = max((len(prompt.token_ids) for prompt in self._prompts), default=0)
+        return longest_prompt + self._max_response_length if longest_prompt else None
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step and their metrics; None if the data has ended, which may happen

@@ -237,7 +237,7 @@ class _Measurement:
         self._largest_size = 0
         """Largest number of rows per pass so far, whose activations took `_largest_bytes`."""
         lengths = [self._trainer.adapter.num_tokens(sample) for sample in samples]
-        self._max_tokens = tuning._samples_per_row * max(*lengths, self._feed.max_sample_tokens or 0)
+        self._max_tokens = tuning._samples_per_row * max(*lengths, self._feed.find_max_sample_tokens() or 0)
         self._min_tokens = tuning._samples_per_row * min(lengths)
         has_batch_id = self._trainer.adapter.assigned_batch_id(samples[0]) is not None
         self._is_divided_by_feed = self._feed.rows_per_pass is not None and has_batch_id

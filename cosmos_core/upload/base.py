@@ -9,6 +9,9 @@ from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publicat
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_class
 
+PUBLICATION_FILE = "publication.json"
+"""Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
+to the current version was moved."""
 RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
 JOURNAL_FILE = "upload.jsonl"

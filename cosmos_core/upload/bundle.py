@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.errors import UploadError
+from cosmos_core.errors import DiskFull, UploadError
 from cosmos_core.run.bucket import Bucket, thread_map
 from cosmos_core.run.files import copy_file, sha256
 from cosmos_core.upload.transfer import FileTransfer, UploadJournal
@@ -122,7 +122,8 @@ class ContentStore:
         if self._bucket.head(key) is None:
             raise UploadError(f"{object_url}, the content of {file}, is gone; make its stage again (--from-stage)")
         if entry.size > shutil.disk_usage(file.parent).free:
-            raise UploadError(f"{object_url} has {entry.size} bytes, more than are free in {file.parent}; make room")
+            # Not an UploadError, which would pass over a checkpoint as if it were damaged.
+            raise DiskFull(f"{object_url} has {entry.size} bytes, more than are free in {file.parent}; make room")
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             self._bucket.download(key, file)
             if _matches_content_entry(file, entry):

@@ -13,14 +13,10 @@ from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import RECORD_FILE, PublicationTarget, open_target
+from cosmos_core.upload.base import PUBLICATION_FILE, RECORD_FILE, PublicationTarget, open_target
 from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url
 
 logger = logging.getLogger(__name__)
-
-_PUBLICATION_FILE = "publication.json"
-"""Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
-to the current version was moved."""
 
 KIND = StageKind(
     name="upload",
@@ -74,7 +70,7 @@ def run(stage: Stage) -> Outcome:
     if address := _find_published_model(stage, publication_target, model_folder, record):
         return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
     published_address = publication_target.publish(model_folder, version, record)
-    write_json(stage.path / _PUBLICATION_FILE, record)
+    write_json(stage.path / PUBLICATION_FILE, record)
     return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 
 
@@ -101,7 +97,7 @@ def _find_superseded_version(
     newer publication, unless the stage is forced to run again."""
     stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
     records, weight_digests = (
-        [read_json_object(each / _PUBLICATION_FILE) for each in stage_folders],
+        [read_json_object(each / PUBLICATION_FILE) for each in stage_folders],
         _read_digests(record),
     )
     versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}

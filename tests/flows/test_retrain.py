@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,14 @@ from typer.testing import CliRunner
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.directory import create_run
 from cosmos_core.run.hub import failed_hub_requests
 from cosmos_core.run.lock import FileLock
-from cosmos_core.run.retrain_state import compute_retrain_digest, locate_retrain_state
+from cosmos_core.run.retrain_state import locate_retrain_state
 from cosmos_core.run.state import read_state
 from cosmos_core.upload.file import FileTarget
-from flows.retrain import make_start_overrides, retrain
+from flows.retrain import retrain
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS, wait_until
-from tests.unit.tiny_model import save_tiny_model
 
 PIPELINE = f"""
 [pipeline]
@@ -335,41 +332,3 @@ def test_what_a_person_has_said_never_replaces_a_model_of_newer_content(tmp_path
     why = f"run {old} is not continued: run {new} of newer content was published since"
     assert asked.say(publish=True) == ("Outdated", why)
     assert nightly.published == [0.6] and nightly.fire()[0] == "NothingNew"
-
-
-CHAIN = """
-[train.train_policy]
-type = "sft"
-dataset.name = "FOLDER/rows.jsonl"
-[[pipeline.stages]]
-name = "sft"
-kind = "sft"
-[[pipeline.stages]]
-name = "again"
-kind = "sft"
-after = "sft"
-model = "stage:sft"
-[[pipeline.stages]]
-name = "publish"
-kind = "upload"
-after = "again"
-model = "stage:again"
-target = "FOLDER/published"
-"""
-
-
-def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
-    (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
-    pipeline = load_pipeline(tmp_path / "c.toml", (), all_kinds())
-    assert make_start_overrides(pipeline) == [], "nothing is"
-    model = save_tiny_model(tmp_path / "model")
-    FileTarget(str(tmp_path / "published")).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
-    settings = make_start_overrides(pipeline)
-    assert settings == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
-    started = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
-    assert started.recipes["sft"].policy.model_name_or_path == f"{tmp_path}/published/v1"
-    begun = create_run(replace(started, config=started.config.model_copy(update={"output_dir": str(tmp_path)})))
-    assert compute_retrain_digest(begun.pipeline) == compute_retrain_digest(pipeline), (
-        "the content of the run that begins so is the same"
-    )

@@ -6,12 +6,13 @@ import hashlib
 import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
-from cosmos_core.errors import ConfigError, DataError, StageFailed, UploadError
+from cosmos_core.errors import ConfigError, DataError, DiskFull, StageFailed, UploadError
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.directory import Run, claim_run, create_run, extend_run, open_run
 from cosmos_core.run.files import read_json
@@ -191,6 +192,21 @@ def test_an_object_that_was_altered_there_is_one_line(
     Bucket("models").remove(key)
     with pytest.raises(UploadError, match=r"a\.txt, is gone; make its stage again"):
         run_stage(there, "second")
+
+
+def test_too_little_disk_for_a_checkpoint_is_an_error_and_no_damage(
+    tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = run.stage_path("first")
+    checkpoint(here, 2)
+    store = ArtifactStore(url)
+    assert store.open_checkpoints("f", here).push() == ["step_2"]
+    there = store.open_checkpoints("f", tmp_path / "there" / "stage")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))
+        with pytest.raises(DiskFull, match=r"more than are free in .*; make room"):
+            there.pull()
+    assert there.pull() == "step_2"
 
 
 def test_an_empty_machine_goes_on_from_the_newest_whole_checkpoint(

@@ -115,6 +115,14 @@ def test_what_is_published_and_what_a_rollback_would_bring_back_stays(tmp_path: 
     publish_runs(runs[:3], target)
     why = f"its model is published at {target}"
     assert list(fates(runs[0]).values()) == ["", why, why, "the newest of its pipeline"]
+    (runs[2].stage_path("out") / "result.json").unlink()
+    (runs[2].stage_path("out") / "publication.json").write_text("{}")
+    assert list(fates(runs[0]).values()) == ["", why, why, "the newest of its pipeline"], "an upload that is made again"
+    (tmp_path / "published").rename(tmp_path / "away")
+    assert [reason.partition(":")[0] for reason in fates(runs[0]).values()] == [
+        *[f"{target} cannot be asked what is published"] * 3, "the newest of its pipeline",
+    ], "a disk that is not mounted"  # fmt: skip
+    (tmp_path / "away").rename(tmp_path / "published")
     (tmp_path / "published" / "latest" / "published.json").write_text("{")
     assert [reason.partition(":")[0] for reason in fates(runs[0]).values()] == [
         *[f"{target} cannot be asked what is published"] * 3, "the newest of its pipeline",
@@ -161,8 +169,10 @@ def test_a_run_stays_that_retraining_goes_on_with_or_whose_model_waits_for_appro
         write_json(note, {"digest": "d", "run_id": first.id, "outcome": outcome})
         assert fates(first)[first.id] == reason
     claim_run(first).release()
-    for seconds, reason in ((3600, "its publication waits for approval"), (-1, "")):
-        save_approval(first.path, PublicationApproval(until=time.time() + seconds))
+    for seconds, is_declined, reason in (
+        (3600, False, "its publication waits for approval"), (3600, True, ""), (-1, False, ""),
+    ):  # fmt: skip
+        save_approval(first.path, PublicationApproval(until=time.time() + seconds, is_declined=is_declined))
         assert fates(first)[first.id] == reason
 
 

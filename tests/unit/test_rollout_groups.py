@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +178,17 @@ def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
     sync = sync_of(Shuffling(), folder, lambda group: 1.0 - difference, 2)
     source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
     return RolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
+
+
+def test_a_feed_reads_no_prompt_before_it_is_needed(tmp_path: Path) -> None:
+    class Unread(list[Prompt]):
+        def __iter__(self) -> Iterator[Prompt]:
+            raise AssertionError("all prompts are read")
+
+    source = dynamic_feed(tmp_path, 1.0)._group_source
+    feed = RolloutFeed(Unread(PROMPTS), source, Grpo(GrpoConfig()), recipe(GRPO))
+    with pytest.raises(AssertionError, match="all prompts are read"):
+        feed.find_max_sample_tokens()  # only where settings are measured
 
 
 def test_prompts_that_end_before_anything_was_learned_fail_the_stage(tmp_path: Path) -> None:

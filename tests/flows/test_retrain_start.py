@@ -1,0 +1,90 @@
+"""Which trainings of a retraining start from what is published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
+from cosmos_core.run.directory import create_run
+from cosmos_core.run.retrain_state import compute_retrain_digest
+from cosmos_core.upload.file import FileTarget
+from flows.retrain import make_start_overrides
+from tasks.kinds import all_kinds
+from tests.unit.tiny_model import save_tiny_model
+
+CHAIN = """
+[train.train_policy]
+type = "sft"
+dataset.name = "FOLDER/rows.jsonl"
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+[[pipeline.stages]]
+name = "again"
+kind = "sft"
+after = "sft"
+model = "stage:sft"
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = "again"
+model = "stage:again"
+target = "FOLDER/published"
+"""
+
+
+UNRELATED = """
+[[pipeline.stages]]
+name = "teacher"
+kind = "sft"
+[[pipeline.stages]]
+name = "export"
+kind = "export"
+after = "again"
+model = "stage:again"
+[export]
+formats = ["bf16", "int8"]
+[[pipeline.stages]]
+name = "small"
+kind = "upload"
+after = "export"
+model = "stage:export"
+format = "int8"
+target = "FOLDER/small"
+"""
+
+
+def test_neither_a_training_of_another_model_nor_quantised_weights_start_from_what_is_published(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
+    (tmp_path / "c.toml").write_text((CHAIN + UNRELATED).replace("FOLDER", str(tmp_path)))
+    pipeline = load_pipeline(tmp_path / "c.toml", (), all_kinds())
+    model = save_tiny_model(tmp_path / "model")
+    for name in ("published", "small"):
+        FileTarget(str(tmp_path / name)).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
+    assert make_start_overrides(pipeline) == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
+    (tmp_path / "c.toml").write_text(
+        (CHAIN.partition('[[pipeline.stages]]\nname = "publish"')[0] + UNRELATED).replace("FOLDER", str(tmp_path))
+    )
+    with pytest.raises(ConfigError, match=r"no training reads .*/small; publish .* without quantising"):
+        make_start_overrides(load_pipeline(tmp_path / "c.toml", (), all_kinds()))
+
+
+def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
+    (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
+    pipeline = load_pipeline(tmp_path / "c.toml", (), all_kinds())
+    assert make_start_overrides(pipeline) == [], "nothing is"
+    model = save_tiny_model(tmp_path / "model")
+    FileTarget(str(tmp_path / "published")).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
+    settings = make_start_overrides(pipeline)
+    assert settings == [f"sft.policy.model_name_or_path={tmp_path}/published/v1"]
+    started = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
+    assert started.recipes["sft"].policy.model_name_or_path == f"{tmp_path}/published/v1"
+    begun = create_run(replace(started, config=started.config.model_copy(update={"output_dir": str(tmp_path)})))
+    assert compute_retrain_digest(begun.pipeline) == compute_retrain_digest(pipeline), (
+        "the content of the run that begins so is the same"
+    )
