@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, compute_means
 from cosmos_core.algorithms.base import Loss, Update
@@ -192,8 +193,9 @@ class Trainer:
                     | {f"{name}/{key}": v.detach() for name in names_equal_to_policy for key, v in row.items()}
                     for i, row in zip(micro_batch.indices, self.adapter.split_outputs(micro_batch), strict=True)
                 ]
-                stacked_rows = {name: torch.stack([row[name] for row in reference_rows]) for name in reference_rows[0]}
-                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | stacked_rows)
+                names = list(reference_rows[0])
+                padded_rows = {name: pad_sequence([row[name] for row in reference_rows], True) for name in names}
+                micro_batch = replace(micro_batch, outputs=micro_batch.outputs | padded_rows)
             loss = update.loss(micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro_batch.model_loss is not None:
