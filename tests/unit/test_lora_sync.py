@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.models.lora import lora_scale_by_layer
+from cosmos_core.parallel.fsdp import copy_without_weights
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import pack_bucket, unpack_bucket
+from cosmos_core.rollout.vllm_adapter import VllmAdapter
 from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
 
 
@@ -51,6 +55,27 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
     factors = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" in name)
     assert engine.weight_format == form
     assert (metrics["sync/bytes"] == factors) == (form == "adapter")
+
+
+@pytest.mark.parametrize(("targets", "form"), [(["q_proj"], "adapter"), (["q_proj", "lm_head"], "module")])
+def test_an_engine_beside_one_stage_of_a_pipeline_knows_the_adapter_of_all_layers(
+    folder: Path,  # noqa: F811
+    targets: list[str],
+    form: str,
+) -> None:
+    model = ours(folder, {"target_modules": targets, "r_pattern": {"layers.1.self_attn.q_proj": 3}})
+    whole, part = copy_without_weights(model), copy.deepcopy(model)
+    decoder: Any = part.get_base_model() if hasattr(part, "get_base_model") else part
+    del decoder.model.layers[1:]
+    decoder.lm_head = torch.nn.Identity()
+    settings = EngineSettings(
+        part, load_tokenizer(str(folder)), str(folder), RolloutConfig(), 64, torch.float32, is_separate=True,
+        meta_copy=whole,
+    )  # fmt: skip
+    assert HfEngine(settings).weight_format == form
+    adapter = VllmAdapter(settings)
+    ranks = [len(p) for name, p in model.named_parameters() if ".lora_A." in name]
+    assert adapter._scale_by_layer == lora_scale_by_layer(model) and adapter.max_rank == max(ranks)
 
 
 def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
