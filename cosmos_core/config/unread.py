@@ -15,6 +15,7 @@ _IMPLICITLY_READ_KEYS = ("policy.is_diffusers", "policy.model_class", "train.tra
 _VALIDATION_SAMPLING_KEYS = tuple(
     f"validation.{name}" for name in ("temperature", "top_p", "top_k", "repetition_penalty", "max_response_length")
 )
+_FIRST_FRAMES_KEY = "policy.diffusers.flow_rl.max_conditional_frames"
 _TEXT_MODEL_KEYS = (
     *_VALIDATION_SAMPLING_KEYS, "policy.model_max_length", "policy.aux_loss_coeff", "train.logprob_dtype",
     "train.transfer_dtype", "train.sync_weight_interval", "rollout.sampling_config", "rollout.parallelism",
@@ -34,6 +35,8 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
         yield "distillation.enable is off", [f"distillation.{name}" for name in names if name != "enable"]
     if not _may_complete_prompts(pipeline, stage):
         yield "nothing is generated", ["rollout"]
+    if stage_kind.reads_data == "source" and not _starts_rollouts_from_frames(recipe):
+        yield "no rollouts start from frames of clips", [_FIRST_FRAMES_KEY]
     if not recipe.uses_judge:
         yield "no reward function is judge", ["judge"]
     for modality, keys in stage_kind.keys_by_modality.items():
@@ -41,6 +44,12 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
             yield "the model has another modality", keys
     if not recipe.export.quantized_formats:
         yield "export.formats has no quantised format", ["export.formats", "export.unproven"]
+
+
+def _starts_rollouts_from_frames(recipe: Recipe) -> bool:
+    """Return True if images among prepared clips are left out, because rollouts start from frames of clips."""
+    has_diffusion_rollouts = not recipe.policy.modality.has_text_engines and recipe.train.train_policy.has_rollouts
+    return has_diffusion_rollouts and recipe.policy.diffusers.flow_rl.max_conditional_frames > 0
 
 
 def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:

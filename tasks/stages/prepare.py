@@ -30,7 +30,7 @@ PROMPT_RENDERING_KEYS = (
 """Keys of `rollout.multi_turn_config` that determine how prompts are rendered."""
 DIFFUSION_ENCODING_KEYS = (
     "is_diffusers", "model_class", "diffusers.dtype", "diffusers.max_prompt_length", "diffusers.inference_size",
-    "diffusers.train_frames",
+    "diffusers.train_frames", "diffusers.flow_rl.max_conditional_frames",
 )  # fmt: skip
 """Keys of `policy` that determine how text and media are encoded for the training of a diffusion model."""
 

@@ -380,6 +380,15 @@ def test_images_beside_prompts_are_other_rows(shared: Path) -> None:
     assert fingerprint_of(before, "prepare").value != fingerprint_of(after, "prepare").value
 
 
+def test_rows_without_the_images_that_rollouts_from_frames_leave_out_are_other_rows(shared: Path) -> None:
+    nft = ("policy.is_diffusers=true", "train.train_policy.trainer_type='diffusion_nft'")
+    found = [
+        fingerprint_of(load_recipe(shared, *nft, *settings, kind="grpo"), "prepare").value
+        for settings in ((), *((f"policy.diffusers.flow_rl.max_conditional_frames={n}",) for n in (0, 1)))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_stage_that_differs_in_its_mesh_and_engines_alone_is_known_by_its_real_fingerprint(folder: Path) -> None:
     mesh = ("policy.parallelism.dp_shard_size=2", "rollout.parallelism.n_init_replicas=3")
 
