@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.util import Finalize
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,9 +150,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed the random numbers of a test and its fixtures by its name, so that it is the same in every run."""
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
-    for library, seed_library in (("numpy", "random.seed"), ("torch", "manual_seed")):
-        if library in sys.modules:  # a test that uses neither does not wait for their import
-            attrgetter(seed_library)(sys.modules[library])(seed)
+    # A test that uses neither library does not wait for their import.
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 @pytest.hookimpl(wrapper=True)

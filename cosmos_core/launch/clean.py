@@ -17,7 +17,7 @@ from typing import Any
 from cosmos_core.errors import CosmosError, UploadError
 from cosmos_core.launch.processes import MAX_HEARTBEAT_AGE_SECONDS
 from cosmos_core.observe.record import read_pipeline
-from cosmos_core.run.directory import PIPELINE_FILE, list_runs, read_start_info, write_run_list
+from cosmos_core.run.directory import PIPELINE_FILE, list_attempt_folders, list_runs, read_start_info, write_run_list
 from cosmos_core.run.files import SHARED_FOLDER, read_json_object
 from cosmos_core.run.liveness import is_flow_running, read_open_approval
 from cosmos_core.run.lock import FileLock
@@ -157,15 +157,9 @@ def _find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
     for path in run_paths:
         for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
             target, name = stage_table.get("target"), str(stage_table.get("name"))
-            result, superseded_path = read_result(path / "stages" / name), path / "superseded"
-            publication_files = [
-                path / "stages" / name / PUBLICATION_FILE,
-                *superseded_path.glob(f"*/{PUBLICATION_FILE}"),
-            ]
+            result, stage_folders = read_result(path / "stages" / name), list_attempt_folders(path, name)
             has_published = result is not None and "published" in result["info"]
-            has_published |= any(
-                f.is_file() and f.parent.name.rpartition(".")[0] in {"", name} for f in publication_files
-            )
+            has_published |= any((folder / PUBLICATION_FILE).is_file() for folder in stage_folders)
             if isinstance(target, str) and target and has_published:
                 runs_by_target.setdefault(target, []).append(path)
     return runs_by_target

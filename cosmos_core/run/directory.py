@@ -269,6 +269,11 @@ def supersede_stage(stage_path: Path) -> None:
     os.rename(stage_path, superseded_folder / f"{stage_path.name}.{number}")
 
 
+def list_attempt_folders(run_path: Path, stage_name: str) -> list[Path]:
+    """Return the folder of a stage in a run, followed by its folders in `superseded`."""
+    return [run_path / "stages" / stage_name, *(run_path / "superseded").glob(f"{stage_name}.*")]
+
+
 def create_writable_folder(folder: Path) -> Path:
     """Return the folder as an absolute path, and create it; raise ConfigError if it cannot be created or written."""
     try:

@@ -28,7 +28,7 @@ import torch
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.parallel.mesh import all_gather_object, all_reduce_any, is_single_rank
+from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
@@ -306,9 +306,9 @@ class _Measurement:
         activation_bytes = float(max(_MIN_PEAK_BYTES, self._peak_memory.peak_bytes() - self._gradient_bytes))
         compile_seconds = self._tuning._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
-        rank_values = all_gather_object((seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds))
-        seconds, activation_bytes, num_tokens, self.seconds = map(max, zip(*rank_values, strict=True))
-        self.is_stopped = all_reduce_any(self._tuning._is_stop_requested())
+        measured_values = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
+        rank_values = all_gather_object((*measured_values, self._tuning._is_stop_requested()))
+        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*rank_values, strict=True))
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.
             # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.

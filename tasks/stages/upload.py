@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
+from cosmos_core.run.directory import list_attempt_folders
 from cosmos_core.run.files import list_files_below, read_json_object, sha256, write_json
 from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.stage import Stage
@@ -95,7 +96,7 @@ def _find_superseded_version(
     """Return the address at which this stage has published the same weights before, if these are intact and the pointer
     was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
     newer publication, unless the stage is forced to run again."""
-    stage_folders = [stage.path, *(stage.run_path / "superseded").glob(f"{stage.name}.*")]
+    stage_folders = list_attempt_folders(stage.run_path, stage.name)
     records, weight_digests = (
         [read_json_object(each / PUBLICATION_FILE) for each in stage_folders],
         _read_digests(record),

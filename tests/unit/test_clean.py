@@ -118,6 +118,9 @@ def test_what_is_published_and_what_a_rollback_would_bring_back_stays(tmp_path: 
     (runs[2].stage_path("out") / "result.json").unlink()
     (runs[2].stage_path("out") / "publication.json").write_text("{}")
     assert list(fates(runs[0]).values()) == ["", why, why, "the newest of its pipeline"], "an upload that is made again"
+    (runs[2].path / "superseded").mkdir()
+    runs[2].stage_path("out").rename(runs[2].path / "superseded" / "out.1")
+    assert list(fates(runs[0]).values()) == ["", why, why, "the newest of its pipeline"], "with --from-stage"
     (tmp_path / "published").rename(tmp_path / "away")
     assert [reason.partition(":")[0] for reason in fates(runs[0]).values()] == [
         *[f"{target} cannot be asked what is published"] * 3, "the newest of its pipeline",

@@ -191,9 +191,7 @@ class AlgorithmConfig(Table):
     @model_validator(mode="after")
     def _check_datasets(self) -> Self:
         default_dataset = type(self.dataset)()
-        set_keys = [
-            k for k in type(self.dataset).model_fields if getattr(self.dataset, k) != getattr(default_dataset, k)
-        ]
+        set_keys = [name for name, value in self.dataset if value != getattr(default_dataset, name)]
         if self.datasets and set_keys:
             remedy = f"name all data sets in datasets, with their {', '.join(set_keys)}, or leave it out"
             raise ValueError(f"datasets takes the place of dataset; {remedy}")
