@@ -114,7 +114,8 @@ def test_the_server_sees_its_own_credentials_alone(url: tuple[str, str, ssl.SSLC
 ID = "0123abcd-0000-4000-8000-000000000000"
 MAY = [("GET", "/api/flow_runs/" + ID), ("GET", "/runs"), ("POST", "/api/flow_runs/filter"), ("POST", "/api/logs/filter"),
        ("POST", "/api/flow_runs/count"), ("POST", "/api/ui/flow_runs/history"), ("POST", "/api/events/filter"),
-       ("POST", "/api/deployments/paginate"), ("GET", "/api/events/out"), ("GET", "/api/admin/version")]  # fmt: skip
+       ("POST", "/api/deployments/paginate"), ("GET", "/api/events/out"), ("GET", "/api/admin/version"),
+       ("GET", "/api/work_pools/my%20pool?x=%5F"), ("GET", "/api/work_pools/k%C3%BChl")]  # fmt: skip
 MAY_NOT = [
     ("POST", "/api/flow_runs/"), ("POST", f"/api/flow_runs/{ID}/set_state"), ("DELETE", f"/api/flow_runs/{ID}"),
     ("PATCH", f"/api/deployments/{ID}"), ("POST", f"/api/deployments/{ID}/create_flow_run"), ("PUT", "/api/admin/storage"),
@@ -122,6 +123,8 @@ MAY_NOT = [
     ("GET", "/api/block_types/slug/secret/block_documents/name/x?include_secrets=true"), ("GET", "/api/events/in"),
     ("POST", f"/api/deployments/{ID}/create_flow_run?x=/filter"), ("POST", f"/api/flow_runs/{ID}/resume"),
     ("POST", "/api/deployments/%2e%2e/flow_runs/filter"), ("POST", "/api/events"),
+    ("GET", f"/api/block%5Fdocuments/{ID}?include_secrets=true"), ("GET", f"/api%2fblock_documents/{ID}"),
+    ("GET", f"/%61pi/block_documents/{ID}"), ("GET", "/api/block_types/slug/secret/block%5fdocuments/name/x"),
 ]  # fmt: skip
 
 
