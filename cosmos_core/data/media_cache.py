@@ -28,7 +28,7 @@ from cosmos_core.run.files import apply_umask, read_json, remove_temporary_files
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 2  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
+_CACHE_VERSION = 3  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
 _MIN_LEFTOVER_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 

@@ -106,13 +106,18 @@ def is_upscaled(content: MediaContent, frame_settings: FrameSettings) -> bool:
 
 
 def _decode_image(content: MediaContent) -> Image:
+    """Decode an image in RGB, rotated by its EXIF orientation, with white in place of what is transparent: the colour
+    that a file has there is arbitrary."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
     image_bytes = content.read()
     try:
-        with pillow.open(BytesIO(image_bytes)) as image:
-            return convert_to_rgb(ImageOps.exif_transpose(image))
+        with pillow.open(BytesIO(image_bytes)) as stored_image:
+            image = ImageOps.exif_transpose(stored_image)
+        if image.has_transparency_data and not image.mode.startswith("I"):
+            image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        return convert_to_rgb(image)
     except pillow.UnidentifiedImageError:  # replace the message: it has a memory address, which differs between runs
         raise DataError(
             f"it cannot be decoded: no image ({len(image_bytes)} bytes that begin with {image_bytes[:8]!r}); replace it"
@@ -142,9 +147,12 @@ def _decode_clip(content: MediaContent, frame_settings: FrameSettings, clip_posi
     frame_indices = _select_frame_indices(num_video_frames, frame_settings, clip_position)
     frames: list[np.ndarray] = []
     with _open_container(content) as container:
-        for index, frame in enumerate(container.decode(container.streams.video[0])):
+        stream = container.streams.video[0]
+        for index, frame in enumerate(container.decode(stream)):
             if index == frame_indices[len(frames)]:
-                frames.append(_resize_and_crop(frame.to_image().rotate(frame.rotation, expand=True), frame_settings))
+                display_width = round(frame.width * (stream.sample_aspect_ratio or 1))  # pixels may not be square
+                image = frame.to_image(width=display_width).rotate(frame.rotation, expand=True)
+                frames.append(_resize_and_crop(image, frame_settings))
             if len(frames) == len(frame_indices):
                 return np.stack(frames)
     raise DataError(f"its frame {frame_indices[len(frames)]} of {num_video_frames} cannot be decoded")
@@ -161,7 +169,8 @@ def _select_frame_indices(num_video_frames: int, frame_settings: FrameSettings, 
 
 
 def _count_frames(content: MediaContent) -> int:
-    """Return the number of frames of a video; raise DataError if it has no video stream, or is cut off."""
+    """Return the number of frames of a video that a player shows; raise DataError if it has no video stream, or is cut
+    off. A video that was trimmed without encoding it again also has frames that players skip."""
     with _open_container(content) as container:
         if not container.streams.video:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
@@ -170,15 +179,19 @@ def _count_frames(content: MediaContent) -> int:
         frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
         count, end = 0, 0.0
         for packet in container.demux(stream):
-            if not packet.size or packet.is_corrupt:  # skip the last packet of a truncated file
+            if not packet.size or packet.is_corrupt or packet.is_discard:  # a truncated file ends in a corrupt packet
                 continue
             count += 1
             if packet.pts is not None:
                 packet_start = float((packet.pts - (stream.start_time or 0)) * packet.time_base)
                 packet_duration = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
                 end = max(end, packet_start + packet_duration)
-    min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, header_seconds - 0.75 * frame_seconds)
-    is_truncated = count < header_frames if header_frames else end < min_end_seconds and (end > 0 or not count)
+    min_end_seconds = header_seconds - 0.75 * frame_seconds
+    if header_frames:  # the number in the header includes the frames that players skip
+        is_truncated = count < header_frames and end < min_end_seconds
+    else:
+        min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_end_seconds)
+        is_truncated = end < min_end_seconds and (end > 0 or not count)
     if is_truncated:
         header_length = f"{header_frames} frames" if header_frames else f"{header_seconds:g} s"
         raise DataError(f"it is cut off: its head says {header_length}, and it ends after {count} frames, {end:.3g} s")

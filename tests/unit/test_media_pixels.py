@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -27,3 +32,59 @@ def test_rounding_makes_no_crop_larger_than_the_image(tmp_path, width, height, s
     Image.new("RGB", (width, height), BLUE).save(tmp_path / "1.png")
     pixels = decode_media(MediaContent(False, tmp_path / "1.png"), FrameSettings(size), 0.0)
     assert pixels.shape == (*size, 3) and (pixels == BLUE).all()
+
+
+@pytest.mark.parametrize(("mode", "hidden", "visible"), [
+    ("RGBA", (200, 0, 0, 0), (200, 0, 0, 255)), ("LA", (50, 0), (50, 255)), ("P", 1, 0)
+])  # fmt: skip
+def test_what_is_transparent_is_white_and_all_else_keeps_its_colour(tmp_path, mode, hidden, visible):
+    image = Image.new(mode, (8, 8), visible)
+    image.paste(hidden, (0, 0, 8, 4))
+    if mode == "P":
+        image.putpalette([10, 20, 30, 40, 50, 60])
+    image.save(tmp_path / "1.png", **({"transparency": 1} if mode == "P" else {}))
+    pixels = decode_media(MediaContent(False, tmp_path / "1.png"), FrameSettings((8, 8)), 0.0)
+    assert (pixels[:4] == 255).all()
+    assert (pixels[4:] == {"RGBA": (200, 0, 0), "LA": (50, 50, 50), "P": (10, 20, 30)}[mode]).all()
+
+
+def write_frames(path: Path, frames: list[np.ndarray], pixel_aspect: Fraction = Fraction(1), first: int = 0) -> Path:
+    """Write a video of 10 frames a second with a key frame at every fifth, of which a player shows those from `first`
+    on: the timestamps of the others are negative, for which an MP4 file gets an edit list."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.height, stream.width, stream.bit_rate = *frames[0].shape[:2], 4_000_000
+        stream.codec_context.gop_size, stream.codec_context.sample_aspect_ratio = 5, pixel_aspect
+        packets = [
+            packet for frame in (*frames, None)
+            for packet in stream.encode(frame if frame is None else av.VideoFrame.from_ndarray(frame, format="rgb24"))
+        ]  # fmt: skip
+        for packet in packets:
+            packet.pts, packet.dts = packet.pts - first, packet.dts - first
+            container.mux(packet)
+    return path
+
+
+@pytest.mark.parametrize("first", [3, 12])
+def test_a_clip_that_was_trimmed_without_encoding_has_the_frames_that_a_player_shows(tmp_path, first):
+    frames = [np.full((32, 32, 3), 10 * i, np.uint8) for i in range(20)]
+    clip = write_frames(tmp_path / "1.mp4", frames, first=first)
+
+    def shown(sampling):
+        framing = FrameSettings((32, 32), num_frames=5, sampling=sampling)
+        return (decode_media(MediaContent(True, clip), framing, 0.999).mean((1, 2, 3)) / 10).round().tolist()
+
+    assert shown("first") == [*range(first, first + 5)]
+    assert shown("random") == [15, 16, 17, 18, 19]
+    assert (shown("uniform")[0], shown("uniform")[-1]) == (first, 19)
+
+
+def test_a_clip_has_the_proportions_that_a_player_shows(tmp_path):
+    y, x = np.mgrid[:64, :48]
+    disc = (y - 31.5) ** 2 + ((x - 23.5) * 4 / 3) ** 2 < 24**2  # a disc, by pixels that are wider than high
+    frame = np.where(disc, 255, 0).astype(np.uint8)[..., None].repeat(3, -1)
+    clip = write_frames(tmp_path / "1.mp4", [frame], Fraction(4, 3))
+    [pixels] = decode_media(MediaContent(True, clip), FrameSettings((64, 64), num_frames=1), 0.0)
+    is_disc = pixels.mean(-1) > 128
+    assert abs(is_disc.any(0).sum() - is_disc.any(1).sum()) <= 2
+    assert abs(is_disc.sum() - np.pi * 24**2) < 60
