@@ -24,6 +24,7 @@ from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.run.stage import Stage
 
 _NUM_DECODER_THREADS = 4  # number of decoding threads, which run in parallel since Pillow and PyAV release the GIL
+_NO_MEDIA_REASON = "there is no image or video beside it"
 _MAX_PATH_CHARACTERS = 300  # maximum length of a path in a message; the path may be an image in base64
 
 T = TypeVar("T")
@@ -155,6 +156,10 @@ def _read_split(
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
+    if not stage.recipe.train.train_policy.has_rollouts and any(row and row.media_key for row in rows):
+        # The loss is measured on all held-out rows or on none, so one row without media must not prevent it.
+        skip_reasons += [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
+        rows = [row if row and row.media_key else None for row in rows]
     return MediaSplit(read_items, rows, skip_reasons, len(rows), config)
 
 
@@ -166,7 +171,7 @@ def _make_media_item_row(
     if item.problem and (frame_settings or not item.prompt):
         return item.problem
     if needs_media and frame_settings and item.content is None:
-        return item.missing_media_reason or "there is no image or video beside it"
+        return item.missing_media_reason or _NO_MEDIA_REASON
     if starts_from_frames and item.content is not None and not item.content.is_video:
         setting_key = "policy.diffusers.flow_rl.max_conditional_frames"
         return f"it is an image, and rollouts start from frames of clips; leave images out, or set {setting_key} to 0"

@@ -283,12 +283,14 @@ class _SplitEncoder:
             embedding = read_embedding(path, tuple(self._reference_embedding))
         except DataError as error:
             return str(error)
-        for name, reference_tensor in self._reference_embedding.items():
-            shapes = embedding[name].shape, reference_tensor.shape
-            if len(shapes[0]) != len(shapes[1]) or shapes[0][1:] != shapes[1][1:]:
+        references = self._reference_embedding
+        num_tokens = {each.shape[:1]: embedding[name].shape[:1] for name, each in references.items() if each.ndim > 1}
+        for name, reference in references.items():
+            if embedding[name].shape != num_tokens.get(reference.shape[:1], reference.shape[:1]) + reference.shape[1:]:
                 return (
-                    f"{path.name}: {name} is {list(shapes[0])}, and the model's encoder gives {list(shapes[1])}; only "
-                    "the number of tokens, the first of two, may be another"
+                    f"{path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
+                    f"{list(reference.shape)}; only the number of tokens, the first of two, may be another; remove the "
+                    f"file to have its prompt encoded"
                 )
         return embedding
 

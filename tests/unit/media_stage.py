@@ -32,7 +32,7 @@ class FakeEncoders:
     def text_embedding(self, prompts):
         self.texts += prompts
         ids = torch.tensor([[len(prompt), ord(prompt[:1] or " ")] for prompt in prompts])
-        return {"embeds": ids.float()[:, None], "mask": ids > 0}
+        return {"embeds": ids.float()[:, None], "mask": ids[:, :1] > 0}
 
     def visual_embedding(self, pixels):
         self.media += len(pixels)

@@ -286,13 +286,14 @@ def test_names_that_are_no_utf_8_and_half_characters_are_told_as_text(tmp_path, 
 
 
 def test_an_embedding_of_another_form_than_the_encoders_is_named_before_it_is_learned(tmp_path, runs):
-    source = write_pairs(tmp_path / "pairs", 3)
-    for i, shape in enumerate(((5, 2), (1, 5, 2), (5, 3))):
-        save_file({"embeds": torch.ones(shape), "mask": torch.ones(5)}, source / f"000{i}.safetensors")
-    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.7})
+    source = write_pairs(tmp_path / "pairs", 4)
+    for i, (shape, num_masked) in enumerate((((5, 2), 5), ((1, 5, 2), 5), ((5, 3), 5), ((5, 2), 4))):
+        save_file({"embeds": torch.ones(shape), "mask": torch.ones(num_masked)}, source / f"000{i}.safetensors")
+    outcome, _ = prepared(stage_path(runs), source, dataset={"max_skipped_fraction": 0.8})
     [notice] = outcome.info["notices"]
     assert "0001.safetensors: embeds is [1, 5, 2], and the model's encoder gives [1, 2]" in notice
     assert "0002.safetensors: embeds is [5, 3]" in notice
+    assert "0003.safetensors: mask is [4]" in notice
     assert open_media(stage_path(runs) / "data", "train")[0].text["embeds"].shape == (5, 2)
 
 
@@ -332,6 +333,16 @@ def test_of_held_out_rows_a_training_on_images_needs_prompts_alone(tmp_path, run
     validation = {"dataset": {"name": str(tmp_path / "held.jsonl")}}
     prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 2), validation=validation)
     assert open_media_prompts(stage_path(runs) / "data", "validation")[0].text == "a cow"
+
+
+def test_of_held_out_images_a_row_without_one_is_left_out_and_not_all_images(tmp_path, runs, caplog):
+    held_out = write_pairs(tmp_path / "held", 3)
+    (held_out / "0001.png").unlink()
+    dataset = {"name": str(held_out), "max_skipped_fraction": 0.4}
+    prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 2), validation={"dataset": dataset})
+    rows = open_media(stage_path(runs) / "data", "validation")
+    assert [rows[i].prompt for i in range(len(rows))] == ["number 0", "number 2"]
+    assert "validation: 1 of 3 rows skipped: 0001.json: there is no image or video beside it" in caplog.text
 
 
 def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
