@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from cosmos_core.types import Group, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.1
 _MIN_BUCKET_TIMEOUT_SECONDS = 600.0
 """Minimum time limit in seconds for the next bucket of a weight load, in case the trainer has died."""
 _BUCKET_TIMEOUT_FACTOR = 4
@@ -72,6 +74,13 @@ class _WeightLoad:
     is_scheduled: bool = False
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
+    def put(self, item: _BucketQueueItem) -> None:
+        """Queue an item when there is room, or discard it if the load has failed: then no thread takes it."""
+        while not self.receipt_future.done():
+            with suppress(queue.Full):
+                self.buckets.put(item, timeout=_POLL_SECONDS)
+                return
+
 
 class EngineReplica:
     """Rollout engine with the thread that runs it."""
@@ -117,8 +126,7 @@ class EngineReplica:
 
         if self._weight_load is not None and not self._weight_load.receipt_future.done():  # the trainer died
             if self._weight_load.is_scheduled:
-                error = StageFailed("weight sync: the trainer has gone")
-                self._weight_load.buckets.put(error, timeout=self._weight_load.timeout_seconds)
+                self._weight_load.put(StageFailed("weight sync: the trainer has gone"))
             self._weight_load = None
         self._run_on_engine_thread(reset_session)
         return description
@@ -158,8 +166,7 @@ class EngineReplica:
 
     def receive_bucket(self, packed_bucket: PackedBucket) -> None:
         """Receive the next bucket of the weight load in progress."""
-        weight_load = self._get_current_load()
-        weight_load.buckets.put(packed_bucket, timeout=weight_load.timeout_seconds)
+        self._get_current_load().put(packed_bucket)
 
     def receive_kept_bucket(self, bucket_index: int, bucket: PackedBucket | ChangedWords) -> None:
         """Receive a bucket of the weight load in progress, or its difference from the last load, and keep the bucket
@@ -182,8 +189,7 @@ class EngineReplica:
         """Receive the next bucket by NCCL or CUDA IPC; raise `TransferFailed` if it does not arrive in time."""
         weight_load = self._get_current_load()
         received_future: Future[None] = Future()
-        native_bucket = _NativeBucket(header, timeout_seconds, received_future)
-        weight_load.buckets.put(native_bucket, timeout=weight_load.timeout_seconds)
+        weight_load.put(_NativeBucket(header, timeout_seconds, received_future))
         futures: list[Future[Any]] = [received_future, weight_load.receipt_future]
         wait(futures, return_when=FIRST_COMPLETED)
         if not received_future.done():
@@ -195,7 +201,7 @@ class EngineReplica:
         loading begins only now. With `drains`, the engine first generates until no request is in flight. Raise a
         `StageFailed` if a tensor is missing, or the model has no such tensor."""
         weight_load = self._get_current_load()
-        weight_load.buckets.put(None, timeout=weight_load.timeout_seconds)
+        weight_load.put(None)
         if loads_in_background:
             weight_load.is_scheduled = True
             self._engine_commands.put(lambda engine: self._load_buckets(engine, weight_load, version, drains=drains))

@@ -115,6 +115,19 @@ def test_an_engine_that_hangs_while_it_gets_weights_is_ended(monkeypatch: pytest
         assert fleet.logprobs_per_engine([1, 2]) == [[1.0], [1.0]]
 
 
+def test_an_engine_that_refuses_the_first_of_many_buckets_says_why() -> None:
+    class Refusing(Drawing):
+        def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
+            raise StageFailed(f"it has no {next(iter(buckets))[0][0]}")
+
+    handle = Threaded(Refusing)
+    with fleet_of(handle) as fleet:
+        all_open(fleet, 1)
+        with pytest.raises(StageFailed, match="it has no 0"):
+            fleet.load_weights(1, [[(f"{i}", torch.zeros(2))] for i in range(5)])
+    assert handle.deaths == 0
+
+
 @pytest.mark.parametrize("swap", ["disabled", "generation"])
 def test_an_engine_that_works_for_longer_than_the_patience_is_left_alone(
     swap: Any, monkeypatch: pytest.MonkeyPatch
