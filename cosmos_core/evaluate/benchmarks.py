@@ -12,6 +12,7 @@ from lm_eval.tasks._index import Kind
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.registry import suggest_names
+from cosmos_core.rewards.base import error_on_one_line
 
 _DATASET_ERRORS = (OSError, ValueError, httpx.HTTPError, DatasetsError)
 """Exceptions that `datasets` raises if the rows of a task can neither be read nor be downloaded."""
@@ -83,3 +84,6 @@ def _load_tasks(task_manager: TaskManager, name: str) -> dict[str, Any]:
         dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
         read_problem = f"the rows of {name!r}{dataset_text} cannot be read ({first_line(error)})"
         raise DataError(f"evaluate.tasks: {read_problem}; {_MISSING_ROWS_HINT}") from error
+    except Exception as error:  # lm-eval raises any error for a mistake in the file of a task
+        problem = f"lm-eval cannot load {name!r} ({error_on_one_line(error)})"
+        raise ConfigError(f"evaluate.tasks: {problem}; correct its YAML file or its rows") from error

@@ -10,13 +10,15 @@ from typing import Any
 import lm_eval
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from lm_eval.tasks import TaskManager
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
+from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted
 from cosmos_core.evaluate import program
-from cosmos_core.evaluate.benchmarks import match_tasks
+from cosmos_core.evaluate.benchmarks import match_tasks, open_benchmarks
 from cosmos_core.evaluate.results import convert_metrics
 from tasks.kinds import all_kinds
 from tests.unit.benchmark_tasks import ROWS, evaluate_stage, save_model, write_tasks
@@ -162,6 +164,31 @@ def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path, call: Any, mo
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
         (tmp_path / "model" / name).unlink(missing_ok=True)
     assert "the folder has no tokenizer" in refusal(ModelError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"test_split": "tset"}, "KeyError: 'tset'"),
+        ({"doc_to_txt": ""}, "TypeError: .*'doc_to_txt'"),
+        ({"doc_to_text": "{{qestion}}"}, "UndefinedError: 'qestion' is undefined"),
+        ({"doc_to_text": "{{question"}, "TemplateSyntaxError: .*"),
+        ({"filter_list": [{"name": "x", "filter": [{"function": "no"}]}]}, "KeyError: .*Unknown filter 'no'.*"),
+    ],
+)
+def test_a_mistake_in_the_file_of_a_task_is_one_line(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    task = yaml.safe_load((tasks / "copy.yaml").read_text())
+    (tasks / "copy.yaml").write_text(yaml.safe_dump(task | changes))
+    with pytest.raises(ConfigError, match=rf"^evaluate.tasks: lm-eval cannot load 'copy' \({reason}\); correct its"):
+        open_benchmarks(EvaluateConfig(tasks=("copy",), include_path=str(tasks)))
+
+
+def test_a_task_without_rows_is_one_line(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    (tasks / "test.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"lm-eval cannot load 'copy' \(.*\); correct its YAML file or its rows"):
+        open_benchmarks(EvaluateConfig(tasks=("copy",), include_path=str(tasks)))
 
 
 def pipeline_with(folder: Path, *settings: str) -> Pipeline:
