@@ -20,7 +20,7 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def try_acquire(self) -> bool:
         """Acquire the lock and return True, or return False if another descriptor holds it."""
@@ -30,7 +30,7 @@ class FileLock:
             return False
         return True
 
-    def acquire(self, *, on_poll: Callable[[], None] = lambda: None) -> None:
+    def acquire(self, *, on_poll: Callable[[], object] = lambda: None) -> None:
         """Wait for the lock; call `on_poll` between attempts, which may raise an error to stop waiting."""
         while not self.try_acquire():
             on_poll()

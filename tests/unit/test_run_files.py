@@ -29,6 +29,16 @@ def test_a_lock_has_one_holder(tmp_path: Path) -> None:
         assert second.try_acquire()
 
 
+def test_a_lock_that_the_umask_shares_with_a_group_is_writable_for_the_group(tmp_path: Path) -> None:
+    """Otherwise only the user who began the first run can begin another one in a shared folder of runs."""
+    umask = os.umask(0o002)
+    try:
+        FileLock(tmp_path / "lock").release()
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
 def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
     def give_up() -> None:
         raise TimeoutError
