@@ -6,6 +6,7 @@ The form in Prefect's UI shows the types of the signature and the descriptions o
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.errors import ConfigError
+from cosmos_core.launch import worker
 from cosmos_core.run.directory import (
     Run,
     claim_run,
@@ -28,12 +30,14 @@ from cosmos_core.run.directory import (
     supersede_stage,
 )
 from cosmos_core.run.liveness import check_approval
+from cosmos_core.run.lock import open_stage_lock
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload.artifact_store import check_store
 from cosmos_core.upload.base import check_targets
 from tasks.credentials import set_credentials
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
+from tasks.remote_stage import require_ended_child
 from tasks.stage import run_stages
 
 _TASK_RUNNER: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=64)  # many threads, as each only waits for a worker
@@ -95,11 +99,16 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
 
 def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
     """Move the folders of the stage `from_stage` and of all stages that depend on it to `superseded/`, so that they run
-    again. A retry of the same flow run moves no folder again."""
-    if not from_stage:
-        return
-    for name in sorted(run.pipeline.stage_and_dependents(from_stage)):
-        path = run.stage_path(name)
-        if not flow_run_id or read_state(path).forced_by != flow_run_id:
+    again. A retry of the same flow run moves no folder again. Raises `ConfigError` if a stage still runs on its work
+    pool."""
+    names = sorted(run.pipeline.stage_and_dependents(from_stage)) if from_stage else []
+    paths = [
+        path for path in map(run.stage_path, names) if not flow_run_id or read_state(path).forced_by != flow_run_id
+    ]
+    for path in paths:
+        require_ended_child(path)
+    for path in paths:
+        with open_stage_lock(run.path, path.name) as lock:  # the worker of a killed flow may still write to the folder
+            lock.acquire(on_poll=partial(worker.reap_attempt, path))
             supersede_stage(path)
             update_state(path, forced=True, forced_by=flow_run_id)

@@ -126,14 +126,30 @@ def count_lost_child_run(path: Path) -> int:
     return updated_record.failures
 
 
+def require_ended_child(path: Path) -> None:
+    """Raise ConfigError if the child flow run of a stage still runs: another one would write to the same files."""
+    if (path / CHILD_RUN_FILE).is_file():
+        with get_client(sync_client=True) as client:
+            if child := _find_running_child(client, path):
+                raise ConfigError(
+                    f"from_stage: stage {path.name!r} still runs on its work pool; wait for its end, or stop it: "
+                    f"prefect flow-run cancel {child.flow_run}"
+                )
+
+
 def _find_running_child(client: SyncPrefectClient, path: Path) -> ChildFlowRun | None:
-    """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown."""
+    """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown. Wait
+    for the end of a child flow run that is being cancelled, as it still saves a checkpoint."""
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
-    try:
-        child_flow_run = client.read_flow_run(UUID(child.flow_run)) if child and child.flow_run else None
-    except ObjectNotFound:  # the flow run is on another Prefect server
-        return None
-    return child if child_flow_run is not None and child_flow_run.state_type not in TERMINAL_STATES else None
+    while child and child.flow_run:
+        try:
+            state_type = client.read_flow_run(UUID(child.flow_run)).state_type
+        except ObjectNotFound:  # the flow run is on another Prefect server
+            return None
+        if state_type != StateType.CANCELLING:
+            return None if state_type in TERMINAL_STATES else child
+        sleep_unless_stopping(_POLL_SECONDS)
+    return None
 
 
 def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFlowRun:

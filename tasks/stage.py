@@ -190,7 +190,10 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
     except Exception as error:
         failure = _to_cosmos_error(error, path)
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
-        is_error_unrecorded = isinstance(failure, OverBudget) or read_state(path).state not in {"failed", "stopped"}
+        state = read_state(path)
+        has_recorded_failure = state.state == "failed" and state.error == str(failure)
+        has_recorded_stop = state.state == "stopped" and isinstance(failure, Preempted)
+        is_error_unrecorded = isinstance(failure, OverBudget) or not (has_recorded_failure or has_recorded_stop)
         if is_error_unrecorded:
             record_failure(path, failure)
             if not isinstance(failure, Preempted):

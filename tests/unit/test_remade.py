@@ -7,13 +7,19 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
+from cosmos_core.launch import worker
 from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.report import build_report
+from cosmos_core.run import lock
 from cosmos_core.run.directory import Run
 from cosmos_core.run.fingerprint import Fingerprint, compute_fingerprint
+from cosmos_core.run.lock import open_stage_lock
 from cosmos_core.run.retrain_state import compute_retrain_digest
 from cosmos_core.run.state import update_state
+from flows.post_train import supersede_stages
 from tasks.layout import prepare_stage_folder
 from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
@@ -87,6 +93,27 @@ def test_rows_that_changed_or_were_replaced_are_named(tmp_path: Path) -> None:
     assert fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(old) == ["rows.jsonl changed"]
     without_inputs = Fingerprint(old.value, old.ingredients)  # as earlier versions saved it
     assert len(fingerprint_of(load_recipe(tmp_path), "prepare").describe_difference(without_inputs)) == 1
+
+
+def test_a_stage_is_moved_aside_only_when_the_worker_of_a_killed_flow_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write its checkpoint into the new folder."""
+    run = counting_run(tmp_path)
+    worker_file = run.stage_path("second") / "checkpoint"
+    worker_file.parent.mkdir(parents=True)
+    worker_lock = open_stage_lock(run.path, "second")
+    worker_lock.acquire()
+
+    def end(path: Path) -> None:
+        (path / "checkpoint").write_text("saved")
+        worker_lock.release()
+
+    monkeypatch.setattr(worker, "reap_attempt", end)
+    monkeypatch.setattr(lock, "_POLL_SECONDS", 0.0)
+    supersede_stages(run, "second", "flow-run")
+    assert [file.name for file in worker_file.parent.iterdir()] == ["state.json"]
+    assert (run.path / "superseded" / "second.1" / "checkpoint").is_file()
 
 
 def test_a_changed_model_of_a_built_in_reward_is_named(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.plan import plan_stages, register_result
 from cosmos_core.run.state import read_state, record_failure
 from flows import reward_service
+from flows.post_train import supersede_stages
 from tasks import remote_stage, stage
 from tasks import reward_service as stage_rewards
 from tasks.kinds import all_kinds
@@ -270,6 +271,44 @@ def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_mach
     (path / "out.txt").write_text("altered")
     (again.stage_path("first") / "out.txt").write_text("altered")
     assert find_result_of_pool(again, again.pipeline.stage("first")) is None
+
+
+def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two flow runs would write to one folder; one that is being cancelled saves a checkpoint and ends."""
+    run, states = pooled(tmp_path, "one"), [StateType.RUNNING]
+    server = SimpleNamespace(
+        read_flow_run=lambda _: SimpleNamespace(state_type=states.pop(0) if len(states) > 1 else states[0])
+    )
+    monkeypatch.setattr(remote_stage, "get_client", lambda sync_client: nullcontext(server))
+    monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
+    note, child = run.stage_path("first") / "pool.json", str(uuid.uuid4())
+    note.parent.mkdir(parents=True)
+    write_json(note, {"flow_run": child, "attempt": 1})
+    with pytest.raises(ConfigError, match=f"'first' still runs on its work pool; .*: prefect flow-run cancel {child}"):
+        supersede_stages(run, "first", "parent")
+    assert note.is_file() and not read_state(note.parent).forced
+    states[:] = [StateType.CANCELLING, StateType.CANCELLING, StateType.CANCELLED]
+    supersede_stages(run, "first", "parent")
+    assert not note.is_file() and read_state(note.parent).forced and states == [StateType.CANCELLED]
+
+
+def test_an_error_of_this_machine_replaces_the_one_that_an_earlier_attempt_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tmp_path, "", "here")
+
+    def refuse(*arguments: Any) -> Any:
+        raise ConfigError("work_pool = 'gpu' runs one flow run at a time")
+
+    monkeypatch.setattr(stage, "run_remote_stage", refuse)
+    monkeypatch.setattr(stage.events, "emit_stage_failed", lambda *_: None)
+    for earlier in (StageFailed("crashed"), Preempted("stopped")):
+        record_failure(run.stage_path("first"), earlier)
+        assert stage._run_on_work_pool(run, "first").is_failed()
+        state = read_state(run.stage_path("first"))
+        assert (state.state, state.exit_code, state.error_type) == ("failed", 64, "ConfigError")
 
 
 class Pool:
