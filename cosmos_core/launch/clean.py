@@ -127,7 +127,7 @@ def _may_be_running(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
                 return True
     for stage_path in (run_path / "stages").glob("*"):
         state = read_state(stage_path)
-        is_recently_alive = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
+        is_recently_alive = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
         if state.state in ACTIVE_STATES and (is_recently_alive or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False

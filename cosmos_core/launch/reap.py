@@ -39,7 +39,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             state = read_state(stage_path)
             if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
                 continue
-            is_heartbeat_recent = time.time() - (state.heartbeat or 0.0) < MAX_HEARTBEAT_AGE_SECONDS
+            is_heartbeat_recent = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
             if is_heartbeat_recent and state.launcher_host and state.launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
                 if run_holder is not None and run_holder.launcher_host == state.launcher_host:

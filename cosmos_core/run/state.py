@@ -85,13 +85,18 @@ class StageState(Launcher):
         """Return True if the stage has stopped because the budget of its run is spent."""
         return self.state == "stopped" and self.error_type == OverBudget.__name__
 
+    @property
+    def last_activity_time(self) -> float:
+        """Return the time of the last heartbeat of the worker or renewal by the launcher; 0 if there is neither."""
+        return max(self.heartbeat or 0.0, self.renewed or 0.0)
+
     def total_seconds(self, now: float) -> float:
         """Return the total duration of all attempts in seconds, without the pauses between attempts."""
         return sum(max(0.0, end - begin) for begin, end in self.list_attempt_times(now))
 
     def list_attempt_times(self, now: float) -> list[tuple[float, float]]:
         """Return start and end of all attempts; an attempt without an end lasts until its last heartbeat or renewal."""
-        last_activity_time = min(max(self.heartbeat or 0.0, self.renewed or 0.0) or now, now)
+        last_activity_time = min(self.last_activity_time or now, now)
         return [(begin, max(begin, last_activity_time) if end is None else end) for begin, end in self.spans]
 
 

@@ -206,14 +206,17 @@ def test_a_process_that_ends_confirms_its_cancellation_because_its_worker_may_be
     assert server.set == ({OWN: confirmed} if confirmed else {})
 
 
+@pytest.mark.parametrize("heartbeat_age", [0.0, 3000.0])
 def test_reap_leaves_a_flow_run_alone_whose_flow_runs_elsewhere_on_a_file_system_without_shared_locks(
-    server: Server, tmp_path: Path
+    server: Server, tmp_path: Path, heartbeat_age: float
 ) -> None:
+    """A worker that compiles may have no heartbeat for an hour; its launcher renews the state all the same."""
     run = begun(tmp_path, "theirs", OWN)
     server.words = {OWN: ["RUNNING"]}
     there = identify_process() | {"launcher_host": "node-3", "launcher_machine": "node-3/boot/pids", "launcher_pid": 1}
     (run / "locks" / "holder.json").write_text(json.dumps(there))
-    update_state(run / "stages" / "sft", **there, state="running", heartbeat=time.time())
+    times = {"heartbeat": time.time() - heartbeat_age, "renewed": time.time()}
+    update_state(run / "stages" / "sft", **there, state="running", **times)
     assert list(reap(tmp_path)) == ["theirs/sft: runs on node-3; reap there what is left of it"]
     assert server.set == {}
 

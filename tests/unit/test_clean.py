@@ -101,10 +101,12 @@ def test_what_a_run_that_stays_refers_to_stays_and_so_on(tmp_path: Path) -> None
 def test_a_run_that_runs_or_is_taken_up_meanwhile_stays(tmp_path: Path) -> None:
     first, second, _ = runs_of(tmp_path, 40, 30, 1)
     (second.stage_path("second") / "result.json").unlink()
-    update_state(second.stage_path("second"), state="running", heartbeat=time.time() - 60)  # on another machine
-    with claim_run(first):
-        assert fates(first) == {first.id: "it is running", second.id: "it is running",
-                                "run-2": "the newest of its pipeline"}  # fmt: skip
+    compiles = {"heartbeat": time.time() - 3000, "renewed": time.time() - 2}
+    for elsewhere in ({"heartbeat": time.time() - 60}, compiles):
+        update_state(second.stage_path("second"), state="running", **elsewhere)
+        with claim_run(first):
+            assert fates(first) == {first.id: "it is running", second.id: "it is running",
+                                    "run-2": "the newest of its pipeline"}  # fmt: skip
     found = decide_retention(first.output_dir, num_kept_runs=1, older_than_seconds=0)
     assert [verdict.path for verdict in found if not verdict.reason_to_keep] == [first.path]
 
