@@ -196,16 +196,21 @@ def _import_module(name: str, path: str) -> Any:
         raise ConfigError(f"{path!r}: module {error.name!r} was not found") from error
 
 
+_USER_IMPORT_LOCK = threading.RLock()
+"""Lock around the import of a user's file, so that no other thread gets the partly initialised module."""
+
+
 def _load_module_file(file: Path) -> Any:
     if not os.path.isfile(file):
         raise ConfigError(f"user code {file} does not exist")
     name = f"user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        module_spec = importlib.util.spec_from_file_location(name, file)
-        assert module_spec is not None and module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[name] = module
-        # Remove a module that failed, so that a later import does not get a partly initialised one.
-        with cleanup_on_error(partial(sys.modules.pop, name)):
-            module_spec.loader.exec_module(module)
-    return sys.modules[name]
+    with _USER_IMPORT_LOCK:
+        if name not in sys.modules:
+            module_spec = importlib.util.spec_from_file_location(name, file)
+            assert module_spec is not None and module_spec.loader is not None
+            module = importlib.util.module_from_spec(module_spec)
+            sys.modules[name] = module
+            # Remove a module that failed, so that a later import does not get a partly initialised one.
+            with cleanup_on_error(partial(sys.modules.pop, name)):
+                module_spec.loader.exec_module(module)
+        return sys.modules[name]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +24,22 @@ def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
             import_object(f"{file}:first")
     file.write_text("thing = 2\n# another size, as caches go by size and second\n")
     assert import_object(f"{file}:thing") == 2
+
+
+def test_a_file_that_another_thread_still_imports_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages of a flow may publish to targets of one file at once."""
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gate_of_a_test", SimpleNamespace(begun=begun, go_on=go_on))  # type: ignore[misc]
+    (tmp_path / "slow.py").write_text("from gate_of_a_test import *\nbegun.set()\nassert go_on.wait(30)\nthing = 1\n")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(import_object, f"{tmp_path}/slow.py:thing")
+        assert begun.wait(30)
+        second = pool.submit(import_object, f"{tmp_path}/slow.py:thing")
+        wait([second], timeout=0.05)
+        go_on.set()
+        assert [first.result(), second.result()] == [1, 1]
 
 
 def test_a_target_of_a_package_in_the_current_folder_is_imported_where_only_scripts_are_on_the_path(
