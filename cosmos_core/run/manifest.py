@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -93,6 +95,7 @@ def commit_manifest(
         path = stage_path / output
         if not path.exists():
             raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
+        _replace_folder_links(path)
         output_records += [_make_file_record(stage_path, file) for file in list_files_below(path)]
     result = {
         "name": name,
@@ -176,9 +179,19 @@ def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result
     return adopted_result
 
 
+def _replace_folder_links(path: Path) -> None:
+    """Replace each link to a folder, at or below an output, by a folder with a link to each of its files: the files are
+    then part of the output, and nothing that is written to the output is written to the other folder."""
+    for link in [each for each in (path, *path.rglob("*")) if each.is_symlink() and each.is_dir()]:
+        if not link.parent.resolve().is_relative_to(folder := link.resolve()):  # a circle has no end
+            link.unlink()
+            shutil.copytree(folder, link, copy_function=os.symlink)
+
+
 def _make_file_record(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, fsync=True)
-    apply_umask(file)
+    if not file.is_symlink():  # a linked file belongs to somebody else
+        apply_umask(file)
     file_stat = file.stat()
     file_identity = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}
     return {"path": str(file.relative_to(stage_path)), "size": file_stat.st_size, "sha256": digest, **file_identity}

@@ -172,6 +172,31 @@ def test_outputs_follow_the_umask_and_keep_what_else_their_program_allowed(tmp_p
     assert problem_of(tmp_path) is None
 
 
+def test_a_linked_folder_is_part_of_an_output_and_stays_as_it_was(tmp_path: Path) -> None:
+    """A stage that changes one part of a large model may link to the others."""
+    base, stage = tmp_path / "base", tmp_path / "s"
+    weights = base / "unet" / "part" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("as it was")
+    weights.chmod(0o400)
+    (stage / "model").mkdir(parents=True)
+    (stage / "model" / "index").write_text("own")
+    (stage / "model" / "unet").symlink_to(base / "unet")
+    (stage / "model" / "circle").symlink_to(stage)
+    (stage / "whole").symlink_to(base)
+    outcome = Outcome(outputs=("model", "whole"))
+    commit_manifest(stage, outcome, kind="custom", fingerprint="f", inputs={})
+    paths = ["model/index", "model/unet/part/weights", "whole/unet/part/weights"]
+    assert [record["path"] for record in result_of(stage)["outputs"]] == paths and problem_of(stage) is None
+    (tmp_path / "t").mkdir()
+    adopt_result(stage, tmp_path / "t", result_of(stage))
+    assert (tmp_path / "t" / "model" / "unet" / "part" / "weights").read_text() == "as it was"
+    (tmp_path / "t" / "whole" / "unet" / "part" / "weights").chmod(0o600)
+    (tmp_path / "t" / "whole" / "unet" / "part" / "weights").write_text("another")
+    adopt_result(tmp_path / "t", stage, result_of(tmp_path / "t"))
+    assert (weights.read_text(), weights.stat().st_mode & 0o777) == ("as it was", 0o400)
+
+
 def planned(folder: Path, pipeline: Pipeline) -> dict[str, tuple[str, str]]:
     decisions = plan_stages(pipeline, pipeline.stage_kinds, folder / "outputs")
     return {name: (decision.action, decision.reason) for name, decision in decisions.items()}
