@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import torch
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -76,14 +78,22 @@ def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
 
 
 def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Load the weights in `lora_path` into the adapter of a model; raise ModelError if they are missing or damaged, or
-    belong to another model or adapter."""
+    """Load the weights in `lora_path` into the adapter of a model; if the model is on the meta device, only check them.
+    Raise ModelError if they are missing or damaged, or belong to another model or adapter."""
     file = _resolve_adapter_folder(lora) / "adapter_model.safetensors"
     try:
-        saved_state = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
+        saved_state = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; copy it again") from error
+        is_pickled = not file.exists() and file.with_suffix(".bin").exists()
+        remedy = "save the adapter as safetensors" if is_pickled else "copy it again"
+        raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
     model_state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    if saved_state.keys() != {PEFT_PREFIX + name for name in model_state}:  # translate names of older transformers
+        saved_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_state)
+    saved_state = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved_state.items()}
+    if base_names := (saved_state.keys() - model_state.keys()) & model.state_dict().keys():
+        problem = f"has {min(base_names)}, which PEFT copied from its base model"
+        raise ModelError(f"{_LORA_PATH_KEY}: {file} {problem}; save the adapter again with save_embedding_layers=False")
     problems = {"no": model_state.keys() - saved_state.keys(), "the unknown": saved_state.keys() - model_state.keys()}
     for problem, names in problems.items():
         if names:
@@ -94,7 +104,10 @@ def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
                 f"{_LORA_PATH_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
                 f"{tuple(model_state[name].shape)}; it is of another model"
             )
-    peft.set_peft_model_state_dict(model, saved_state)
+        if not torch.isfinite(tensor).all():
+            raise ModelError(f"{_LORA_PATH_KEY}: {file} holds NaN or infinity in {name}; take an undamaged adapter")
+    if not next(model.parameters()).is_meta:
+        peft.set_peft_model_state_dict(model, saved_state)
 
 
 def _resolve_adapter_folder(lora: LoraConfig) -> Path:

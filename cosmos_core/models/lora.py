@@ -83,11 +83,11 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         with warnings.catch_warnings(action="ignore"):  # PEFT warns of problems that this function checks itself
             ExactTargetLora(model, config, _ADAPTER_NAME)
     except (ValueError, TypeError, re.error) as error:
-        if lora.target_modules is None:
+        if lora.target_modules is None and lora.lora_path is None:
             problem = f"policy.lora.target_modules is left out, and PEFT has none for {type(model).__name__}"
             raise ConfigError(f"{problem}; give 'all-linear' or a list") from error
-        error_text = " ".join(str(error).split())
-        raise ConfigError(f"policy.lora: PEFT refuses {type(model).__name__}: {error_text}") from error
+        key = "policy.lora" + f".lora_path = '{lora.lora_path}'" * bool(lora.lora_path)
+        raise ConfigError(f"{key}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
     if tied_targets := [name for name in tied_names if name in layers_by_name]:
         setting = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
@@ -108,7 +108,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
             f"policy.lora.lora_dropout = {lora.lora_dropout} excludes an adapter on the head; leave it out of "
             f"target_modules or set lora_dropout = 0.0"
         )
-    if lora.lora_path is not None and not next(model.parameters()).is_meta:
+    if lora.lora_path is not None:
         load_adapter_weights(model, lora)
     if needs_base_weights(lora):
         for layer in layers_by_name.values():

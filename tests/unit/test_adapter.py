@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.lora import save_adapter
+from cosmos_core.models.hf import model_without_weights
+from cosmos_core.models.lora import add_adapter, save_adapter
 from tests.unit.test_lora import EVERY, TAKING, disturb, logits, ours, theirs
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_vlms import save_vlm
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,33 @@ def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
         ours(tied, {"lora_path": str(tmp_path / "lora")})
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_base_weights_that_peft_copied_into_an_adapter_are_named_with_the_remedy(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    model = theirs(folder, {"target_modules": ["q_proj", name], "init_lora_weights": False})
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"{name}.base_layer.weight, which PEFT .*; save .* save_embedding_layers"):
+        ours(folder, {"lora_path": str(tmp_path)})
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path)})), logits(model))
+
+
+def test_an_adapter_with_the_names_of_an_older_transformers_is_gone_on_with(tmp_path: Path) -> None:
+    folder = save_vlm("llava", tmp_path / "llava")
+    model = ours(folder, {"target_modules": ["self_attn.q_proj"]})
+    disturb(model)
+    save_adapter(model, tmp_path / "lora")
+    file = tmp_path / "lora/adapter_model.safetensors"
+    new = {key: tensor for key, tensor in load_file(file).items() if "language_model" in key}
+    save_file({key.replace("model.language_model", "language_model.model"): new[key] for key in new}, file)
+    config = tmp_path / "lora/adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "exclude_modules": ".*vision.*"}))
+    found = peft.get_peft_model_state_dict(ours(folder, {"lora_path": str(tmp_path / "lora")}))
+    assert {f"base_model.model.{name}" for name in found} == new.keys()
+    assert all(torch.equal(tensor, new[f"base_model.model.{name}"]) for name, tensor in found.items())
+
+
 def test_an_adapter_of_transposed_layers_is_gone_on_with(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=264, bos_token_id=None, eos_token_id=258)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
@@ -74,6 +105,9 @@ def test_an_adapter_of_transposed_layers_is_gone_on_with(tmp_path: Path) -> None
         ({}, "less", "has no .*lora_A.weight; it is of another model or adapter"),
         ({}, "more", "has the unknown ghost; it is of another model or adapter"),
         ({}, "narrow", r"of shape \(8, 1\), the model needs \(8, 64\)"),
+        ({}, "nan", "holds NaN or infinity in .*lora_A.weight; take an undamaged adapter"),
+        ({}, "bin", "adapter_model.safetensors cannot be read: .*; save the adapter as safetensors"),
+        ({}, "names", "lora_path = '.*': PEFT refuses Qwen3ForCausalLM: Target modules .*qkv"),
     ],
 )  # fmt: skip
 def test_an_adapter_that_does_not_fit_is_refused_by_name(
@@ -87,6 +121,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         "less": {key: tensor for key, tensor in state.items() if key != name},
         "more": {**state, "base_model.model.ghost": torch.zeros(1)},
         "narrow": {**state, name: torch.zeros(8, 1)},
+        "nan": {**state, name: torch.full((8, 64), torch.nan)},
     }
     if harm in changed:
         save_file(changed[harm], weights)
@@ -94,9 +129,18 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         weights.write_bytes(weights.read_bytes()[:100])
     elif harm == "none":
         config.unlink()
+    elif harm == "bin":
+        torch.save(state, weights.with_suffix(".bin"))
+        weights.unlink()
     else:
-        extra = {"dora": {"use_dora": True}, "pissa": {"init_lora_weights": "pissa"}, "": {}}[harm]
-        config.write_text(json.dumps({**values, **extra}))
+        extra: dict[str, dict[str, Any]] = {
+            "dora": {"use_dora": True}, "pissa": {"init_lora_weights": "pissa"}, "": {},
+            "names": {"target_modules": ["qkv_proj"]},
+        }  # fmt: skip
+        config.write_text(json.dumps({**values, **extra[harm]}))
+    lora = {"lora_path": str(tmp_path / "lora"), **settings}
     with pytest.raises((ConfigError, ModelError), match=message) as caught:
-        ours(folder, {"lora_path": str(tmp_path / "lora"), **settings})
+        ours(folder, lora)
     assert "\n" not in str(caught.value)
+    with torch.device("meta"), pytest.raises(type(caught.value), match=message):  # as `cosmos check` does
+        add_adapter(model_without_weights(str(folder), dtype=torch.float32), LoraConfig.model_validate(lora))
