@@ -127,9 +127,11 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
             )
 
 
-def find_longest_row_length(folder: Path) -> int:
-    """Return the number of tokens of the longest prepared row of text; raise DataError if a file is damaged."""
-    lengths = (pc.max(pc.list_value_length(table[name])).as_py() for table, name in _iterate_id_columns(folder))
+def find_longest_row_length(folder: Path, suffix: str = "_ids") -> int:
+    """Return the number of tokens of the longest prepared row of text in the columns whose name ends with `suffix`;
+    raise DataError if a file is damaged."""
+    id_columns = (table[name] for table, name in _iterate_id_columns(folder) if name.endswith(suffix))
+    lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
     return max((length or 0 for length in lengths), default=0)
 
 

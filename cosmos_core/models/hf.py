@@ -166,13 +166,16 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
             )
 
 
-def check_rows(config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel]) -> str:
+def check_rows(
+    config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel], *, are_completed: bool = False
+) -> str:
     """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed the model's
     positions, otherwise an empty string. `build_model` is called only if shapes of weights are needed.
 
     Raises:
         DataError: a token has no embedding.
-        ModelError: a row has more tokens than the model has learned position embeddings.
+        ModelError: a row has more tokens than the model has learned position embeddings, or with `are_completed` a
+            prompt has so many that no position is left for a completion: engines use none beyond the model's.
     """
     text_config = config.get_text_config()
     try:
@@ -182,6 +185,12 @@ def check_rows(config: PretrainedConfig, folder: Path, build_model: Callable[[],
         check_token_ids(folder, embedding.weight.shape[0])
     max_row_tokens = find_longest_row_length(folder)
     max_positions = getattr(text_config, "max_position_embeddings", None)
+    max_prompt_tokens = find_longest_row_length(folder, "prompt_ids") if are_completed else 0
+    if max_positions and max_prompt_tokens >= max_positions:
+        raise ModelError(
+            f"a prompt of {max_prompt_tokens:,} tokens leaves none of the {max_positions:,} positions of the model to "
+            f"a completion; set policy.model_max_length to {max_positions}, which leaves such prompts out"
+        )
     if not max_positions or max_row_tokens <= max_positions:
         return ""
     problem = f"rows of up to {max_row_tokens:,} tokens are longer than the {max_positions:,} positions of the model"

@@ -53,7 +53,10 @@ def open_model(stage: Stage) -> CausalLM:
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
     prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
-    if prepared_folder is not None and (warning := check_rows(model.config, prepared_folder, lambda: model)):
+    are_completed = stage.kind.feed == "rollouts"
+    if prepared_folder is not None and (
+        warning := check_rows(model.config, prepared_folder, lambda: model, are_completed=are_completed)
+    ):
         logger.warning("%s", warning)
     enable_flash_attention_3()
     if policy.enable_liger_kernel:

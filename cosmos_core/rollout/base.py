@@ -226,7 +226,8 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
         if not 0 < len(prompt.token_ids) < max_model_len:
             raise DataError(
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens; it must have at least 1 and fewer than "
-                f"policy.model_max_length = {max_model_len}; drop or shorten it"
+                f"{max_model_len}, the smaller of policy.model_max_length and the positions of the model; prepare the "
+                f"rows with policy.model_max_length = {max_model_len}, which leaves it out"
             )
 
 

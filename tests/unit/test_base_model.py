@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.data.prepared import check_token_ids, find_longest_row_length
@@ -137,7 +139,25 @@ def test_rows_beyond_the_positions_are_told_and_refused_where_these_are_learned(
                 check_rows(config, folder, build)
         else:
             assert check_rows(config, folder, build) == ""
+            assert check_rows(config, folder, build, are_completed=True) == "", "they are no prompts"
     check_token_ids(folder, Qwen3Config(vocab_size=260).vocab_size)
+
+
+def test_a_prompt_that_leaves_a_completion_no_position_is_refused_before_the_training(tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    schema = load_row_kind("prompts").schema
+    cells = [{name: [1] * n if name == "prompt_ids" else "" for name in schema.names} for n in (3, 9)]
+    with pa.ipc.new_file(tmp_path / "train.arrow", schema) as writer:
+        writer.write_table(pa.Table.from_pylist(cells, schema=schema))
+    for positions in (9, 10):
+        config = Qwen3Config(vocab_size=260, max_position_embeddings=positions)
+        assert check_rows(config, tmp_path, lambda: None) == ""
+        if positions == 10:
+            assert check_rows(config, tmp_path, lambda: None, are_completed=True) == ""
+        else:
+            with pytest.raises(ModelError, match=r"of 9 tokens leaves none of the 9 .*policy.model_max_length to 9"):
+                check_rows(config, tmp_path, lambda: None, are_completed=True)
 
 
 def test_a_training_names_the_rows_that_fill_no_batch_where_it_ends(tmp_path: Path) -> None:

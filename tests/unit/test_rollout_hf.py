@@ -196,7 +196,7 @@ def test_prompt_and_answer_together_never_pass_the_longest_sequence(engine: HfEn
     long = Prompt(id=9, token_ids=tuple(range(60)), text="", reference="")
     short, cut = generate(engine, [PROMPTS[0], long], Sampling(temperature=0, max_tokens=10), step=0)
     assert len(cut.completions[0].token_ids) <= 4 < len(short.completions[0].token_ids)
-    with pytest.raises(DataError, match=r"prompt 9 has 64 tokens.*model_max_length = 64"):
+    with pytest.raises(DataError, match=r"prompt 9 has 64 tokens.*fewer than 64, .*model_max_length = 64"):
         generate(engine, [dataclasses.replace(long, token_ids=tuple(range(64)))], SAMPLED, step=0)
 
 
