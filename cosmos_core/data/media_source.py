@@ -105,11 +105,14 @@ def open_media_items(dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
     set's table in messages. Raise DataError if the data set is missing, or its format is not supported."""
     name = dataset.local_dir or dataset.name
     if not name.strip():
-        remedy = "give a folder of prompts and media, or prompts"
-        raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; {remedy}")
+        raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; give a folder of media, or prompts")
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         path = find_prompt_set(name, f"{config_key}.name") or path
+    if dataset.subset and (path / dataset.subset).is_dir():
+        path, dataset = path / dataset.subset, dataset.copy_with(subset="")
+    elif dataset.subset not in {"", "default"} and path.is_dir() and _is_media_folder(path):
+        raise DataError(f"{config_key}.subset = {dataset.subset!r}, but {path} has no folder of that name")
     item_readers = [_make_item_reader(path, split, dataset, config_key) for split in dataset.split]
     return lambda: (item for reader in item_readers for item in reader())
 
@@ -158,12 +161,11 @@ def _is_media_folder(path: Path) -> bool:
         if stems and all(file.with_suffix("") in stems for file in list_data_files(path) if data_suffix(file.name)):
             return True
         return any(name.lower().endswith(_UNSUPPORTED_SUFFIXES) for name in file_names)
-    json_names = (name for name in file_names if name.lower().endswith(".json") and not name.startswith("."))
-    first_json_file = next(json_names, None)
-    if first_json_file is None or first_json_file in {"dataset_dict.json", "state.json", "dataset_info.json"}:
+    json_names = [name for name in file_names if name.lower().endswith(".json") and not name.startswith(".")]
+    if not json_names or json_names[0] in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False
     try:
-        return isinstance(json.loads((path / first_json_file).read_text(encoding="utf-8-sig")), dict)
+        return isinstance(json.loads((path / json_names[0]).read_text(encoding="utf-8-sig")), dict)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -367,14 +369,12 @@ def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
     if media_column is None:
         reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         return replace(_make_item(row, location, None, None), missing_media_reason=reason)
-    is_video = media_column in {"video", "mp4", "video_path"}
     media_source = row[media_column]
     media_source = media_source[0] if isinstance(media_source, list) and len(media_source) == 1 else media_source
-    if media_column == "file_name":
-        is_video = str(row[media_column]).lower().endswith(VIDEO_SUFFIXES)
     content, problem = None, ""
     try:
         path, content_bytes = locate_image(media_source, location)
+        is_video = media_column in {"video", "mp4", "video_path"} or str(path).lower().endswith(VIDEO_SUFFIXES)
         file = None if path is None else folder / os.path.expanduser(path)
         content = MediaContent(is_video, file, content_bytes=content_bytes or b"")
     except DataError as error:

@@ -110,7 +110,8 @@ def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
 def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    dataset_config = policy.dataset.copy_with(name=str(stage.data), local_dir="") if stage.data else policy.dataset
+    stage_data = {"name": str(stage.data), "local_dir": "", "subset": ""} if stage.data else {}
+    dataset_config = policy.dataset.copy_with(**stage_data)
     train_split = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:

@@ -154,6 +154,20 @@ def test_media_of_a_row_are_a_path_bytes_or_a_data_uri_and_an_empty_cell_is_none
     assert damaged.problem.startswith("rows.jsonl:5: image 'a\\x00.png' is no path")
 
 
+def test_a_subset_is_a_sub_folder_of_media_and_no_other_is_learned(tmp_path):
+    for name in ("cats", "dogs"):
+        write_pairs(tmp_path / name, 1)
+        (tmp_path / name / "0000.json").write_text(json.dumps({"prompt": name}))
+    assert [item.prompt for item in items_of(tmp_path, subset="cats")] == ["cats"]
+    with pytest.raises(DataError, match=r"dataset\.subset = 'birds', but .* has no folder of that name"):
+        items_of(tmp_path, subset="birds")
+
+
+def test_an_image_column_that_names_a_clip_is_a_clip(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"image": "1.png", "text": "a"}\n{"image": "2.MP4", "text": "b"}\n')
+    assert [item.content.is_video for item in items_of(tmp_path / "rows.jsonl")] == [False, True]
+
+
 def test_shards_that_are_named_for_a_held_out_split_are_not_learned(tmp_path):
     for name in ("train-0", "more", "test-0", "x_val_0"):
         tar_of(tmp_path / f"{name}.tar", {"1.txt": name.encode(), "1.png": png()})
