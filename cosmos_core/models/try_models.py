@@ -22,6 +22,7 @@ from rich.table import Table
 from transformers.utils import cached_file
 
 from cosmos_core.data.messages import add_system_turn, propose_merged_turns
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 from cosmos_core.models.model_files import locate_model, translate_load_errors
 from cosmos_core.models.pipeline_folder import MODEL_INDEX
@@ -58,7 +59,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(prompt_index)
-        inputs = {name: tokenized_prompt[name].to(device) for name in ("input_ids", "attention_mask")}
+        names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()  # a tokenizer may make no mask
+        inputs = {name: tokenized_prompt[name].to(device) for name in names}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output_ids = loaded_model.generate(  # type: ignore[operator]
             **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_options
@@ -126,6 +128,14 @@ def _read_prompts(prompt: str) -> Iterator[str]:
             yield line.strip()
 
 
+def _respond(name: str, generate_response: ResponseFn, prompt: str, prompt_index: int) -> str:
+    """Return the response of the model `name`; raise ModelError for any error of its tokenizer, template or code, such
+    as a prompt that is too long, and for an image that cannot be written."""
+    problem = f"{name}: no response to prompt {prompt_index + 1}"
+    with convert_errors(lambda error: ModelError(f"{problem}: {type(error).__name__}: {first_line(error)}")):
+        return generate_response(prompt.encode(errors="replace").decode(), prompt_index)
+
+
 def main() -> int:
     """Print the responses of all models to each prompt and return the exit code; on an error, print one line to
     standard error."""
@@ -142,7 +152,8 @@ def main() -> int:
             for index, (model, name, system_prompt) in enumerate(models_with_settings)
         ]
         for prompt_index, prompt in zip(count(), _read_prompts(program_options["prompt"]), strict=False):
-            responses = [generate_response(prompt, prompt_index) for generate_response in response_functions]
+            names_and_functions = zip(program_options["names"], response_functions, strict=True)
+            responses = [_respond(*each, prompt, prompt_index) for each in names_and_functions]
             if len(responses) == 1:
                 console.print(responses[0], soft_wrap=True)
             else:

@@ -67,6 +67,26 @@ def test_prompts_and_completions_are_printed_as_they_are(
     assert side_by_side.startswith("[/user] hi") and side_by_side.count("[/INST] :smile:") == 2
 
 
+def test_what_a_model_cannot_answer_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny_model(tmp_path / "tiny")
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config | {"model_input_names": ["input_ids"]}))
+    assert shown(monkeypatch, "half of a pair: \ud83d", str(folder)) == 0
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    assert shown(monkeypatch, "hi", str(folder)) == ModelError.exit_code
+    assert f"cosmos: {folder}: no response to prompt 1: TypeError: " in capsys.readouterr().err
+
+    def save(prompt: str, index: int) -> str:
+        raise PermissionError(13, "Permission denied", "a-0.png")
+
+    monkeypatch.setattr(try_models, "open_chat", lambda *_: save)
+    assert shown(monkeypatch, "hi", "a") == ModelError.exit_code
+    message = "a: no response to prompt 1: PermissionError: [Errno 13] Permission denied: 'a-0.png'"
+    assert capsys.readouterr().err == f"cosmos: {message}\n"
+
+
 @pytest.mark.parametrize("refuses", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"])
 def test_a_chat_begins_with_the_system_prompt_of_the_training(tmp_path: Path, refuses: str) -> None:
     folder = save_tiny_model(tmp_path / "tiny")
