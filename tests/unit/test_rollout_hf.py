@@ -22,7 +22,7 @@ from transformers import (
 from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.errors import ConfigError, DataError
+from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings, generate, request_seed
@@ -248,6 +248,13 @@ def test_draws_follow_the_distribution_and_never_take_an_impossible_token() -> N
     assert (drawn.bincount(minlength=6) / n - probabilities).abs().max() < 1e-3
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert sample_tokens(probabilities.log().expand(2, -1), edges).tolist() == [1, 4]
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    logprobs = torch.tensor([[0.0, 1.0, 2.0], [0.0, float("nan"), 0.0]]).log_softmax(-1)
+    assert sample_tokens(logprobs[:1], torch.tensor([0.5], dtype=torch.float64)).tolist() == [2]
+    with pytest.raises(ModelError, match=r"not finite \(NaN\).*; set train.param_dtype = 'float32'"):
+        sample_tokens(logprobs, torch.tensor([0.5, 0.0], dtype=torch.float64))
 
 
 def test_request_seeds_are_stable_and_all_different() -> None:
