@@ -252,7 +252,7 @@ class EnginePool:
             self._reopen_dead_engine(engine, error)
             return
         except ConfigError as error:
-            if engine.last_death_time == -math.inf:
+            if engine.description is not None or engine.last_death_time == -math.inf:
                 raise
             # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cosmos_core.error_handling import complete_future
-from cosmos_core.errors import StageFailed, first_line
+from cosmos_core.errors import ConfigError, DataError, ModelError, StageFailed, first_line
 from cosmos_core.rollout.base import Bucket, Engine, LoadReceipt, WeightFormat
 from cosmos_core.rollout.delta import ChangedWords
 from cosmos_core.rollout.link import BucketHeader, TransferFailed, copy_tensors_to_buffer, split_bucket
@@ -97,6 +97,8 @@ class EngineReplica:
         self._engine_commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
+        self._permanent_error: Exception | None = None
+        """Error of the generation that a restart of the engine would not mend."""
         self._session_id = ""
         self._num_forward_passes = 0
         self._num_in_flight = 0
@@ -122,7 +124,7 @@ class EngineReplica:
             while self._num_in_flight:
                 self._generate(engine)
             with self._group_condition:
-                self._session_id, self._finished_groups = session_id, []
+                self._session_id, self._finished_groups, self._permanent_error = session_id, [], None
 
         if self._weight_load is not None and not self._weight_load.receipt_future.done():  # the trainer died
             if self._weight_load.is_scheduled:
@@ -143,10 +145,15 @@ class EngineReplica:
 
     def completed(self, session_id: str, max_seconds: float) -> tuple[list[Group], int]:
         """Wait at most `max_seconds` for a group. Return all finished groups and the engine's number of forward passes,
-        which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does."""
+        which does not grow while the engine hangs. Raise a `ConnectionError` as `submit` does, and an error of model,
+        data or settings that ended the generation."""
         with self._group_condition:
-            self._group_condition.wait_for(lambda: self._finished_groups or session_id != self._session_id, max_seconds)
+            self._group_condition.wait_for(
+                lambda: self._finished_groups or self._permanent_error or session_id != self._session_id, max_seconds
+            )
             self._check_session_id(session_id)
+            if self._permanent_error is not None:
+                raise self._permanent_error
             groups, self._finished_groups = self._finished_groups, []
         return groups, self._num_forward_passes
 
@@ -250,9 +257,15 @@ class EngineReplica:
             self._generate(engine)
 
     def _generate(self, engine: Engine) -> None:
-        """Make a forward pass with `step`, or generate a group if the engine has no `step`; exit after an error."""
+        """Make a forward pass with `step`, or generate a group if the engine has no `step`; exit after an error, unless
+        another process would raise it too."""
         try:
             groups = getattr(engine, "step", engine.completed)()
+        except (ConfigError, DataError, ModelError) as error:
+            with self._group_condition:
+                self._permanent_error, self._num_in_flight = error, 0
+                self._group_condition.notify_all()
+            return
         except Exception:
             logger.exception("the engine failed")
             os._exit(1)

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from cosmos_core.config.media import PIXEL_LIMIT_KEYS
 from cosmos_core.config.schema.rollout import VLLM_TEMPERATURES
 from cosmos_core.data.images import open_image
-from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.errors import ConfigError
 from cosmos_core.imports import without_garbage_collection
 from cosmos_core.models.hf import load_config
 from cosmos_core.parallel.mesh import is_single_rank
@@ -231,7 +231,7 @@ class VllmEngine:
             return
         group, k = self._in_flight.pop(request_output.request_id)
         if group.prompt.images and tuple(request_output.prompt_token_ids) != group.prompt.token_ids:
-            raise StageFailed(
+            raise ConfigError(
                 f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
                 f"rollout.backend = 'hf'"
             )

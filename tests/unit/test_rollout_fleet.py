@@ -230,6 +230,22 @@ def test_an_engine_that_cannot_be_opened_or_refuses_a_prompt_says_why() -> None:
         fleet.request(Prompt(1, (1,), "refused", ""), SAMPLING, 0).result()
 
 
+@pytest.mark.parametrize("has_died", [False, True])
+def test_an_error_that_no_other_process_mends_is_told_and_no_engine_is_ended_for_it(has_died: bool) -> None:
+    class Overflowing(Drawing):
+        def completed(self) -> list[Group]:
+            raise ConfigError("its logits are not finite")
+
+    handle = Threaded(Overflowing)
+    with fleet_of(handle, version=0) as fleet:
+        if has_died:
+            handle.kill()
+            load_new(fleet, 0)
+        with pytest.raises(ConfigError, match=r"^its logits are not finite$"):
+            fleet.request(PROMPTS[0], SAMPLING, 0).result()
+    assert handle.deaths == has_died
+
+
 def test_an_engine_that_dies_again_and_again_ends_the_stage() -> None:
     handle = Threaded()
     with fleet_of(handle) as fleet:
