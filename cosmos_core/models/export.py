@@ -37,7 +37,7 @@ def export_model(
         with merge_adapter(model), default_generation_config(model), disable_requantization(model):
             model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
         _export_config(model, dtype).save_pretrained(staging_folder)
-        save_generation_config(model, staging_folder)
+        save_generation_config(model, tokenizer, staging_folder)
         tokenizer.init_kwargs.pop("auto_map", None)
         tokenizer.save_pretrained(staging_folder)
         if has_lora_adapter(model):

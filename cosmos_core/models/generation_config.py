@@ -2,13 +2,14 @@
 but transformers refuses to load some values and to save others, for example sampling parameters without `do_sample`,
 which many published models have."""
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from cosmos_core.models.model_files import locate_model, read_json, translate_load_errors
@@ -39,9 +40,14 @@ def find_refused_generation_settings(model: str, revision: str | None = None) ->
     return _split_refused_settings(_read_generation_config(model, revision) or {})[1]
 
 
-def save_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config of a model without transformers' validation, which refuses some values."""
-    model.generation_config.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
+def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the generation config of a model without transformers' validation, which refuses some values. The end token
+    of the tokenizer, which rows teach and engines obey, is added if `generate` would not stop at it."""
+    config, end_token_id = copy.copy(model.generation_config), tokenizer.eos_token_id
+    end_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if end_token_id is not None and end_token_id not in end_token_ids:
+        config.eos_token_id = [*(token_id for token_id in end_token_ids if token_id is not None), end_token_id]
+    config.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
 
 
 @contextmanager

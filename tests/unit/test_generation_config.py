@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,15 @@ def test_a_negative_number_is_no_token_that_ends_a_completion(folder: Path) -> N
     (folder / GENERATION_CONFIG).write_text(json.dumps({"eos_token_id": [-1, 257]}))
     tokenizer = load_tokenizer(str(folder))
     assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id, 257)
+
+
+@pytest.mark.parametrize(("said", "written"), [({"eos_token_id": 256}, [256, 258]), ({}, [258]), (None, 258)])
+def test_an_export_ends_a_completion_where_its_rows_did(folder: Path, tmp_path: Path, said: Any, written: Any) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    target = tmp_path / "export"
+    if said is None:  # the end token is that of config.json
+        (copied / GENERATION_CONFIG).unlink()
+        export_model(load_model(str(copied), dtype=torch.float32), load_tokenizer(str(copied)), target, dtype=None)
+    else:
+        exported(copied, said, target)
+    assert json.loads((target / GENERATION_CONFIG).read_text())["eos_token_id"] == written
