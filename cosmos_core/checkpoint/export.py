@@ -118,7 +118,7 @@ def make_verified_outcome(
     num_bytes, dtype = sum(file.stat().st_size for file in weight_files), stage.recipe.train.param_dtype
     outcome_info: dict[str, JsonValue] = {"model": folder, "step": step, "checks": list(passed_checks), "dtype": dtype}
     if has_adapter:
-        outcome_info["adapter"] = f"{folder}/{ADAPTER_FOLDER}"
+        outcome_info |= {"adapter": f"{folder}/{ADAPTER_FOLDER}", "base": _adapter_base_model(stage)}
     return Outcome(outputs=(folder,), metrics={"export/bytes": float(num_bytes)}, info=outcome_info)
 
 
@@ -200,8 +200,10 @@ def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
-    config names the base model by its public name instead of a local folder."""
-    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*"))
+    config names the base model by its public name instead of a local folder. Empty if no stage made the model: the
+    base of an adapter in its folder is unknown."""
+    is_from_stage = referenced_stage(stage.config.model) is not None
+    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_from_stage else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}
     if content := adapter_contents.get(name := f"{ADAPTER_FOLDER}/adapter_config.json"):
         adapter_config = json.loads(content) | {"base_model_name_or_path": _adapter_base_model(stage)}

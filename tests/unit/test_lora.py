@@ -315,7 +315,13 @@ def test_a_stage_hands_over_the_merged_model_and_the_adapter_and_both_are_export
     torch.testing.assert_close(by_peft, by_transformers, rtol=0, atol=1e-4)
     publishing = make_stage(tmp_path / "export", "export", config, handed)
     publishing.origin = {"base_model": str(task / "task/model"), "data": [str(task / "x")]}
+    assert export.adapter_files(publishing) == {}, "of a folder that no stage made, the base is not known"
+    assert "lora/" not in export.model_card(publishing, export.loading_instructions(publishing, "AutoModel"))
+    publishing.config = publishing.config.copy_with(model="stage:sft")
+    result: dict[str, Any] = {"kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "inputs": {}}
+    publishing.inputs = {"sft": {**result, "info": {**outcome.info, "base": "model"}}}
     exported = export.run(publishing)
+    assert exported.info["base"] == "model", "for an export of this export"
     assert exported.info["adapter"] == f"{exported.info['model']}/lora"
     target = publishing.path / str(exported.info["model"])
     assert len({(each / "lora/adapter_model.safetensors").read_bytes() for each in (target, handed)}) == 1
