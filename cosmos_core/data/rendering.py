@@ -52,10 +52,10 @@ def render(
     render_arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     render_arguments["template_kwargs"] = template_kwargs
     renderings: list[tuple[list[Message], list[Message], str]] = []
-    for rendered_turns in (turns, _convert_to_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
+    for rendered_turns in (turns, convert_to_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
             text = render_template(renderer, rendered_turns, location=location, **render_arguments)
-            missing_turns = [turn for turn in rendered_turns if _is_turn_missing(turn, text)]
+            missing_turns = [turn for turn in rendered_turns if is_turn_missing(turn, text)]
             renderings.append((missing_turns, rendered_turns, text))
         except TemplateError as error:
             last_error = error
@@ -79,7 +79,7 @@ def render(
     return rendered_turns, text
 
 
-def _convert_to_text_parts(turns: list[Message]) -> list[Message]:
+def convert_to_text_parts(turns: list[Message]) -> list[Message]:
     """Return the turns with each string content as a list of one text part."""
     return [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
@@ -87,7 +87,7 @@ def _convert_to_text_parts(turns: list[Message]) -> list[Message]:
     ]
 
 
-def _is_turn_missing(turn: Message, text: str) -> bool:
+def is_turn_missing(turn: Message, text: str) -> bool:
     """Return whether a turn has a text whose last 20 characters do not occur in the rendering `text`. Of a tool's text,
     only the last word is compared, because templates may write it as JSON with escaped characters."""
     if turn["role"] == "tool":

@@ -22,6 +22,7 @@ from rich.table import Table
 from transformers.utils import cached_file
 
 from cosmos_core.data.messages import add_system_turn, propose_merged_turns
+from cosmos_core.data.rendering import convert_to_text_parts, is_turn_missing
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 from cosmos_core.models.model_files import locate_model, translate_load_errors
@@ -37,9 +38,11 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     from transformers.utils.logging import disable_progress_bar
 
     from cosmos_core.models.hf import load_model, load_tokenizer
+    from cosmos_core.models.processor import load_processor
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
+    renderer: Any = load_processor(model) or tokenizer
     loaded_model = load_model(model, dtype=select_dtype(device), device=device)
     conversation: list[dict[str, Any]] = add_system_turn([], system_prompt)
     sampling_options: dict[str, Any] = {"do_sample": bool(temperature)}
@@ -47,11 +50,15 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         sampling_options["temperature"] = temperature
 
     def render_turns(turns: list[dict[str, Any]]) -> Any:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        if is_turn_missing(turns[-1], text):  # templates of some vision models expect parts as content of a turn
+            turns = convert_to_text_parts(turns)
+            text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
     def generate_response(prompt: str, prompt_index: int) -> str:
         conversation.append({"role": "user", "content": prompt})
-        if tokenizer.chat_template:
+        if renderer.chat_template:
             try:
                 tokenized_prompt = render_turns(conversation)
             except TemplateError:  # the chat template refuses a system turn

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.errors import EXIT_PREEMPTED, ModelError
 from cosmos_core.models import try_models
 from tests import tiny_pipelines
 from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_vlms import PARTS, save_vlm
 
 
 def test_a_pipeline_that_lacks_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -95,6 +97,25 @@ def test_a_chat_begins_with_the_system_prompt_of_the_training(tmp_path: Path, re
     start = partial(try_models.open_chat, str(folder), 4, 0.0, torch.device("cpu"))
     separator = "\n\n" if refuses else " "
     assert start("1 + 2")("3 =", 0) == start("")(f"1 + 2{separator}3 =", 0) != start("")("3 =", 0)
+
+
+@pytest.mark.parametrize("is_of_processor", [False, True])
+def test_a_prompt_reaches_a_template_that_renders_parts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_processor: bool
+) -> None:
+    folder = save_vlm("llava", tmp_path / "llava", PARTS)
+    if is_of_processor:  # as the models of LLaVA were published
+        (folder / "chat_template.jinja").unlink()
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    rendered: list[str] = []
+    tokenise = PreTrainedTokenizerBase.__call__
+    monkeypatch.setattr(
+        PreTrainedTokenizerBase,
+        "__call__",
+        lambda self, text, **kw: rendered.append(text) or tokenise(self, text, **kw),
+    )
+    try_models.open_chat(str(folder), 1, 0.0, torch.device("cpu"), "")("What is it?", 0)
+    assert rendered[-1] == "USER: What is it? ASSISTANT: "
 
 
 def test_a_pipeline_without_a_t5_is_loaded_and_one_that_needs_a_package_is_refused_in_one_line(tmp_path: Path) -> None:
