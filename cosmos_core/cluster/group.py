@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 import threading
 import time
 import traceback
@@ -41,6 +42,8 @@ _REPLY_SECONDS = 10.0
 """Seconds to wait for a reply of a rank or of Ray; then ranks are polled, because a reply of `run` may be lost."""
 _OBJECT_STORE_BYTES = 1 << 30
 """Size of Ray's object store in bytes, for two buckets of weights in transfer to engines, and unread values."""
+_MAX_SOCKET_FOLDER_BYTES = 40
+"""Maximum length of the path of Ray's folder: the path of a socket is at most 107 bytes long, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
 _DEATH_REPORT_SECONDS = 10.0
@@ -183,7 +186,7 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
     import ray
 
     sigterm_handler = signal.getsignal(signal.SIGTERM)
-    with join_cluster():
+    with join_cluster(), _make_socket_folder() as socket_folder:
         try:
             if not owns_cluster:
                 ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
@@ -197,13 +200,25 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 ray.init(
                     address="local", num_cpus=num_ranks, num_gpus=torch.cuda.device_count(), include_dashboard=False,
-                    logging_level=logging.WARNING, log_to_driver=True,
+                    logging_level=logging.WARNING, log_to_driver=True, _temp_dir=socket_folder,
                     object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
                 )  # fmt: skip
             signal.signal(signal.SIGTERM, sigterm_handler)  # replace the handler of `ray.init`, which ends this process
             yield ray, owns_cluster, actor_threads
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _make_socket_folder() -> Iterator[str | None]:
+    """Yield a temporary folder in /tmp for the files of an embedded cluster if TMPDIR, such as that of a batch job, is
+    too long a path for the sockets that Ray makes there; otherwise None: Ray's default."""
+    default_folder = os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
+    if len(os.fsencode(default_folder)) <= _MAX_SOCKET_FOLDER_BYTES:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="cosmos-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_parallel: bool) -> tuple[int, int]:

@@ -24,7 +24,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cosmos_core.cluster.actors import ActorGroup, _ObjectActor
-from cosmos_core.cluster.group import WorkerGroup, create_tcp_store, find_network_interface, split_threads
+from cosmos_core.cluster.group import (
+    WorkerGroup,
+    _make_socket_folder,
+    create_tcp_store,
+    find_network_interface,
+    split_threads,
+)
 from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
 from cosmos_core.config.schema.recipe import Recipe
@@ -94,6 +100,18 @@ def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytes
         assert os.environ["OMP_NUM_THREADS"] == "3"
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("folder", ["/scratch/someone/jobs/1234567/cosmos-0123456789ab", "/tmp/cosmos-0123456789ab"])
+def test_a_long_tmpdir_leaves_room_for_the_names_of_sockets(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", folder)
+    with _make_socket_folder() as short_folder:
+        session = "session_2026-11-29_21-19-20_974837_4194304/sockets/plasma_store"
+        assert len(f"{short_folder or f'{folder}/ray'}/{session}") <= 107, "a longer path is no address of a socket"
+        assert (short_folder is None) is folder.startswith("/tmp")
+        assert short_folder is None or os.path.isdir(short_folder)
+    assert short_folder is None or not os.path.exists(short_folder)
 
 
 @pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
