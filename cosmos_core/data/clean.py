@@ -150,11 +150,14 @@ def _make_row_fingerprint(location: str, texts: list[str]) -> tuple["RowFingerpr
 
 
 def iterate_texts(value: Any) -> Iterator[str]:
-    """Yield all texts in nested lists and dictionaries, such as turns, except the texts of system turns."""
+    """Yield all texts in nested lists and dictionaries, such as turns, except the texts of system turns. The arguments
+    of a tool call are one text, as JSON."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         if value.get("role") not in {"system", "developer"}:
+            if isinstance(arguments := value.get("arguments"), dict):  # calls may differ in names and numbers alone
+                value = {**value, "arguments": json.dumps(arguments, ensure_ascii=False, default=str)}
             yield from iterate_texts([element for name, element in value.items() if name not in {"role", "type"}])
     elif isinstance(value, list | tuple):
         for element in value:

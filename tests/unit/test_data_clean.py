@@ -168,6 +168,18 @@ def test_rows_with_one_text_and_other_images_are_no_duplicates(tmp_path: Path) -
     assert (lines, len(kept)) == ([], 4)
 
 
+def test_calls_that_differ_in_a_name_or_a_number_of_their_arguments_are_no_duplicates(tmp_path: Path) -> None:
+    def talk(**arguments: Any) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": "heat", "arguments": arguments}}]
+        asked = {"role": "user", "content": "Warmer, please."}
+        return {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]}
+
+    of = stage(tmp_path, [], near_duplicates=0.0)
+    talks = [talk(celsius=20), talk(celsius=25), talk(kelvin=20), talk(celsius=20)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talks))
+    assert matches(of) == [("4", "exact_duplicate", "1")]
+
+
 def test_bands_of_similar_sets_mostly_share_a_key() -> None:
     bands, pairs = MinHashBands(0.9), 0
     for seed in range(200):
