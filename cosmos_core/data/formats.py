@@ -13,7 +13,7 @@ import json
 import lzma
 import re
 import zlib
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -87,7 +87,8 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
             except UnicodeDecodeError as error:
                 line_number = content.count(b"\n", 0, error.start) + 1
                 problem = f"{path.name}:{line_number}: byte {error.start} is not UTF-8; save the file as UTF-8"
-                raise DataError(f"{problem}, for example with iconv -f cp1252 -t utf-8 OLD > NEW") from None
+                encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "cp1252"
+                raise DataError(f"{problem}, for example with iconv -f {encoding} -t utf-8 OLD > NEW") from None
             raise
 
 

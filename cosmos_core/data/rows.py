@@ -219,7 +219,9 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 def _find_data_files(folder: Path) -> list[Path]:
     files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
-    return sorted(file for file in files if file.is_file() and file.name not in _INFO_FILES)
+    # Links to missing files are kept: reading one raises an error, where leaving it out would leave out its rows.
+    files = (file for file in files if file.is_file() or (file.is_symlink() and not file.exists()))
+    return sorted(file for file in files if file.name not in _INFO_FILES)
 
 
 def _has_split_name(file: Path, split: str) -> bool:

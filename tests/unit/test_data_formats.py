@@ -98,6 +98,22 @@ def test_a_copy_of_a_file_is_refused_and_a_missing_one_is_told(
         load_rows(DatasetConfig(name=str(tmp_path)))
 
 
+def test_a_link_to_a_missing_file_is_an_error_and_not_fewer_rows(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    for name in ("test.jsonl", "b.jsonl"):
+        assert values(load_rows(DatasetConfig(name=str(tmp_path)))) == ROWS
+        (tmp_path / name).symlink_to(tmp_path / "not-fetched")
+    with pytest.raises(DataError, match=r"^b\.jsonl cannot be read: .*No such file"):
+        load_rows(DatasetConfig(name=str(tmp_path)))
+
+
+def test_the_advice_for_a_file_in_utf16_is_to_convert_it_from_that(tmp_path: Path) -> None:
+    for encoding, said in (("utf-16", "utf-16"), ("cp1252", "cp1252")):
+        (tmp_path / "a.csv").write_bytes("prompt,response\né,à\n".encode(encoding))
+        with pytest.raises(DataError, match=rf"is not UTF-8; .* iconv -f {said} -t utf-8"):
+            load_rows(DatasetConfig(name=str(tmp_path / "a.csv")))
+
+
 def test_maps_of_a_parquet_file_are_objects(tmp_path: Path) -> None:
     table = pa.table(
         {"turns": pa.array([[[("role", "user"), ("content", "q")]]], pa.list_(pa.map_("string", "string")))}
