@@ -178,7 +178,7 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
         raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
     raw_pass_rate = pass_rates_by_key[rate_key]
     try:
-        pass_rate = None if raw_pass_rate is None else float(raw_pass_rate)
+        pass_rate = None if raw_pass_rate in (None, "") else float(raw_pass_rate)  # CSV writes null as an empty text
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None
     if pass_rate is not None and not parse_pass_rate_range(row_spec.pass_rate_range)(pass_rate):

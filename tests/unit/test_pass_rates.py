@@ -75,6 +75,15 @@ def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
         _check_pass_rate(spec, {}, Record(values, False, {"images": 1, "image_tokens": 4}), "rows:1")
 
 
+def test_a_blank_cell_of_a_csv_file_is_an_unknown_rate() -> None:
+    spec = RecordSpec(recipe(GRPO), load_row_kind("prompts"), 8, "m", None, pass_rate_range="pass_rate < 1")
+    record = Record(([1], "look", "", "{}", "rows:1"), False, {})
+    for rate in ("", None, "0.5"):
+        _check_pass_rate(spec, {"pass_rate": rate}, record, "rows:1")
+    with pytest.raises(DataError, match=r"rows:1: the pass rate \[0\.5\] of its row is no number or null"):
+        _check_pass_rate(spec, {"pass_rate": [0.5]}, record, "rows:1")
+
+
 def test_a_file_without_a_range_is_refused() -> None:
     with pytest.raises(ValueError, match="pass_rates needs keep"):
         DatasetConfig(name="x", pass_rates="rates.jsonl")
