@@ -126,7 +126,8 @@ def merge_tables(base: Mapping[str, Any], overriding_values: Mapping[str, Any], 
 def _replaces_table(key: str, old_value: Mapping[str, Any], new_value: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
         return "type" in new_value and new_value["type"] != old_value.get("type", new_value["type"])
-    return key in _list_tables_with_user_chosen_keys() and not isinstance(new_value, OverrideTable)
+    has_user_chosen_keys = key == "sweep.grid" or key in _list_tables_with_user_chosen_keys()
+    return has_user_chosen_keys and not isinstance(new_value, OverrideTable)
 
 
 @cache

@@ -67,7 +67,7 @@ def parse_override(text: str) -> Override:
     keys = split_key(current_key(match[1].strip())) if match else ()
     if match is None or not all(keys) or len(keys) > MAX_NESTING_DEPTH:
         raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
-    value_text = match[2]
+    value_text = match[2].strip()
     try:
         parsed_tables = tomllib.loads(f"value = {value_text}")
     except (ValueError, RecursionError):

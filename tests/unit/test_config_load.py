@@ -151,6 +151,7 @@ RIGHT = [
     ("logging.logger=['Console']", ("logging", "logger"), ("console",)),
     ("custom.any.thing=[1, 'x']", ("custom",), {"any": {"thing": [1, "x"]}}),
     ("policy.model_name_or_path=org/other", ("policy", "model_name_or_path"), "org/other"),
+    ("logging.experiment_name = one run ", ("logging", "experiment_name"), "one run"),
 ]
 
 

@@ -94,6 +94,19 @@ def test_an_override_of_a_key_in_the_grid_is_said_to_do_nothing(tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize(
+    "grid", ['sft.sweep.grid={"train.seed" = [1, 2]}', 'sft.sweep={grid = {"train.seed" = [1, 2]}}']
+)
+def test_a_grid_on_the_command_line_replaces_that_of_the_file_and_one_key_of_it_is_added(
+    tmp_path: Path, grid: str
+) -> None:
+    branches = swept(tmp_path, f"grid = {{ {RATES} }}, {MEASURED}", grid).stage("sft").sweep.branches
+    assert [branch.settings for branch in branches] == [{"train.seed": 1}, {"train.seed": 2}]
+    added = 'sft.sweep.grid."train.seed"=[1]'
+    branches = swept(tmp_path, f"grid = {{ {RATES} }}, {MEASURED}", added).stage("sft").sweep.branches
+    assert [branch.settings for branch in branches] == [{"train.optm_lr": r, "train.seed": 1} for r in (1e-5, 0.5)]
+
+
 def test_a_part_of_a_key_with_a_dot_is_quoted_as_in_an_override(tmp_path: Path) -> None:
     grid = """grid = { 'policy.lora.alpha_pattern."mlp.up"' = [1.0, 2.0] }"""
     lora = ("policy.lora.r=2", 'policy.lora.alpha_pattern."mlp.up"=4')
