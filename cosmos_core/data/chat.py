@@ -20,6 +20,7 @@ from cosmos_core.data.spans import common_prefix_length
 from cosmos_core.data.template_limits import limit_resources
 from cosmos_core.data.tool_calls import encode_arguments
 from cosmos_core.errors import DataError, ModelError
+from cosmos_core.models.chat_templates import check_template_text
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
@@ -66,7 +67,8 @@ def make_prompt_rendering(
     config: MultiTurnRolloutConfig, tools: Sequence[dict[str, Any]] | None = None
 ) -> PromptRendering:
     """Return a recipe's settings for rendering prompts; if `tools` is None, describe the tools that the recipe names.
-    Raise ConfigError if a tool cannot be called, and DataError if the template file cannot be read."""
+    Raise ConfigError if a tool cannot be called or the template file is empty or JSON, and DataError if the file cannot
+    be read."""
     if not config.enable:
         return DEFAULT_RENDERING
     tools = load_tool_schemas(config) if tools is None else tools
@@ -75,6 +77,8 @@ def make_prompt_rendering(
         template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{_MULTI_TURN_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
+    if path is not None and template is not None:
+        check_template_text(f"{_MULTI_TURN_KEY}.custom_chat_template_path", path, template)
     return PromptRendering(
         tuple(tools), template, config.add_generation_prompt, config.continue_final_message, config.enable_thinking
     )

@@ -22,19 +22,29 @@ CHAT_TEMPLATES = {
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     """Set the chat template of a tokenizer. `name` is a key of `CHAT_TEMPLATES`, or the path of a Jinja file; None:
-    keep the template of the tokenizer. Raise ConfigError if there is no such file, or if the tokenizer's vocabulary
-    lacks tokens of the template."""
+    keep the template of the tokenizer. Raise ConfigError if the file is missing, empty or JSON, or if the tokenizer's
+    vocabulary lacks tokens of the template."""
     if name is None:
         return
     if name not in CHAT_TEMPLATES:
         try:
-            tokenizer.chat_template = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+            template = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(CHAT_TEMPLATES)
             raise ConfigError(f"policy.chat_template = {name!r} is none of {names}, and no file: {error}") from None
+        check_template_text("policy.chat_template", name, template)
+        tokenizer.chat_template = template
         return
     required_tokens = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
     if missing_tokens := [token for token in required_tokens if token not in tokenizer.get_vocab()]:
         problem = f"needs the token {missing_tokens[0]}, which the tokenizer does not have"
         raise ConfigError(f"policy.chat_template = {name!r} {problem}")
     tokenizer.chat_template = CHAT_TEMPLATES[name]
+
+
+def check_template_text(key: str, name: str, text: str) -> None:
+    """Raise ConfigError if the text of a template file is empty or JSON, which would be written around each row."""
+    is_json = name.lower().endswith(".json")
+    if is_json or not text.strip():
+        problem = "is JSON; save the value of its chat_template" if is_json else "is empty; write a template"
+        raise ConfigError(f"{key} = {name!r} {problem} as a .jinja file")

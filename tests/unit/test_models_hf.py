@@ -30,11 +30,15 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from cosmos_core.errors import ModelError
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
+from cosmos_core.data.chat import make_prompt_rendering
+from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.base import has_dropout
+from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.hf import check_row_length, iter_checkpoint_weights, load_config, load_model, load_tokenizer
 from cosmos_core.models.recompute import RecomputeMode
 from cosmos_core.models.sharded_load import init_on_meta
+from tests.unit.data_tokenizers import byte_tokenizer
 from tests.unit.tiny_model import save_tiny_model
 
 
@@ -147,6 +151,19 @@ class OfAnotherLibraryConfig(Qwen3Config):
 
 class OfAnotherLibrary(Qwen3ForCausalLM):
     config_class = OfAnotherLibraryConfig
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [("a.jinja", "\n", "empty"), ("a.JSON", '{"x": "y"}', "JSON")])
+def test_a_chat_template_in_an_empty_file_or_in_json_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    said = rf" = '{name}' is {said}; .* as a \.jinja file$"
+    with pytest.raises(ConfigError, match=rf"^policy\.chat_template{said}"):
+        set_chat_template(byte_tokenizer(None), name)
+    with pytest.raises(ConfigError, match=rf"^rollout\.multi_turn_config\.custom_chat_template_path{said}"):
+        make_prompt_rendering(MultiTurnRolloutConfig(enable=True, custom_chat_template_path=name))
 
 
 def test_a_class_of_another_library_is_found_where_it_is_registered(copy: Path) -> None:
