@@ -84,8 +84,9 @@ def decode_media(content: MediaContent, frame_settings: FrameSettings, clip_posi
 
 
 def _convert_decoder_error(content: MediaContent, error: Exception) -> Exception:
-    # FFmpeg reports an input/output error for a Matroska file that ends within its header.
-    if type(error).__module__.startswith("av.") and getattr(error, "errno", None) == errno.EIO:
+    # FFmpeg reports an input/output error for a Matroska file that ends within its header, and that memory cannot be
+    # allocated for a damaged size in a file.
+    if type(error).__module__.startswith("av.") and getattr(error, "errno", None) in {errno.EIO, errno.ENOMEM}:
         content.digest()  # read the file again: this raises OSError if the disk is at fault
         return DataError("it cannot be decoded: it is damaged or cut off")
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")

@@ -12,6 +12,7 @@ from PIL import Image
 
 from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_source import MediaContent
+from cosmos_core.errors import DataError
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -77,6 +78,13 @@ def test_a_clip_that_was_trimmed_without_encoding_has_the_frames_that_a_player_s
     assert shown("first") == [*range(first, first + 5)]
     assert shown("random") == [15, 16, 17, 18, 19]
     assert (shown("uniform")[0], shown("uniform")[-1]) == (first, 19)
+
+
+def test_a_damaged_size_in_a_clip_is_damage_and_no_lack_of_memory_after_which_to_try_again(tmp_path):
+    content = bytearray(write_frames(tmp_path / "1.mp4", [np.zeros((32, 32, 3), np.uint8)] * 2).read_bytes())
+    content[content.index(b"stts") + 8] = 0xFF  # the first byte of the number of entries, behind version and flags
+    with pytest.raises(DataError, match="it cannot be decoded: it is damaged or cut off"):
+        decode_media(MediaContent(True, content_bytes=bytes(content)), FrameSettings((32, 32), num_frames=1), 0.0)
 
 
 def test_a_clip_has_the_proportions_that_a_player_shows(tmp_path):
