@@ -27,11 +27,13 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
             of these settings, or the weights are quantized in a format that is not dequantized.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
-    quantization = quantization_method(model.config) if isinstance(model, PreTrainedModel) and not keys else None
-    if quantization and quantization not in DEQUANTIZED_FORMATS:
+    quantization = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
+    names_trained_weights = keys == ["trainable_pattern"]  # the other keys train what they do not name
+    if quantization and quantization not in DEQUANTIZED_FORMATS and not names_trained_weights:
         raise ConfigError(
             f"policy.model_name_or_path: the model's weights are quantized ({quantization}): they are not trained, and "
-            f"no adapter can be merged into them, as engines and the export need; take the model without quantization"
+            f"no adapter can be merged into them, as engines and the export need; take the model without quantization, "
+            f"or name other weights in policy.trainable_pattern alone"
         )
     if not keys and policy.lora is None:
         return
@@ -63,6 +65,8 @@ def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, regex: 
     if not parameters:
         prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in weights})  # cut names before the layer number
         raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggest_names(name_or_pattern, prefixes)}")
+    if is_trained and not all(parameter.is_floating_point() for parameter in parameters):
+        raise ConfigError(f"{key}: {name_or_pattern!r} matches quantized weights, which are not trained; name others")
     for parameter in parameters:
         parameter.requires_grad_(is_trained)
 

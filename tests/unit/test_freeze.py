@@ -103,8 +103,10 @@ def test_what_cannot_be_meant_is_refused_by_name(folder: Path, policy: dict[str,
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-@pytest.mark.parametrize("policy", [{}, {"lora": {}}], ids=["whole", "adapter"])
-def test_quantized_weights_are_refused_whole_and_with_an_adapter(
+@pytest.mark.parametrize(
+    "policy", [{}, {"lora": {}}, {"freeze_pattern": ["norm"]}, {"trainable_map": {"lm_head": False}}], ids=str
+)
+def test_quantized_weights_are_refused_unless_others_are_named(
     folder: Path, method: str, policy: dict[str, Any]
 ) -> None:
     """PEFT merges an adapter into none of them without a trace, and each export and weight transfer merges it."""
@@ -113,6 +115,10 @@ def test_quantized_weights_are_refused_whole_and_with_an_adapter(
     with pytest.raises(ConfigError, match=rf"quantized \({method}\): .*; take the model without quantization"):
         mark_trained_weights(model, PolicyConfig.model_validate(policy))
     mark_trained_weights(model, PolicyConfig.model_validate({"trainable_pattern": ["norm"]}))
+    projection = model.get_submodule("model.layers.0.mlp.up_proj")
+    projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"policy\.trainable_pattern: 'mlp' matches quantized weights"):
+        mark_trained_weights(model, PolicyConfig.model_validate({"trainable_pattern": ["mlp"]}))
 
 
 ADAPTER = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["model.norm"], "init_lora_weights": False}
