@@ -21,13 +21,15 @@ _BOXED_COMMAND_PATTERN = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?"
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
 _SPACED_NUMBER = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
 _NUMBER_WITH_EXPONENT = re.compile(
-    r"(?<![\w.\\])(\d+(?:\.\d+)?)(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d)))"
+    r"(?<![\w.\\^/])(?<![\^/] )(\d+(?:\.\d+)?)"  # the 2 of 5^2 \cdot 10^3 is no factor of the power of ten
+    r"(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d{1,3})(?!\d)))"
 )
 _REPEATING_DECIMAL = re.compile(
-    r"(?<![\d,.])(\d*)\.(\d*)\{?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(?<=\})\})?"
-    r"(?:(\d*)\\dot\s*\{?(\d)\}?)?"  # \dot is above the first and the last repeating digit
+    r"(?<![\d,.])(\d*)\.(\d*)(\{)?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?(3)\})"
+    r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # \dot is above the first and the last repeating digit
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
+_MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
 _BOXED_INTEGER_PATTERN = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 
 
@@ -67,7 +69,7 @@ def _keep_last_boxed_answer(text: str) -> str:
 
 def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction: 0.1666... becomes (16 - 1) / 90."""
-    integer_digits, fixed_digits, repeated_digits = match[1] or "0", match[2], "".join(filter(None, match.groups()[2:]))
+    integer_digits, fixed_digits, repeated_digits = match[1] or "0", match[2], "".join(filter(None, match.groups()[3:]))
     numerator = int(integer_digits + fixed_digits + repeated_digits) - int(integer_digits + fixed_digits)
     return f"\\frac{{{numerator}}}{{{(10 ** len(repeated_digits) - 1) * 10 ** len(fixed_digits)}}}"
 
@@ -84,7 +86,10 @@ def _grade_completion(completion_end: str, reference: str) -> float:
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
-    return _parse_expressions(text, _LATEX_CONFIG) or _parse_expressions(f"\\boxed{{{text}}}", _LATEX_CONFIG)
+    texts = [text, f"\\boxed{{{text}}}"]
+    if not _MATH_DELIMITER.search(text):
+        texts.reverse()  # without delimiters, math-verify would find the fraction alone in x + \frac{1}{2}
+    return next(filter(None, (_parse_expressions(each, _LATEX_CONFIG) for each in texts)), [])
 
 
 def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:

@@ -172,6 +172,19 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         ("\\boxed{\\frac{1}{2}.}", "0.5,", 1),
         ("\\boxed{2.5}", "25", 0),
         ("\\boxed{1,2}", "12", 0),
+        *[
+            (f"\\boxed{{{wanted}}}", wanted, 1)
+            for wanted in ("x^2+\\frac{1}{2}", "\\left(-\\infty, \\frac{1}{2}\\right]", "\\sqrt{\\frac{15}{17}}")
+        ],
+        *[("\\boxed{1/2}", wanted, 0) for wanted in ("x^2+\\frac{1}{2}", "1\\frac{1}{2}", "\\sqrt{\\frac{1}{2}}")],
+        ("\\boxed{1.5}", "1\\frac{1}{2}", 1),
+        *[("\\boxed{0.5}", wanted, 1) for wanted in ("so $\\frac{1}{2}$", "\\(\\frac{1}{2}\\)", "0.5$", "\\$0.5")],
+        *[(f"\\boxed{{{said} \\cdot 10^3}}", "25000", 1) for said in ("5^2", "5^ 2", "50/2", "5 \\cdot 5")],
+        ("\\boxed{100000}", "10^2 \\times 10^{3}", 1),
+        ("\\boxed{3 \\times 10^12}", "3 \\times 10^{12}", 1),
+        *[(f"\\boxed{{2^{{0.{said}}}}}", "\\sqrt[3]{2}", 1) for said in ("\\overline{3}", "\\bar3", "{\\overline{3}}")],
+        ("$\\sqrt{0.\\overline{25}}$", "\\sqrt{25/99}", 1),
+        ("\\boxed{0.\\dot14285\\dot7}", "\\frac17", 1),
     ],
 )
 def test_boxed_math_compares_mathematically(answer, reference, value):
