@@ -91,7 +91,8 @@ class Reward:
                 is_error_or_none = isinstance(result, ValueError) or (result is None and self.binding.takes_whole_group)
                 group_results.append(result if is_error_or_none else _parse_score(result))
             except Exception as error:  # noqa: BLE001 - a tensor of several numbers raises a RuntimeError
-                group_results.append(error if isinstance(error, ValueError) else ValueError(error_on_one_line(error)))
+                value_error = error if isinstance(error, ValueError) else ValueError(error_on_one_line(error))
+                group_results.append(value_error.with_traceback(error.__traceback__))
         return group_results
 
     def _call_function(self, group: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
@@ -135,13 +136,14 @@ def load_reward(name: str) -> Reward:
         )
     try:
         function = import_user_code(name if is_import_path(name) else f"{REWARDS_PACKAGE}.{name}:{name}")
-        if inspect.isclass(function):
+        # Rewards of ms-swift are classes, those of TRL are functions.
+        if is_class := inspect.isclass(function):
             problem = f"{name!r} is a class that cannot be made"
             with convert_errors(lambda e: RewardError(f"{problem}: {error_on_one_line(e)}; name an object of it")):
                 function = function()
         if not callable(function):
             raise RewardError(f"{name!r} is a {type(function).__name__}, not a function")
-        return Reward(name, function, bind_parameters(name, function))
+        return Reward(name, function, bind_parameters(name, function, takes_text=is_class))
     except (ConfigError, RewardError) as error:
         raise RewardError(f"reward {error}") from error
 

@@ -65,6 +65,8 @@ class ParameterBinding:
     """Parameters of a reward function and the rules that bind arguments to them."""
 
     parameters: tuple[inspect.Parameter, ...]
+    takes_text: bool = False
+    """Whether `completions` are texts also for a prompt of messages, as in ms-swift."""
 
     @property
     def takes_whole_group(self) -> bool:
@@ -89,7 +91,7 @@ class ParameterBinding:
         known name nor a column of the row."""
         get_argument = partial(_get_argument, request=group[0])
         if takes_lists:
-            get_argument = partial(_get_list_argument, group=group)
+            get_argument = partial(_get_list_argument, group=group, takes_text=self.takes_text)
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -116,11 +118,11 @@ class ParameterBinding:
         return positional_arguments, keyword_arguments
 
 
-def bind_parameters(name: str, reward_function: Callable[..., Any]) -> ParameterBinding:
+def bind_parameters(name: str, reward_function: Callable[..., Any], *, takes_text: bool = False) -> ParameterBinding:
     """Return the binding of a reward function; `name` is its name in the recipe. Raise `RewardError` if the signature
     is not readable, takes no completion, or has an unsupported parameter."""
     try:
-        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()))
+        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), takes_text)
     except (TypeError, ValueError):
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
     named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
@@ -161,15 +163,15 @@ def _get_argument(parameter_name: str, request: RewardFields) -> Any:
     return {"extra_info": {}, "data_source": ""}[parameter_name]
 
 
-def _get_list_argument(name: str, group: Sequence[RewardFields]) -> Any:
+def _get_list_argument(name: str, group: Sequence[RewardFields], takes_text: bool) -> Any:
     """Return the argument for a parameter name and all completions of a prompt, usually a list."""
     row_columns = _row_columns(group[0])
     if name in _SINGLE_VALUE_PARAMETERS:
         return _get_argument(name, group[0])
     if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in row_columns):
         if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is one
-            return [fields["turns"] if isinstance(row_columns.get("prompt"), list) else fields["to_be_evaluated"]
-                    for fields in group]  # fmt: skip
+            has_messages = isinstance(row_columns.get("prompt"), list) and not takes_text
+            return [fields["turns" if has_messages else "to_be_evaluated"] for fields in group]
         if name == "prompts":
             return [row_columns.get("prompt", fields.get("prompt")) for fields in group]
         name = _SINGULAR_NAME_BY_PLURAL[name]

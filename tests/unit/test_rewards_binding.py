@@ -81,6 +81,13 @@ def test_trl_functions_are_given_messages_where_the_row_has_messages(tmp_path: P
     assert scores(tmp_path, code, "a", "four", columns={"prompt": ASKED}) == [1.0, 4.0]
 
 
+def test_classes_are_given_text_as_in_ms_swift_whatever_the_prompt_is(tmp_path: Path) -> None:
+    code = (
+        "class f:\n    def __call__(self, completions, n, **kw): return [str(a) in c for c, a in zip(completions, n)]"
+    )
+    assert scores(tmp_path, code, "it is 5", "6", columns={"messages": ASKED, "prompt": ASKED, "n": 5}) == [1.0, 0.0]
+
+
 def test_a_function_of_trl_itself_works(tmp_path: Path) -> None:
     code = "from trl.rewards import think_format_reward as f"
     assert scores(tmp_path, code, "<think>a</think>b", "b", columns={"prompt": ASKED}) == [1.0, 0.0]

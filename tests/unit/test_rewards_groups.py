@@ -86,8 +86,11 @@ class Several:
     def item(self):
         raise RuntimeError("several numbers")
 
-def lists(completions):
-    return [Several() if text == "several" else 1.0 for text in completions]
+class Lists:
+    def __call__(self, completions):
+        return [Several() if text == "several" else 1.0 for text in completions]
+
+lists = Lists()
 
 def mute(completion):
     if completion == "mute":
