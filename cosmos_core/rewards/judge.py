@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, UnprocessableEntityError
@@ -19,7 +20,7 @@ _REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole
 
 
 async def judge(
-    prompts: Sequence[Any], completions: Sequence[Any], references: Sequence[str], judge_config: Mapping[str, Any]
+    prompts: Sequence[Any], completions: Sequence[Any], reference: Sequence[Any], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
     """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens, 0
     if the judge's reply was in the cache. For a reply without a score, return a `ValueError`. Raise
@@ -27,8 +28,8 @@ async def judge(
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
         template_fields = [
-            {"prompt": _turns_to_text(prompt), "completion": _turns_to_text(completion), "reference": reference}
-            for prompt, completion, reference in zip(prompts, completions, references, strict=True)
+            {"prompt": _turns_to_text(prompt), "completion": _turns_to_text(completion), "reference": str(answer)}
+            for prompt, completion, answer in zip(prompts, completions, reference, strict=True)
         ]
         return list(await asyncio.gather(*(_request_score(client, judge_config, fields) for fields in template_fields)))
 
@@ -52,8 +53,9 @@ async def _request_score(
     if isinstance(judge_score := _parse_judge_score(reply["text"], judge_config["highest_score"]), ValueError):
         return judge_score
     if judge_config["cache"]:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cache_file, json.dumps(reply), fsync=False)
+        with suppress(OSError):  # a full disk or a read-only home folder must not cost the score
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(cache_file, json.dumps(reply), fsync=False)
     return judge_score / judge_config["highest_score"], token_counts
 
 
@@ -94,5 +96,12 @@ def _turns_to_text(text_or_turns: Any) -> str:
         return text_or_turns
     turns = [turn for turn in text_or_turns if isinstance(turn, Mapping)]
     if len(turns) == 1:
-        return str(turns[0]["content"])
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+        return _content_to_text(turns[0]["content"])
+    return "\n\n".join(f"{turn['role']}: {_content_to_text(turn['content'])}" for turn in turns)
+
+
+def _content_to_text(content: Any) -> str:
+    """Return the content of a turn as text, with the type of each part that is no text, such as `[image]`."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if "text" in part else f"[{part['type']}]" for part in content)

@@ -68,6 +68,17 @@ def test_what_one_completion_provokes_costs_its_score_alone_and_placeholders_of_
     assert score.is_permanent_error and "BadRequestError: Error code: 400" in score.error
 
 
+def test_parts_of_a_prompt_are_shown_as_text_and_no_column_replaces_the_reference() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "How\nmany?"}]
+    row = {"prompt": [{"role": "user", "content": parts}], "references": "of the text"}
+    fields = {"metadata": row, "turns": [{"role": "assistant", "content": "4"}]}
+    with chat_server(complete=judged) as (url, requests):
+        [request] = requests_of(url, ["4"])
+        [found] = _score_completions("judge", [{**request, **fields}], True)
+    expected = "Prompt:\n[image]How\nmany?\n\nReference answer:\nfour {prompt}\n\nResponse:\n4"
+    assert (found.value, requests[0]["messages"][1]["content"]) == (0.5, expected)
+
+
 def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Path) -> None:
     with chat_server(complete=judged) as (url, requests):
         first, again = scores(url, ["4"]), scores(url, ["4"])
@@ -81,6 +92,13 @@ def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Pat
     file.write_text("torn")
     with chat_server(complete=judged) as (url, requests):
         assert scores(url, ["4"])[0].value == 0.5
+
+
+def test_a_cache_that_cannot_be_written_costs_no_score(cache: Path) -> None:
+    cache.write_text("a file in place of the folder")
+    with chat_server(complete=judged) as (url, _):
+        [found] = scores(url, ["4"])
+    assert (found.value, found.error) == (0.5, "")
 
 
 def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,5 +121,10 @@ def test_a_recipe_without_a_server_is_refused() -> None:
     assert made.secret_env_names == ("OPENAI_API_KEY",)
     named = Recipe.model_validate({**policy, "judge": {"endpoint": "http://a/v1", "model": "m"}})
     assert not [*named.judge.unsupported_setting_errors(StageContext(named, all_kinds()["rl"]))]
+    blind = Recipe.model_validate(
+        {**policy, "judge": {"endpoint": "http://a/v1", "model": "m", "template": "{answer}"}}
+    )
+    [error] = blind.judge.unsupported_setting_errors(StageContext(blind, all_kinds()["rl"]))
+    assert error.startswith("judge.template has no {completion}")
     bypassed = {"train": {"train_policy": {"type": "grpo", "reward_function": "judge", "bypass_reward": True}}}
     assert Recipe.model_validate(bypassed).uses_judge, "validation keeps its reward"

@@ -37,5 +37,9 @@ class JudgeConfig(Table):
     """Keep replies in the cache folder of the user, so that the same completion is not judged twice."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        if stage.kind.scores and stage.recipe.uses_judge and not (self.endpoint and self.model):
+        if not (stage.kind.scores and stage.recipe.uses_judge):
+            return
+        if not (self.endpoint and self.model):
             yield "the reward judge needs judge.endpoint, the URL of a server, and judge.model, the name of its model"
+        if "{completion}" not in self.template:
+            yield "judge.template has no {completion}, without which the judge does not see what it judges"
