@@ -77,7 +77,10 @@ def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> Servi
         for enqueue_url, fetch_url in zip(enqueue_urls, fetch_urls, strict=True)
     )
     pins_replica = environment.get(DISABLE_REPLICA_PINNING_VARIABLE, "0") != "1"
-    return ServiceEndpoints(replicas, environment.get(TOKEN_VARIABLE, ""), pins_replica)
+    token = environment.get(TOKEN_VARIABLE, "").strip()  # a token from a file may end with a newline
+    if not (token.isascii() and token.isprintable()):
+        raise RewardError(f"the token in {TOKEN_VARIABLE} must be printable ASCII")
+    return ServiceEndpoints(replicas, token, pins_replica)
 
 
 def _normalise_url(variable_name: str, url: str) -> str:
@@ -142,8 +145,9 @@ class ServiceRequest:
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the response of the service for each reward in `reward_names`. Raise `MissingScoresError` if the
-        deadline passed without scores, and `RewardError` if the service refuses the request."""
+        """Return the response of the service for each reward in `reward_names`, with an error for those that were
+        missing at the deadline. Raise `MissingScoresError` if all were missing, and `RewardError` if the service
+        refuses the request."""
         idempotency_key, result_by_reward = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
@@ -157,6 +161,10 @@ class ServiceRequest:
                     return result_by_reward
                 self._pause_seconds, enqueue_pause_seconds = enqueue_pause_seconds, 2 * enqueue_pause_seconds
                 await self._pause_before_retry(None, "the reward service forgets each request that it takes")
+        except MissingScoresError as error:
+            if not result_by_reward:
+                raise
+            return {name: {"error": str(error), "is_lost": True} for name in reward_names} | result_by_reward
         finally:
             self._release_replica()
 

@@ -135,7 +135,8 @@ class RemoteRewards:
             batch_scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
-                function_names = dict.fromkeys(item.name for item in self._config.reward_fns)
+                functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)  # metrics come last
+                function_names = dict.fromkeys(item.name for item in functions)
                 result_by_function = await service_request.fetch_results(request_body, list(function_names))
             except MissingScoresError as error:
                 for scores in batch_scores:
@@ -162,7 +163,7 @@ class RemoteRewards:
                     fields[name] = [request.get(name) for request in requests]
         elif isinstance(media[0], np.ndarray):
             fields["media_type"], media_array = self._encode_videos(media)
-            frame_rates = [(request.get("metadata") or {}).get("video_fps", _DEFAULT_FPS) for request in requests]
+            frame_rates = [(request.get("metadata") or {}).get("video_fps") or _DEFAULT_FPS for request in requests]
             fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
         else:
             fields["media_type"], media_array = "image", np.stack([np.asarray(item.convert("RGB")) for item in media])

@@ -41,6 +41,16 @@ def test_a_url_may_end_in_slashes() -> None:
     assert {sent.path for sent in server.sent} == {f"/api/reward/{name}" for name in ("ping", "enqueue", "pull")}
 
 
+def test_a_token_from_a_file_may_end_with_a_newline(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = named("http://host/enqueue", "http://host/pull")
+    assert read_service_endpoints({**urls, "REMOTE_REWARD_TOKEN": "abc\n"}).token == "abc"
+    monkeypatch.setenv("REMOTE_REWARD_TOKEN", "abc\n")
+    assert ServiceConfig().read_token() == "abc"
+    for token in ("a\nb", "\u043a\u043b\u044e\u0447"):
+        with pytest.raises(RewardError, match=r"^the token in REMOTE_REWARD_TOKEN must be printable ASCII$"):
+            read_service_endpoints({**urls, "REMOTE_REWARD_TOKEN": token})
+
+
 @pytest.mark.parametrize("url", ["http://host", "https://host/", "http://host:8080//", "http://host?a=/b/c"])
 def test_a_url_without_a_path_is_refused_before_the_token_is_sent_anywhere(url: str) -> None:
     for given in (named(url, "http://host/pull"), named("http://host/enqueue", url)):

@@ -20,7 +20,7 @@ from cosmos_core.rewards import exchange
 from cosmos_core.rewards.exchange import ServiceEndpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.reward_model import replace_nonfinite
-from tests.unit.reward_server import Reply, reply, service, serving
+from tests.unit.reward_server import Reply, Sent, reply, service, serving
 
 
 def config(**settings: Any) -> RemoteRewardConfig:
@@ -49,6 +49,14 @@ def test_a_row_of_geneval_keeps_its_other_columns() -> None:
     fields, _ = server.enqueued[0].decoded
     assert fields["geneval_tags"] == ["counting"] and fields["geneval_includes"] == [row["include"]]
     assert fields["metadata"] == [{"level": 3}]
+
+
+def test_a_video_whose_row_has_no_frame_rate_has_that_of_cosmos_rl() -> None:
+    video = np.zeros((2, 4, 4, 3), np.uint8)
+    with serving() as server:
+        requests = [{"prompt": "p", "media": video, "metadata": row} for row in ({"video_fps": None}, {})]
+        RemoteRewards(config(batch_size=2), server.service).score(requests)
+    assert server.enqueued[0].decoded[0]["video_infos"] == [{"video_fps": 16.0}] * 2
 
 
 def test_numbers_that_json_does_not_have_are_null_wherever_they_are() -> None:
@@ -119,6 +127,17 @@ def test_a_service_that_forgets_each_request_is_given_up_at_the_deadline() -> No
         [score] = RemoteRewards(config(), server.service).score(images(1))
     assert (score.value, score.error) == (None, "the reward service forgets each request that it takes")
     assert len(server.enqueued) <= 6, "pauses grow"
+
+
+def test_a_function_of_weight_0_whose_score_does_not_come_costs_its_metrics_alone() -> None:
+    def pull(sent: Sent) -> Reply | None:
+        is_watched = sent.form["type"] == "watched"
+        return reply(400, {"X-Reward-State": "pending"}, message="Not found scores") if is_watched else None
+
+    functions = [{"name": "watched", "weight": 0.0}, {"name": "mean", "clip_max": 255.0}]
+    with serving(on_pull=pull) as server:
+        [_, score] = RemoteRewards(config(reward_fns=functions, batch_size=2), server.service).score(images(2))
+    assert (score.value, score.metrics, score.error) == (1.0, {"mean": 1.0}, "")
 
 
 @pytest.mark.parametrize("status", [404, 405, 422])

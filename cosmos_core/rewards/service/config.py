@@ -187,7 +187,7 @@ class ServiceConfig(Table):
 
     def read_token(self) -> str:
         """Return the token that requests need, or ""; raise `ConfigError` if a required token is missing or invalid."""
-        token = os.environ.get(self.token_env, "")
+        token = os.environ.get(self.token_env, "").strip()
         if self.authentication == "off":
             return ""
         if not token and (self.authentication == "on" or not self.is_loopback):
