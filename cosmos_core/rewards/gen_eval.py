@@ -77,7 +77,11 @@ class GenEvalReward:
         return {**columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
-        include, exclude = row["include"], row.get("exclude") or []
+        # Columns of parquet files have each key in each entry, with None for missing values.
+        include, exclude = (
+            [{key: value for key, value in entry.items() if value is not None} for entry in entries]
+            for entries in (row["include"], row.get("exclude") or [])
+        )
         confidence_threshold = _COUNTING_CONFIDENCE_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
         class_names = {entry["class"] for entry in (*include, *exclude)}
         objects = self.detect(image, class_names, confidence_threshold)

@@ -5,7 +5,7 @@ from io import BytesIO
 from typing import Any
 
 from cosmos_core.rewards.images import to_frames
-from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
 _DEFAULT_JPEG_QUALITY = 95
 _BYTES_PER_SCORE_UNIT = 100_000.0
@@ -22,9 +22,9 @@ class JpegSizeReward:
         return {"jpeg_size": [_score_media(item.media, self._quality) for item in items]}
 
 
-def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any) -> float:
-    """Return minus the size of the image as JPEG, in units of 100 kB."""
-    return _score_media(media, _DEFAULT_JPEG_QUALITY)
+def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any, custom: Any = None) -> float:
+    """Return minus the size of the image as JPEG, in units of 100 kB; `[custom.jpeg_size]` sets `quality`."""
+    return score_item("jpeg_size", RewardInput(media=media), custom)[0]
 
 
 def _score_media(media: Any, jpeg_quality: int) -> float:

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from inspect import isclass
 from typing import Any, Protocol, cast
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import RewardError
 from cosmos_core.registry import import_user_code, list_defined_names, load_class, suggest_names
 from cosmos_core.rewards.base import REWARDS_PACKAGE, Reward, error_on_one_line, load_reward, to_json_value
+from cosmos_core.transient import is_transient
 
 _OPTION_PARAMETERS = ("max_tokens", "overlong")
 """Parameters of reward functions whose values come from the recipe in training, and from `options` in the service."""
@@ -154,14 +156,20 @@ def has_model(reward_name: str) -> bool:
 def open_model(reward_name: str, custom: Mapping[str, Any] | None) -> Scorer:
     """Return the model of a built-in reward with the settings in `[custom.NAME]`, loaded once per process, or raise
     `RewardError`."""
-    settings = dict((custom or {}).get(reward_name) or {})
-    cache_key = (reward_name, repr(sorted(settings.items())))
-    if cache_key not in _loaded_models:
-        settings_fields = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
-        options = settings | dict(settings_fields.pop("options", {}))
-        model_settings = RewardModelSettings(**settings_fields, options=options)
-        _loaded_models[cache_key] = load_class(reward_name, REWARDS_PACKAGE, "Reward")(model_settings)
-    return _loaded_models[cache_key]
+
+    def make_reward_error(error: Exception) -> Exception:
+        problem = f"the reward {reward_name!r} cannot be loaded with the settings in [custom.{reward_name}]"
+        return error if is_transient(error) else RewardError(f"{problem}: {error_on_one_line(error)}")
+
+    with convert_errors(make_reward_error):
+        settings = dict((custom or {}).get(reward_name) or {})
+        cache_key = (reward_name, repr(sorted(settings.items())))
+        if cache_key not in _loaded_models:
+            fields = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
+            options = settings | dict(fields.pop("options", {}))
+            model_settings = RewardModelSettings(**fields, options=options)
+            _loaded_models[cache_key] = load_class(reward_name, REWARDS_PACKAGE, "Reward")(model_settings)
+        return _loaded_models[cache_key]
 
 
 def score_item(reward_name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:

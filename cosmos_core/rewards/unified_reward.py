@@ -24,7 +24,7 @@ _JUDGE_QUESTION = (
     "their attributes and relations), and its visual quality (clear, detailed, true in colour, pleasing). Give one "
     "score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
 )
-_SCORE_PATTERN = re.compile(r"Final Score:\**\s*([1-5](?:\.\d+)?)")
+_SCORE_PATTERN = re.compile(r"Final Score:[\s*]*([1-5](?:\.\d+)?)")
 _TIMEOUT_SECONDS = 120.0
 
 
@@ -62,8 +62,8 @@ class UnifiedRewardReward:
         request = {"model": self._model, "messages": [{"role": "user", "content": message_content}], "temperature": 0}
         try:
             response = self._client.post("chat/completions", json=request).raise_for_status()
-            reply_text = response.json()["choices"][0]["message"]["content"]
+            reply_text = str(response.json()["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             return None, error_on_one_line(error)
-        match = _SCORE_PATTERN.search(reply_text or "")
+        match = _SCORE_PATTERN.search(reply_text)
         return (float(match[1]) / 5, "") if match else (None, f"the judge gives no score: {reply_text[-100:]!r}")

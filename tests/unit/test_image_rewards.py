@@ -106,6 +106,8 @@ def test_options_of_a_packaged_reward_may_be_in_a_table_of_their_own(settings: d
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
     [score] = open_model("jpeg_size", {"jpeg_size": settings}).score([RewardInput(media=noise)])["jpeg_size"]
     assert 0 > score > jpeg_size("", "", media=noise) / 2
+    assert jpeg_size("", "", media=noise, custom={"jpeg_size": settings}) == score
+    assert "custom" in load_reward("jpeg_size").binding.declared_parameters
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,24 @@ def test_gen_eval_judges_numbers_colours_and_positions() -> None:
     assert gen_eval.spatial_relations(MIDDLE, found(44, 44, 56, 56)) == set()
 
 
+def test_gen_eval_takes_a_key_without_a_value_for_a_missing_one() -> None:
+    """Entries of a column of parquet all have the same keys."""
+
+    class Seen(GenEvalReward):
+        def __init__(self) -> None:
+            pass
+
+        def detect(self, image: Image.Image, class_names: set[str], threshold: float) -> dict[str, list[Detection]]:
+            return {"dog": [LEFT]}
+
+        def classify_color(self, image: Image.Image, detection: Detection, class_name: str) -> str:
+            return "red"
+
+    row = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": None, "position": None}], "exclude": None}
+    columns = Seen().score([RewardInput("a dog", picture(0), info=row), RewardInput("", picture(0), info={"tag": "x"})])
+    assert [columns[f"gen_eval_{name}"] for name in ("score", "reward", "strict")] == [[1.0, None]] * 3
+
+
 def test_gen_eval_detects_with_a_mask2former_and_names_colours_with_clip(clip: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     swin = hf.SwinConfig(
@@ -214,15 +234,18 @@ def test_cosmos_reason1_reads_patches_as_the_models_own_processor_does(tmp_path:
 
 
 def test_unified_reward_asks_a_judge_and_takes_no_number_for_none() -> None:
-    def complete(asked: dict[str, Any]) -> str:
-        is_unknown = "nothing" in asked["messages"][0]["content"][1]["text"]
-        return "I do not know" if is_unknown else "Well. Final Score: 4.5"
+    def complete(asked: dict[str, Any]) -> str | bytes:
+        question = asked["messages"][0]["content"][1]["text"]
+        if "silence" in question:
+            return b'{"choices": [{"message": {"content": null}}]}'
+        score = "**4**" if "dog" in question else "4.5"
+        return "I do not know" if "nothing" in question else f"Well. Final Score: {score}"
 
     with chat_server(complete=complete) as (url, _):
         reward = UnifiedRewardReward(RewardModelSettings(endpoint_url=url, endpoint_api_key="key"))
-        found = reward.score([RewardInput("a cat", picture(0)), RewardInput("nothing", picture(1))])
-    assert found == {"unified_reward": [0.9, None]}
-    assert reward.errors == ["", "the judge gives no score: 'I do not know'"]
+        found = reward.score([RewardInput(name, picture(0)) for name in ("a cat", "a dog", "nothing", "silence")])
+    assert found == {"unified_reward": [0.9, 0.8, None, None]}
+    assert reward.errors == ["", "", *(f"the judge gives no score: '{it}'" for it in ("I do not know", "None"))]
 
 
 def test_dance_grpo_hands_on_the_video_that_it_was_given(tmp_path: Path) -> None:
@@ -319,6 +342,14 @@ def test_what_is_no_image_reward_is_refused(image_reward: Path, tmp_path: Path) 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"cannot load .*; download it and set model_path"):
         ClipScoreReward(RewardModelSettings(str(tmp_path)))
+
+
+@pytest.mark.parametrize("settings", [{"device": "no-device"}, {"dtype": "float7"}, {"options": "x"}, "x"])
+def test_settings_with_which_a_model_cannot_be_loaded_are_named(settings: Any, clip: Path) -> None:
+    if isinstance(settings, dict):
+        settings = {"model_path": str(clip), "device": "meta", **settings}
+    with pytest.raises(RewardError, match=r"'clip_score' cannot be loaded with the settings in \[custom.clip_score\]"):
+        open_model("clip_score", {"clip_score": settings})
 
 
 def test_a_recipe_may_name_them_as_reward_functions() -> None:
