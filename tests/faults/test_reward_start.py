@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +19,10 @@ from cosmos_core.errors import RewardError
 from cosmos_core.launch.managed_service import managed_reward_service
 from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer
-from cosmos_core.rewards.service.worker import make_items
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, load_scorer
+from cosmos_core.rewards.service.__main__ import _announce_url
+from cosmos_core.rewards.service.config import ServiceConfig
+from cosmos_core.rewards.service.worker import _score_batch, make_items
 
 OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
 
@@ -53,8 +59,30 @@ def test_a_column_of_the_row_does_not_replace_the_turns_of_the_completion() -> N
     assert item.info == {"turns": turns, "num_tokens": 3, "level": 1}
 
 
+def test_scores_that_are_no_json_are_an_error_of_their_batch() -> None:
+    class Exact:
+        def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
+            return {"exact": [Decimal(1)] * len(items)}
+
+    job = {"prompts": ["p"], "media": "text", "completions": ["4"]}
+    with pytest.raises(TypeError, match="Decimal is not JSON"):
+        _score_batch(Exact(), [job], [np.zeros((1, 0))])
+
+
+@pytest.mark.parametrize(
+    ("host", "expected_host"), [("::", "[::1]"), ("fd00::1", "[fd00::1]"), ("0.0.0.0", "127.0.0.1"), ("a.b", "a.b")]
+)
+def test_the_url_of_a_service_is_one_whatever_address_it_listens_on(
+    host: str, expected_host: str, tmp_path: Path
+) -> None:
+    socket = SimpleNamespace(getsockname=lambda: (host, 8080, 0, 0))
+    server: Any = SimpleNamespace(servers=[SimpleNamespace(sockets=[socket])])
+    _announce_url(server, ServiceConfig(host=host), tmp_path / "url")
+    assert (tmp_path / "url").read_text() == f"http://{expected_host}:8080"
+
+
 def test_a_text_reward_passes_its_self_test(tmp_path: Path) -> None:
-    names = ("direct_math", "format", "gsm8k", "overlong")
+    names = ("direct_math", "format", "gsm8k", "overlong", "reasoning_gym")
     rewards = [{"reward_type": name, "options": OVERLONG if name == "overlong" else {}} for name in names]
     file = tmp_path / "rewards.toml"
     file.write_text(tomli_w.dumps({"reward_args": rewards}))
@@ -66,5 +94,6 @@ def test_a_text_reward_passes_its_self_test(tmp_path: Path) -> None:
         "format": "format 1.0000, 0.0000",
         "gsm8k": "gsm8k 1.0000, 0.0000",
         "overlong": "overlong -0.0000, -2.0000",
+        "reasoning_gym": "reasoning_gym 1.0000, 0.0000",
     }, told.stdout
     assert told.returncode == 0

@@ -82,7 +82,8 @@ async def serve(config: ServiceConfig, ready_file: Path | None = None) -> int:
 
 def _announce_url(server: uvicorn.Server, config: ServiceConfig, ready_file: Path | None) -> None:
     port = server.servers[0].sockets[0].getsockname()[1]
-    host_in_url = "127.0.0.1" if config.host in {"0.0.0.0", "localhost"} else config.host
+    host = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    host_in_url = f"[{host.strip('[]')}]" if ":" in host else host
     url = f"http://{host_in_url}:{port}"
     log.info("rewards %s are served at %s", ", ".join(reward.reward_type for reward in config.rewards), url)
     if ready_file:

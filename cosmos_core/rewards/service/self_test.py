@@ -23,9 +23,11 @@ _TEXT_REWARD_SAMPLES = {
     "format": ("<think>six sevens</think>\n\n<answer>42</answer>", "42"),
     "gsm8k": ("#### 42", "#### 42"),
     "overlong": ("42", "42"),
+    "reasoning_gym": ("42", ""),
     "single_choice": ("<answer>B</answer>", "B"),
 }
 """Pairs of a correct completion and its reference, by the name of a text reward."""
+_GENERATED_ROW = {"reasoning_gym": {"generator": "chain_sum", "arguments": {}, "entry": "{'answer': '42'}"}}
 
 
 async def self_test(config: ServiceConfig) -> int:
@@ -78,6 +80,7 @@ def _make_test_request(reward_name: str) -> bytes:
             "prompts": ["6 * 7 ="] * 2, "media_type": "text", "completions": completions, "references": [reference] * 2,
             "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
             "turns": [[{"role": "assistant", "content": text}] for text in completions],
+            "metadata": [_GENERATED_ROW] * 2,
         }  # fmt: skip
         return encode_request(json_fields, np.zeros((2, 0), np.uint8))
     noise_image = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)

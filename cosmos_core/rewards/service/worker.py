@@ -113,6 +113,7 @@ def _score_batch(scorer: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequenc
         item_slice = slice(first_index, first_index + len(job_items))
         results.append({"scores": _slice_columns(columns, item_slice), "errors": errors[item_slice]})
         first_index = item_slice.stop
+    json.dumps(results)  # what is no JSON is an error of this batch, and must not end the process
     return results
 
 
