@@ -149,6 +149,8 @@ def _make_tool_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             schemas.append(chat_template_utils.get_json_schema(_load_cached_tool(path)))
+            # A call names the tool as the recipe does; `__name__` may be that of a decorator or of another name.
+            schemas[-1]["function"]["name"] = path.rpartition(":")[2]
         except Exception as error:  # transformers raises it for a missing type hint or description
             raise ConfigError(f"{TOOLS_KEY}: {path!r} cannot be described: {error_on_one_line(error)}") from error
     return schemas

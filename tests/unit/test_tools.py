@@ -26,7 +26,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 @tool
-async def later(word: str) -> dict:
+async def say(word: str) -> dict:
     """Say a word later.
 
     Args:
@@ -34,6 +34,8 @@ async def later(word: str) -> dict:
     """
     await asyncio.sleep(0.01)
     return {"said": word}
+
+later = say
 
 @tool
 def act(how: str) -> str:
@@ -180,7 +182,8 @@ def test_results_are_bounded_text_and_tools_see_no_secret(runner: ToolRunner) ->
 
 
 def test_signature_and_docstring_are_what_a_template_is_told(runner: ToolRunner) -> None:
-    add = runner.schemas()[0]["function"]
+    add, later, _ = [schema["function"] for schema in runner.schemas()]
+    assert later["name"] == "later", "as it is called, whatever its `__name__` is"
     assert (add["name"], add["description"]) == ("add", "Add two numbers.")
     assert add["parameters"]["required"] == ["a", "b"]
     assert add["parameters"]["properties"]["b"] == {"type": "integer", "description": "The second number."}
