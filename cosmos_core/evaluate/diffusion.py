@@ -48,7 +48,7 @@ def check(stage: Stage) -> Outcome:
     prompt_sets = read_prompt_sets(settings)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
     groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
-    rewards_text = call_rewards(stage, dict.fromkeys(settings.rewards, 1.0), groups)
+    rewards_text = call_rewards(stage.recipe, dict.fromkeys(settings.rewards, 1.0), groups, stage.progress.beat)
     prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
     return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts}; {rewards_text}"})
 
@@ -102,7 +102,8 @@ def _score_prompts(
     # Send a heartbeat per denoising step, because a pipeline call may take longer than a stage's heartbeat timeout.
     getattr(pipeline, diffusion_model.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
     batch_size, pipeline_arguments = settings.batch_size or 1, _make_pipeline_arguments(diffusion_model)
-    with open_rewards(stage, dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))) as score_groups:
+    weights = dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))
+    with open_rewards(stage.recipe, weights, stage.progress.beat) as score_groups:
         stage.progress.phase("evaluate")
         for start in range(len(scored_prompts), len(prompts), batch_size):
             batch = prompts[start : start + batch_size]

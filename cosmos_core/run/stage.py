@@ -3,7 +3,6 @@
 import shlex
 import tomllib
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import tomli_w
 from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import ConfigError, first_line
+from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.run.files import read_json, write_text
 from cosmos_core.run.manifest import ExternalSource, read_result
-from cosmos_core.run.progress import MetricsWriter, ProgressWriter
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.types import StageKind
 
 PROFILES_FOLDER = "profile"
@@ -33,11 +32,9 @@ _SAVED_INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info",
 
 
 @dataclass
-class Stage:
+class Stage(Workspace):
     """Settings, inputs and directory of a stage, which the program of the stage receives as its argument."""
 
-    path: Path
-    """Directory of the stage, `<run>/stages/<name>`, for all its files."""
     config: StageConfig
     """Entry of the stage in `[[pipeline.stages]]`."""
     recipe: Recipe
@@ -60,8 +57,6 @@ class Stage:
     """External model and data from which the stage and its inputs descend; see `run.lineage.find_model_origin`."""
     engines: list[Any] = field(default_factory=list)
     """Rollout engines in separate processes, as `rollout.engine_pool.EngineHandle`; their number may change."""
-    stop_requested: bool = field(default=False)
-    """True after a request to stop: the program saves a checkpoint at the next safe point and raises `Preempted`."""
 
     @property
     def name(self) -> str:
@@ -79,9 +74,11 @@ class Stage:
         return self.training_fingerprint or self.fingerprint
 
     @property
-    def run_path(self) -> Path:
-        """Return the directory of the run, `<output_dir>/<run_id>`."""
-        return self.path.parent.parent
+    def prepared_folder(self) -> Path:
+        """Return the folder of the stage's prepared rows; raise DataError if the stage names no prepare stage."""
+        if self.data is None:
+            raise DataError(f'stage {self.name!r} has no prepared data; name a prepare stage with data = "stage:NAME"')
+        return self.data
 
     @property
     def seed(self) -> int:
@@ -89,16 +86,6 @@ class Stage:
         seed = self.recipe.train.seed
         assert seed is not None  # the schema replaces a missing seed by its default
         return seed
-
-    @cached_property
-    def progress(self) -> ProgressWriter:
-        """Return the writer of `progress.json`, with heartbeat and progress."""
-        return ProgressWriter(self.path / "progress.json")
-
-    @cached_property
-    def metrics(self) -> MetricsWriter:
-        """Return the writer of `metrics.jsonl`, with the metrics of each step."""
-        return MetricsWriter(self.path / "metrics.jsonl")
 
     def save(self) -> None:
         """Write `stage.toml`, from which `load_stage` restores the stage in another process."""

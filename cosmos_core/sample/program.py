@@ -29,7 +29,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, append_records, make_prompt_record, read_records
 from cosmos_core.sample.selection import compute_pass_rate, make_metrics, make_rows, select_completions
 from cosmos_core.train.generation import open_engine
-from cosmos_core.train.measure import open_rewards, prepared_folder, score_on_first_rank, training_rewards
+from cosmos_core.train.measure import open_rewards, score_on_first_rank
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Group, Outcome, Prompt, Sampling
 
@@ -43,10 +43,10 @@ def run(stage: Stage) -> Outcome:
     or no completion is kept, RewardError if a reward cannot be loaded, if all rewards of the first batch are
     permanently invalid or if those of all batches are invalid, and Preempted if a stop was requested; finished batches
     are kept."""
-    prompts = open_prompts(prepared_folder(stage), "train")
+    prompts = open_prompts(stage.prepared_folder, "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
-    sample_config, rewards = stage.recipe.sample, training_rewards(stage.recipe)
+    sample_config, rewards = stage.recipe.sample, stage.recipe.training_rewards
     pass_rates = [compute_pass_rate(record, full_reward(rewards, prompts[record.id].source)) for record in records]
     completions_to_keep = [
         select_completions(record, sample_config.keep, pass_rate, stage.seed)
@@ -90,7 +90,8 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
         return records
     with ExitStack() as exit_stack:
         complete_prompts = _open_sampler(stage, sampling, exit_stack)
-        score_fn = score_on_first_rank(exit_stack.enter_context(open_rewards(stage, training_rewards(stage.recipe))))
+        scorer = open_rewards(stage.recipe, stage.recipe.training_rewards, stage.progress.beat)
+        score_fn = score_on_first_rank(exit_stack.enter_context(scorer))
         stage.progress.phase("generate")
         for start in range(len(records), len(prompts), batch_size):
             scored_groups = score_fn(complete_prompts(prompts[start : start + batch_size]))

@@ -4,6 +4,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,12 @@ from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data import prepare
 from cosmos_core.data.chat import ToolResultTokens, make_prompt_rendering
 from cosmos_core.data.prepare import read_stop_tokens
@@ -36,18 +40,23 @@ from cosmos_core.models.teacher import check_teacher
 from cosmos_core.models.verify_export import check_export_possible
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.registry import suggest_names
+from cosmos_core.rewards.base import RewardConfig
 from cosmos_core.rewards.exchange import ping, read_service_endpoints
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.rewards.wan_latents import describe_vae
 from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import Stage
 from cosmos_core.tools.base import tool_paths_by_name
-from cosmos_core.train.check_rewards import call_rewards, make_test_groups, read_first_prompts
+from cosmos_core.train.check_rewards import (
+    call_rewards,
+    make_test_groups,
+    read_checked_prompts,
+    read_first_prompts,
+)
 from cosmos_core.train.feeds import check_data_term_rows, unused_rows_message
 from cosmos_core.train.hooks import Hooks
-from cosmos_core.train.measure import RewardConfig, held_out_rewards, training_rewards
 from cosmos_core.train.optim import check_module_paths
-from cosmos_core.types import JsonValue, Outcome
+from cosmos_core.types import JsonValue, Outcome, StageKind
 
 _MAX_EXAMPLE_ROWS = 5  # maximum number of rows that the report shows as examples
 _MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report lists by name
@@ -68,27 +77,32 @@ def run(stage: Stage) -> Outcome:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else type(config).__name__
     lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     info: dict[str, JsonValue] = {}
+    make_model = partial(_make_meta_model, stage.model, stage.recipe.policy, stage.recipe.train.master_dtype)
     if stage.kind.makes == "data":
         prepare_outcome = prepare.run(stage)
         if lost_text_message := prepare_outcome.info.get("loses_text"):
             raise DataError(str(lost_text_message))
         split_statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        lines += [*_describe_rows(stage, split_statistics), *cast(list[str], prepare_outcome.info.get("notices", []))]
-        lines += filter(None, [check_rows(config, stage.path / "data", lambda: _make_meta_model(stage))])
-        info |= _check_row_counts(stage, split_statistics["train"]["rows"], split_statistics, lines)
+        has_rewards = metric_weights(stage.recipe.train.train_policy)
+        column_readers = "only rewards can read" if has_rewards else "nothing reads"
+        lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, column_readers)
+        lines += cast(list[str], prepare_outcome.info.get("notices", []))
+        lines += filter(None, [check_rows(config, stage.path / "data", make_model)])
+        num_rows, train, group_size = split_statistics["train"]["rows"], stage.recipe.train, stage.recipe.group_size
+        info |= _check_row_counts(train, group_size, num_rows, split_statistics, lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}
         info["prompts"] = read_first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
-        lines += filter(None, [check_file_tensors(_make_meta_model(stage), stage.model, revision, stage.progress.beat)])
-        lines += _check_model(stage)
+        lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
+        lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
         refused_settings = find_refused_generation_settings(stage.model, revision)
         if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
             raise ModelError(
                 f"{stage.model}/{GENERATION_CONFIG}: vLLM refuses to load {', '.join(refused_settings)}; "
                 "remove it there"
             )
-        if _generates_completions(stage):
+        if _generates_completions(StageContext(stage.recipe, stage.kind)):
             check_engine(stage.recipe.rollout.backend, config, stage.model)
         if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
@@ -100,56 +114,57 @@ def run(stage: Stage) -> Outcome:
         reward_lines = check_rewards(stage)
         lines += reward_lines
         if reward_lines:
-            lines += _check_tools(stage, tokenizer)
+            lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
     return Outcome(info={**info, "found": "; ".join(lines)})
 
 
-def _make_meta_model(stage: Stage) -> PreTrainedModel:
-    policy, dtype = stage.recipe.policy, getattr(torch, stage.recipe.train.master_dtype)
+def _make_meta_model(model: str, policy: PolicyConfig, dtype: str) -> PreTrainedModel:
     with torch.device("meta"), meta_device_safe_creation_ops():
-        return model_without_weights(stage.model, revision=policy.model_revision, dtype=dtype)
+        return model_without_weights(model, revision=policy.model_revision, dtype=getattr(torch, dtype))
 
 
-def _check_row_counts(stage: Stage, num_rows: int, splits: Mapping[str, Any], lines: list[str]) -> dict[str, JsonValue]:
+def _check_row_counts(
+    train: TrainConfig, group_size: int, num_rows: int, splits: Mapping[str, Any], lines: list[str]
+) -> dict[str, JsonValue]:
     """Append a message about unused rows to `lines`; return errors that matter only to stages that train on the
     rows."""
     row_errors: dict[str, JsonValue] = {}
     if "validation" not in splits:
         row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
-        lines += filter(None, [unused_rows_message(stage.recipe, num_rows)])
-        if DATA_TERM_SPLIT in splits:
-            check_data_term_rows(stage.recipe, splits[DATA_TERM_SPLIT]["rows"])
+        lines += filter(None, [unused_rows_message(train, group_size, num_rows)])
+        if (supervised_rows := train.train_policy.supervised_rows) and DATA_TERM_SPLIT in splits:
+            check_data_term_rows(supervised_rows, splits[DATA_TERM_SPLIT]["rows"])
     except DataError as error:
         row_errors["too_few"] = str(error)
     return row_errors
 
 
-def _check_model(stage: Stage) -> list[str]:
+def _check_model(policy_config: PolicyConfig, train: TrainConfig, kind: StageKind, model_name: str) -> list[str]:
     """Build the model without weights, check that the recipe fits it, and return report lines about its LoRA
     adapter."""
-    policy_config, parallelism = stage.recipe.policy, stage.recipe.policy.parallelism
-    is_pipelined = stage.kind.has_mesh and parallelism.pp_size > 1
+    parallelism = policy_config.parallelism
+    is_pipelined = kind.has_mesh and parallelism.pp_size > 1
     with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
         if is_pipelined:
-            dtype, cpu_device = getattr(torch, stage.recipe.train.master_dtype), torch.device("cpu")
-            model = init_on_meta(stage.model, revision=policy_config.model_revision, dtype=dtype, device=cpu_device)
+            dtype, cpu_device = getattr(torch, train.master_dtype), torch.device("cpu")
+            model = init_on_meta(model_name, revision=policy_config.model_revision, dtype=dtype, device=cpu_device)
         else:
-            model = _make_meta_model(stage)
-        if stage.kind.trains_model:
+            model = _make_meta_model(model_name, policy_config, train.master_dtype)
+        if kind.trains_model:
             mark_trained_weights(model, policy_config)
             load_balancing_settings(model, policy_config.aux_loss_coeff)
-            check_module_paths(model, stage.recipe.train)
+            check_module_paths(model, train)
     report_lines = _describe_adapter(model, policy_config.lora)
     if is_pipelined:
         apply_pp(model, parallelism, 0)
     return report_lines
 
 
-def _generates_completions(stage: Stage) -> bool:
+def _generates_completions(stage: StageContext) -> bool:
     """Return whether the stage generates completions of training or held-out prompts with a rollout engine."""
     recipe, samples_from_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
-    scores_validation = StageContext(recipe, stage.kind).measures_held_out_rows and recipe.has_validation_completions
+    scores_validation = stage.measures_held_out_rows and recipe.has_validation_completions
     return scores_validation or (stage.kind.completes_prompts and not samples_from_endpoint)
 
 
@@ -183,7 +198,8 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         previews_by_split = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         report_lines += [line for line, *_ in previews_by_split.values()]
         prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in previews_by_split.items()}
-        outcome_info = _check_row_counts(stage, previews_by_split["train"][1], previews_by_split, report_lines)
+        num_rows, train, group_size = previews_by_split["train"][1], stage.recipe.train, stage.recipe.group_size
+        outcome_info = _check_row_counts(train, group_size, num_rows, previews_by_split, report_lines)
         return outcome_info | {"found": "; ".join(report_lines), "prompts": prompts}
     if stage.kind.has_mesh and policy_config.parallelism.cp_size > 1:
         pipeline.check_context_parallel_size(policy_config.parallelism.cp_size)
@@ -193,14 +209,15 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
             mark_trained_weights(denoiser, policy_config, pipeline.lora_targets)
             check_module_paths(denoiser, stage.recipe.train)
         report_lines += _describe_adapter(denoiser, policy_config.lora)
-    return {"found": "; ".join(report_lines + check_rewards(stage, num_frames))}
+    media_shape = (num_frames, *policy_config.diffusers.inference_size)
+    return {"found": "; ".join(report_lines + check_rewards(stage, media_shape))}
 
 
-def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
+def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None) -> list[str]:
     """Call the local rewards of a stage on made-up completions, query its reward services, and return report lines.
 
-    `num_frames`: number of frames of a made-up video; None if completions are text. Raise `RewardError` if a reward
-    cannot be loaded, scores no completion, is missing in the reward service, or is missing although groups of
+    `media_shape`: frames, height and width of made-up media; None: text. Raise `RewardError` if a reward cannot
+    be loaded, scores no completion, is missing in the reward service, or is missing although groups of
     completions are filtered by it.
     """
     policy = stage.recipe.train.train_policy
@@ -211,20 +228,22 @@ def check_rewards(stage: Stage, num_frames: int | None = None) -> list[str]:
                 f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
             )
     report_lines = []
-    for rewards, splits in _group_splits_by_rewards(stage):
+    for rewards, splits in _group_splits_by_rewards(StageContext(stage.recipe, stage.kind)):
         if not isinstance(rewards, RemoteRewardConfig):
-            report_lines.append(call_rewards(stage, rewards, make_test_groups(stage, splits, num_frames)))
+            prompts = read_checked_prompts(stage.path, stage.data)
+            test_groups = make_test_groups(prompts, splits, policy, media_shape)
+            report_lines.append(call_rewards(stage.recipe, rewards, test_groups, stage.progress.beat))
             continue
-        report_lines.append(_check_reward_service(stage, [reward_fn.name for reward_fn in rewards.reward_fns]))
+        reward_names = [reward_fn.name for reward_fn in rewards.reward_fns]
+        report_lines.append(_check_reward_service(stage.config.reward_service, reward_names))
         if rewards.video_vae:
             report_lines.append(describe_vae("remote_reward.video_vae", rewards.video_vae))
     return report_lines
 
 
-def _check_reward_service(stage: Stage, reward_names: list[str]) -> str:
+def _check_reward_service(service_config_file: str, reward_names: list[str]) -> str:
     """Check that the stage's reward service provides the rewards `reward_names`. A running service is queried. For a
     service that the run will start, only the configuration file is read."""
-    service_config_file = stage.config.reward_service
     if not service_config_file or service_config_file.startswith(BLOCK_PREFIX):
         ping(read_service_endpoints(), reward_names)
         return f"rewards {', '.join(reward_names)} of a service"
@@ -237,11 +256,10 @@ def _check_reward_service(stage: Stage, reward_names: list[str]) -> str:
     return f"rewards {', '.join(reward_names)} of {service_config_file}"
 
 
-def _group_splits_by_rewards(stage: Stage) -> list[tuple[RewardConfig, list[str]]]:
+def _group_splits_by_rewards(stage: StageContext) -> list[tuple[RewardConfig, list[str]]]:
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
-    validates_completions = StageContext(stage.recipe, stage.kind).measures_held_out_rows
-    rewards_and_splits = [(training_rewards(stage.recipe), "train")] if stage.kind.completes_prompts else []
-    rewards_and_splits += [(held_out_rewards(stage.recipe), "validation")] if validates_completions else []
+    rewards_and_splits = [(stage.recipe.training_rewards, "train")] if stage.kind.completes_prompts else []
+    rewards_and_splits += [(stage.recipe.held_out_rewards, "validation")] if stage.measures_held_out_rows else []
     splits_by_rewards: dict[str, tuple[RewardConfig, list[str]]] = {}
     for rewards, split_name in rewards_and_splits:
         if rewards:
@@ -249,17 +267,18 @@ def _group_splits_by_rewards(stage: Stage) -> list[tuple[RewardConfig, list[str]
     return list(splits_by_rewards.values())
 
 
-def _check_tools(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _check_tools(
+    config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None
+) -> list[str]:
     """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
-    config = stage.recipe.rollout.multi_turn_config
     if not config.enable or not config.enable_tools:
         return []
-    stop_tokens = read_stop_tokens(stage.model, stage.recipe.policy.model_revision, tokenizer)
+    stop_tokens = read_stop_tokens(model, revision, tokenizer)
     ToolResultTokens(tokenizer, make_prompt_rendering(config), stop_tokens)
     return [f"tools {', '.join(tool_paths_by_name(config.enabled_tools))}"]
 
 
-def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
+def _describe_rows(statistics: dict[str, Any], max_length: int, column_readers: str) -> list[str]:
     report_lines = []
     for name, counts in statistics.items():
         text = f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens"
@@ -268,16 +287,13 @@ def _describe_rows(stage: Stage, statistics: dict[str, Any]) -> list[str]:
         if counts.get("images"):
             text += f", {counts['images']:,} images of {counts['image_tokens']:,} tokens"
         if counts.get("truncated_rows"):
-            text += f", {counts['truncated_rows']:,} rows cut at {stage.recipe.policy.model_max_length}"
+            text += f", {counts['truncated_rows']:,} rows cut at {max_length}"
         if num_masked := counts.get("continued_rows"):
             text += f", {num_masked:,} rows of plain text whose prompt is masked, as the model has no chat template"
         if num_unmasked := counts.get("plain_rows"):
             text += f", {num_unmasked:,} rows of plain text in which no token is masked"
         if unused_columns := counts.get("unread_columns"):
-            readers_text = (
-                "only rewards can read" if metric_weights(stage.recipe.train.train_policy) else "nothing reads"
-            )
-            text += f", columns that {readers_text}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
+            text += f", columns that {column_readers}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
             text += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
         report_lines.append(text)
     return report_lines

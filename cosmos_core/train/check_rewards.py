@@ -5,19 +5,21 @@ queries remote reward services.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.source_weights import RewardWeightsBySource, reward_weights_of_source
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.data.media_rows import find_reference_response
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
-from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
+from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Prompt, ScoredGroup, Segment
 
@@ -40,14 +42,17 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     return prompts_by_split
 
 
-def call_rewards(stage: Stage, rewards: Mapping[str, float], test_groups: Sequence[Group]) -> str:
-    """Call rewards on made-up completions, and return their names with messages about missing scores."""
+def call_rewards(
+    recipe: Recipe, rewards: Mapping[str, float], test_groups: Sequence[Group], beat: Callable[[], None]
+) -> str:
+    """Call rewards on made-up completions, and return their names with messages about missing scores; `beat` is called
+    during waits."""
     unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
         unit_weights = RewardWeightsBySource(
             {source: dict.fromkeys(weights, 1.0) for source, weights in rewards.by_source.items()}
         )
-    with open_rewards(stage, unit_weights) as score:
+    with open_rewards(recipe, unit_weights, beat) as score:
         scored_groups = score(test_groups) if test_groups else []
     score_messages = []
     for reward, name in metric_names(rewards).items():
@@ -72,24 +77,31 @@ def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Seque
     )
 
 
-def make_test_groups(stage: Stage, split_names: Sequence[str], num_frames: int | None) -> list[Group]:
-    """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
-    `num_frames`: number of frames of a made-up video, 1 for an image; None if completions are text."""
-    if (file := stage.path / CHECKED_PROMPTS_FILE).exists():
+def read_checked_prompts(stage_folder: Path, data_folder: Path | None) -> dict[str, Any]:
+    """Return the first prompts of each split: those that another stage's check wrote, or those of prepared rows."""
+    if (file := stage_folder / CHECKED_PROMPTS_FILE).exists():
         prompts_by_split: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    else:
-        prompts_by_split = read_first_prompts(stage.data) if stage.data is not None else {}
-    reference_column = getattr(stage.recipe.train.train_policy, "response_column_name", "")
+        return prompts_by_split
+    return read_first_prompts(data_folder) if data_folder is not None else {}
+
+
+def make_test_groups(
+    prompts_by_split: Mapping[str, Any], split_names: Sequence[str], policy: AlgorithmConfig,
+    media_shape: tuple[int, int, int] | None,
+) -> list[Group]:  # fmt: skip
+    """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
+    `media_shape`: frames (1 for an image), height and width of made-up media; None if completions are text."""
+    reference_column = getattr(policy, "response_column_name", "")
     test_groups = []
     for name in split_names:
         for i, row in enumerate(prompts_by_split.get(name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
             metadata, reference_response = row["metadata"], row["reference"]
             prompt_fields = {"metadata": metadata, "source": row.get("source", "")}
-            if num_frames is None:
+            if media_shape is None:
                 completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference_response))
             else:
                 reference_response = find_reference_response(metadata, reference_column)
-                completions = _make_media_completions(num_frames, stage.recipe.policy.diffusers.inference_size)
+                completions = _make_media_completions(*media_shape)
             test_groups.append(Group(Prompt(i, (0,), row["text"], reference_response, **prompt_fields), completions, 0))
     return test_groups
 
@@ -101,11 +113,11 @@ def _make_text_completion(text: str) -> Completion:
 
 def make_media_groups(prompts: Sequence[Prompt], num_frames: int, frame_size: tuple[int, int]) -> list[Group]:
     """Return made-up images, or videos of several frames, of height and width `frame_size` for each prompt."""
-    return [Group(prompt, _make_media_completions(num_frames, frame_size), 0) for prompt in prompts]
+    return [Group(prompt, _make_media_completions(num_frames, *frame_size), 0) for prompt in prompts]
 
 
-def _make_media_completions(num_frames: int, frame_size: tuple[int, int]) -> tuple[Completion, Completion]:
-    pixel_shape = (*((num_frames,) if num_frames > 1 else ()), *frame_size, 3)
+def _make_media_completions(num_frames: int, height: int, width: int) -> tuple[Completion, Completion]:
+    pixel_shape = (*((num_frames,) if num_frames > 1 else ()), height, width, 3)
     pixels = torch.randint(0, 256, pixel_shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     completion = Completion((), "stop", "", diffusion_sample=DiffusionSample(pixels, None, (), 0))
     return completion, completion

@@ -4,29 +4,29 @@ images or clips that is added to the RL loss."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
-from cosmos_core.algorithms.base import Algorithm, Loss, Update
+from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.diffusers import DiffusersConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.flow_sample import FlowSample, derive_seed
 from cosmos_core.data.kinds.media import make_noise_sampler
-from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
+from cosmos_core.data.media_rows import MediaRows, open_media_prompts
 from cosmos_core.data.order import batch_positions
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import EngineDenoiser, request_seed
 from cosmos_core.rollout.flow_path import SHARED_NOISE_INDEX, get_noise_levels, stochastic_steps
-from cosmos_core.run.stage import Stage
 from cosmos_core.train.feeds import DATA_TERM_SEED_OFFSET, rows_per_step
-from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.trainer import Trainer
-from cosmos_core.types import FlowSampling
+from cosmos_core.types import FlowSampling, Sampling
 
 
-def evaluation_sampling(recipe: Recipe) -> FlowSampling:
+def evaluation_sampling(diffusers_config: DiffusersConfig) -> FlowSampling:
     """Return the sampling settings for held-out prompts: a solver without added noise, and the inference size."""
-    diffusers_config, sample_config = recipe.policy.diffusers, recipe.policy.diffusers.sample
+    sample_config = diffusers_config.sample
     return FlowSampling(
         num_steps=sample_config.eval_num_steps,
         guidance_scale=sample_config.guidance_scale,
@@ -37,11 +37,10 @@ def evaluation_sampling(recipe: Recipe) -> FlowSampling:
     )
 
 
-def make_engine_denoiser(stage: Stage, trainer: Trainer) -> EngineDenoiser:
+def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoiser:
     """Return the `EngineDenoiser` with which a rollout engine samples images or videos from the trainer's denoiser."""
     adapter: Any = trainer.adapter
-    assert stage.data is not None
-    null_text = open_media_prompts(stage.data, "train").null_text
+    null_text = open_media_prompts(prepared_folder, "train").null_text
 
     @contextmanager
     def use_weights(name: str) -> Iterator[None]:
@@ -52,33 +51,25 @@ def make_engine_denoiser(stage: Stage, trainer: Trainer) -> EngineDenoiser:
     return EngineDenoiser(adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, null_text)
 
 
-def prepare_algorithm(stage: Stage, trainer: Trainer, algorithm: Algorithm) -> None:
-    """Give `algorithm` the embedding of the empty prompt and, with `data_beta`, a supervised loss on media."""
-    assert stage.data is not None
-    algorithm.null_text = open_media_prompts(stage.data, "train").null_text
-    # The schema requires rows of images or clips if `data_beta` is set.
-    if stage.recipe.policy.diffusers.flow_rl.data_beta:
-        algorithm.data_term = make_data_term(open_media(stage.data, "train"), stage.recipe, trainer)
-
-
-def make_data_term(rows: MediaRows, recipe: Recipe, trainer: Trainer) -> Callable[[int, int], Update]:
+def make_data_term(
+    rows: MediaRows, diffusers: DiffusersConfig, train: TrainConfig, sampling: Sampling, trainer: Trainer
+) -> Callable[[int, int], Update]:
     """Return a function of train step and optimizer step that builds the SFT diffusion loss with weight `data_beta`.
 
     One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` these are the rows of the
     prompts, at the noise levels that the rollouts are trained at and with the noise that the rollouts start from.
     Otherwise rows, noise and levels are sampled as in SFT for each optimizer step.
     """
-    diffusers = recipe.policy.diffusers
     noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
-    num_rows, seed = min(len(rows), rows_per_step(recipe)), recipe.train.order_seed
-    should_shuffle = recipe.train.train_policy.dataloader_shuffle
+    num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
+    should_shuffle = train.train_policy.dataloader_shuffle
 
     def make_data_samples(step: int, update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
             positions = batch_positions(seed + DATA_TERM_SEED_OFFSET, update_index, num_rows, len(rows), True).tolist()
             noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in positions]
             return [noise_sampler.sample(rows[i], s) for i, s in zip(positions, noise_seeds, strict=True)]
-        sampling, adapter = training_sampling(recipe), cast(Any, trainer.adapter)
+        adapter: Any = trainer.adapter
         assert sampling.flow is not None
         completion_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
         noise_levels = _get_trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)

@@ -6,7 +6,9 @@ The worker program of `cosmos plan --estimate`; it reads no weights and computes
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +18,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.media import image_settings
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.dataset import RowsConfig, reasoning_gym_generator
+from cosmos_core.config.schema.parallelism import ParallelismConfig
+from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.schema.validation import ValidationConfig
 from cosmos_core.data.kinds.base import TRAIN_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.rows import load_rows, split_rows
@@ -92,53 +101,70 @@ def estimate(
 ) -> TrainingEstimate:
     """Estimate the needs of a training of `model`, of which only config.json is read. `prepared_folder`: data folder of
     a finished `prepare` stage; None: count the rows of a local dataset. Raise `ModelError` or `DataError`."""
-    rows = _read_row_statistics(recipe, prepared_folder) if prepared_folder else _RowStatistics(_count_rows(recipe))
-    sequence_length = int(_sequence_length(recipe, rows.max_length))
-    max_steps = recipe.train.max_num_steps
-    estimate_notes = []
+    train, mesh, has_rollouts = recipe.train, recipe.policy.parallelism, recipe.train.train_policy.has_rollouts
+    if prepared_folder is None:
+        split_seed = None if recipe.validation.dataset.name else train.seed
+        num_rows = _count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed)
+        rows = _RowStatistics(num_rows)
+    else:
+        rows = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
+    max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length
+    estimate_length = partial(_sequence_length, max_length, completion_length if has_rollouts else 0)
+    sequence_length = int(estimate_length(rows.max_length))
+    max_steps, estimate_notes = train.max_num_steps, []
     if rows.num_rows is None:
         limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         estimate_notes.append(f"steps and tokens: {limit_text}, because the rows are not on this machine yet")
-    num_steps, num_tokens, is_steps_bound = _estimate_training_length(recipe, rows, prepared_folder)
+    num_steps, num_tokens, is_steps_bound = _estimate_training_length(
+        train, recipe.policy, recipe.group_size, rows, estimate_length(rows.mean_length), prepared_folder
+    )
     if is_steps_bound and rows.num_rows is not None:
         estimate_notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
-    fake_model, memory, trace_notes = _trace_memory(recipe, model, sequence_length, progress)
-    rank_memory = shard_memory(memory, recipe)
-    if recipe.train.activation_offload:
+    fake_model, memory, trace_notes = _trace_memory(
+        partial(make_algorithm, recipe), train, recipe.policy, model, sequence_length, progress
+    )
+    rank_memory = shard_memory(memory, train, mesh)
+    if train.activation_offload:
         estimate_notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     estimate_notes += trace_notes
+    num_parameters = sum(p.numel() for p in fake_model.parameters())
+    num_trainable = sum(p.numel() for p in fake_model.parameters() if p.requires_grad)
     kv_cache: int | None = 0
-    if recipe.train.train_policy.has_rollouts:
-        kv_cache = kv_cache_bytes(fake_model.config, recipe, sequence_length)
+    engine_weight_bytes = 0
+    if has_rollouts:
+        engine_weight_bytes = _estimate_engine_weight_bytes(recipe.rollout, train, mesh.world_size, num_parameters)
+        max_groups = recipe.rollout.max_prompts_in_flight if recipe.num_engines else recipe.rollout.batch_size
+        kv_cache = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
         if kv_cache is None:
             model_type = fake_model.config.model_type
             estimate_notes.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
-    num_parameters = sum(p.numel() for p in fake_model.parameters())
-    num_trainable = sum(p.numel() for p in fake_model.parameters() if p.requires_grad)
     return TrainingEstimate(
         parameters=num_parameters,
         trainable=num_trainable,
         memory=rank_memory,
         peak=rank_memory.total_bytes,
-        engine_weights=_estimate_engine_weight_bytes(recipe, num_parameters),
+        engine_weights=engine_weight_bytes,
         kv_cache=kv_cache,
         sequence_length=sequence_length,
         rows=rows.num_rows,
         steps=num_steps,
         is_steps_bound=is_steps_bound,
         tokens=num_tokens,
-        is_tokens_bound=rows.mean_length is None or recipe.train.train_policy.has_rollouts,
-        disk=_disk_bytes(recipe, memory, num_parameters, num_trainable, num_steps),
-        machine=_describe_machine(recipe),
+        is_tokens_bound=rows.mean_length is None or has_rollouts,
+        disk=_disk_bytes(train, recipe.validation, memory, (num_parameters, num_trainable), num_steps),
+        machine=_describe_machine(train.param_dtype),
         notes=tuple(estimate_notes),
     )
 
 
-def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, sequence_length: int) -> int | None:
-    """Return the bytes of the KV cache of all concurrent sequences; None if a layer does not cache keys and values."""
-    text_config, rollout = config.get_text_config(), recipe.rollout
+def kv_cache_bytes(
+    config: PretrainedConfig, rollout: RolloutConfig, train: TrainConfig, max_groups: int, sequence_length: int
+) -> int | None:
+    """Return the bytes of the KV cache of all concurrent sequences; None if a layer does not cache keys and values.
+    `max_groups`: maximum number of prompts that an engine completes at a time."""
+    text_config = config.get_text_config()
     attention_window = getattr(text_config, "sliding_window", None)
     default_layer_type = "sliding_attention" if attention_window else "full_attention"
     layer_types = getattr(text_config, "layer_types", None) or [default_layer_type] * text_config.num_hidden_layers
@@ -150,25 +176,24 @@ def kv_cache_bytes(config: PretrainedConfig, recipe: Recipe, sequence_length: in
     num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     parallelism = rollout.parallelism
-    max_groups_in_flight = rollout.max_prompts_in_flight if recipe.num_engines else rollout.batch_size
-    num_prompts = min(max_groups_in_flight, max(1, recipe.train.train_batch_per_replica // rollout.n_generation))
+    num_prompts = min(max_groups, max(1, train.train_batch_per_replica // rollout.n_generation))
     num_completions = min(rollout.n_generation, rollout.n_generation_mini_batch or rollout.n_generation)
     num_cached_tokens = sum(min(sequence_length, cached_lengths[layer_type]) for layer_type in layer_types)
-    bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _element_bytes(recipe.train.param_dtype)
+    bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _element_bytes(train.param_dtype)
     return num_cached_tokens * bytes_per_token * num_prompts * num_completions // parallelism.pp_size
 
 
-def shard_memory(memory: StepMemory, recipe: Recipe) -> StepMemory:
+def shard_memory(memory: StepMemory, train: TrainConfig, mesh: ParallelismConfig) -> StepMemory:
     """Return the memory of one rank of the mesh, from the `memory` of an unsharded model. State that
     `train.fsdp_offload` moves to host memory counts as 0. With pipeline parallelism, the rank is in the first pipeline
     stage, which holds the activations of all micro-batches in flight."""
-    mesh, rows_per_pass = recipe.policy.parallelism, recipe.train.rows_per_pass
+    rows_per_pass = train.rows_per_pass
     micro_batches_in_flight = {"1F1B": mesh.pp_size, "Interleaved1F1B": 2 * mesh.pp_size - 1, "GPipe": rows_per_pass}
     max_pipeline_rows = micro_batches_in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size
     num_rows_in_memory = min(rows_per_pass, max_pipeline_rows) if mesh.pp_size > 1 else rows_per_pass
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
     state_names = ("weights", "gradients", "optimizer", "reference", "average")
-    state_bytes = {n: 0 if recipe.train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_names}
+    state_bytes = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_names}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * rows_per_pass
     return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
@@ -178,10 +203,10 @@ def shard_memory(memory: StepMemory, recipe: Recipe) -> StepMemory:
 
 
 def _trace_memory(
-    recipe: Recipe, model: str, sequence_length: int, progress: ProgressWriter
-) -> tuple[PreTrainedModel, StepMemory, list[str]]:
+    build_algorithm: Callable[[], Algorithm], train: TrainConfig, policy_config: PolicyConfig, model: str,
+    sequence_length: int, progress: ProgressWriter,
+) -> tuple[PreTrainedModel, StepMemory, list[str]]:  # fmt: skip
     """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
-    train, policy_config = recipe.train, recipe.policy
     weight_sets = () if train.train_policy.precomputes_reference_logprobs else train.train_policy.auxiliary_model_names
     with torch.device("meta"):  # PEFT can add adapters to meta tensors, but not to fake tensors
         fake_model = model_without_weights(
@@ -200,7 +225,7 @@ def _trace_memory(
             trainer = Trainer(CausalLM(fake_model, traced_config, InputProcessing(0)), traced_config, progress)
             for name in weight_sets:
                 trainer.weight_sets.add(name)
-            memory = trace_step_memory(trainer, make_algorithm(recipe), traced_config, sequence_length)
+            memory = trace_step_memory(trainer, build_algorithm(), traced_config, sequence_length)
         except Exception as error:
             # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
             logger.info("the step cannot be traced", exc_info=True)
@@ -229,87 +254,89 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
             tensors[name] = fake_tensors.get(id(tensor))
 
 
-def _read_row_statistics(recipe: Recipe, prepared_folder: Path) -> _RowStatistics:
+def _read_row_statistics(policy: AlgorithmConfig, policy_config: PolicyConfig, prepared_folder: Path) -> _RowStatistics:
     statistics = json.loads((prepared_folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest_row_length, num_sequences = statistics["length"]["max"], recipe.train.train_policy.num_sequences_per_row
+    longest_row_length, num_sequences = statistics["length"]["max"], policy.num_sequences_per_row
     if num_sequences > 1:
-        rows = load_row_kind(recipe.train.train_policy.rows).open(prepared_folder, TRAIN_SPLIT, recipe.policy)
+        rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
         longest_row_length = int(rows.token_counts(is_packed=False).max()) // num_sequences
     return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / num_sequences)
 
 
-def _count_rows(recipe: Recipe) -> int | None:
-    """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet."""
-    tables_by_dataset = recipe.train.train_policy.tables_by_dataset
-    row_counts = [_count_dataset_rows(recipe, key, table.dataset) for key, table in tables_by_dataset.items()]
-    return None if None in row_counts else sum(filter(None, row_counts))
+def _count_rows(policy: AlgorithmConfig, annotation_path: str, split_seed: int | None) -> int | None:
+    """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet.
+    `split_seed`: seed by which held-out rows are split off; None: another data set has these rows."""
+    num_rows = 0
+    for key, table in policy.tables_by_dataset.items():
+        dataset: RowsConfig = table.dataset
+        if annotation_path:
+            dataset = dataset.copy_with(name=annotation_path, split=("train",))
+        is_local_path = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
+        if not (is_local_path or reasoning_gym_generator(dataset.name)):
+            return None
+        dataset_rows = load_rows(dataset, key)
+        if dataset.test_size is not None and split_seed is not None:
+            dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, split_seed)
+        num_rows += len(dataset_rows)
+    return num_rows
 
 
-def _count_dataset_rows(recipe: Recipe, dataset_table_key: str, dataset: RowsConfig) -> int | None:
-    if annotation_path := image_settings(recipe).annotation_path:
-        dataset = dataset.copy_with(name=annotation_path, split=("train",))
-    is_local_path = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
-    if not (is_local_path or reasoning_gym_generator(dataset.name)):
-        return None
-    dataset_rows = load_rows(dataset, dataset_table_key)
-    if dataset.test_size is not None and not recipe.validation.dataset.name:
-        assert recipe.train.seed is not None  # the schema replaces a missing seed by its default
-        dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, recipe.train.seed)
-    return len(dataset_rows)
-
-
-def _sequence_length(recipe: Recipe, row_length: float | None) -> float:
-    """Return the number of tokens of a row and, in RL, of the longest completion, at most `model_max_length`."""
-    completion_length = recipe.rollout.max_response_length if recipe.train.train_policy.has_rollouts else 0
-    max_length = recipe.policy.model_max_length
+def _sequence_length(max_length: int, completion_length: int, row_length: float | None) -> float:
+    """Return the number of tokens of a row and of the longest completion, at most `max_length`."""
     return max_length if row_length is None else min(max_length, row_length + completion_length)
 
 
 def _estimate_training_length(
-    recipe: Recipe, rows: _RowStatistics, prepared_folder: Path | None
-) -> tuple[int | None, int | None, bool]:
-    """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound."""
-    train, policy = recipe.train, recipe.train.train_policy
-    if policy.has_token_based_batches:
-        return _estimate_balanced_training_length(recipe, prepared_folder)
-    steps = train.max_num_steps if rows.num_rows is None else total_steps(recipe, rows.num_rows)
-    num_sequences = train.train_batch_per_replica * policy.num_sequences_per_row
-    num_tokens = None if steps is None else round(steps * (num_sequences * _sequence_length(recipe, rows.mean_length)))
-    return steps, num_tokens, rows.num_rows is None
+    train: TrainConfig, policy_config: PolicyConfig, group_size: int, rows: _RowStatistics, mean_length: float,
+    prepared_folder: Path | None,
+) -> tuple[int | None, int | None, bool]:  # fmt: skip
+    """Return the number of train steps, the number of tokens, and whether the number of steps is an upper bound.
+    `mean_length`: mean number of tokens of a sequence, including its completion."""
+    if train.train_policy.has_token_based_batches:
+        return _estimate_balanced_training_length(train, policy_config, prepared_folder)
+    num_steps = train.max_num_steps if rows.num_rows is None else total_steps(train, group_size, rows.num_rows)
+    num_sequences = train.train_batch_per_replica * train.train_policy.num_sequences_per_row
+    num_tokens = None if num_steps is None else round(num_steps * (num_sequences * mean_length))
+    return num_steps, num_tokens, rows.num_rows is None
 
 
-def _estimate_balanced_training_length(recipe: Recipe, prepared_folder: Path | None) -> tuple[int, int, bool]:
+def _estimate_balanced_training_length(
+    train: TrainConfig, policy_config: PolicyConfig, prepared_folder: Path | None
+) -> tuple[int, int, bool]:
     """Return steps, tokens and whether the steps are an upper bound, if batches are filled up to a token budget."""
-    num_steps, policy = recipe.train.max_num_steps, recipe.train.train_policy
+    num_steps, policy, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
     assert num_steps is not None and isinstance(policy, SupervisedConfig)  # the schema requires `max_num_steps`
     if prepared_folder is None:
-        tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(recipe)
+        tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
-    rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, recipe.policy)
-    row_lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, recipe)
+    rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
+    row_lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
     assert plan is not None
     row_indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
     return plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
-def _disk_bytes(recipe: Recipe, memory: StepMemory, num_params: int, num_trainable: int, steps: int | None) -> int:
+def _disk_bytes(
+    train: TrainConfig, validation: ValidationConfig, memory: StepMemory, num_params: tuple[int, int], steps: int | None
+) -> int:
     """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
-    for each validated step, because each may be the best so far."""
-    ckpt, is_validated = recipe.train.ckpt, recipe.validation.enable
+    for each validated step, because each may be the best so far. `num_params`: numbers of all
+    parameters and of the trainable ones."""
+    ckpt, is_validated = train.ckpt, validation.enable
     num_checkpoints = 1  # the checkpoint after the last step is always saved
     if ckpt.enable_checkpoint:
-        steps_per_epoch = max(1, (steps or 0) // recipe.train.epoch)
+        steps_per_epoch = max(1, (steps or 0) // train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        intervals = (save_freq, *([recipe.validation.freq] if is_validated else []))
+        intervals = (save_freq, *([validation.freq] if is_validated else []))
         num_saved = len({steps, *(step for interval in intervals for step in range(interval, steps or 0, interval))})
         max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint does not count in `max_keep`
         num_checkpoints = max_kept if steps is None else num_saved if ckpt.max_keep == -1 else min(num_saved, max_kept)
-    weight_bytes = num_trainable * _element_bytes(recipe.train.master_dtype)  # checkpoints have no frozen parameters
+    weight_bytes = num_params[1] * _element_bytes(train.master_dtype)  # checkpoints have no frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
-    return num_checkpoints * checkpoint_bytes + num_params * _element_bytes(recipe.train.param_dtype)
+    return num_checkpoints * checkpoint_bytes + num_params[0] * _element_bytes(train.param_dtype)
 
 
-def _describe_machine(recipe: Recipe) -> dict[str, Any]:
+def _describe_machine(dtype: str) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         gpu_properties = torch.cuda.get_device_properties(device)
@@ -317,20 +344,20 @@ def _describe_machine(recipe: Recipe) -> dict[str, Any]:
     else:
         num_threads = torch.get_num_threads()
         device_name, memory_bytes = f"cpu, {num_threads} thread{'s' * (num_threads > 1)}", psutil.virtual_memory().total
-    matmul_flops = measure_matmul_flops(device, getattr(torch, recipe.train.param_dtype))
+    matmul_flops = measure_matmul_flops(device, getattr(torch, dtype))
     return {"device": device_name, "is_cpu": device.type == "cpu", "flops": matmul_flops, "memory": memory_bytes}
 
 
-def _estimate_engine_weight_bytes(recipe: Recipe, num_parameters: int) -> int:
+def _estimate_engine_weight_bytes(
+    rollout: RolloutConfig, train: TrainConfig, num_ranks: int, num_parameters: int
+) -> int:
     """Return the bytes of the engine's copy of the weights; 0 if the engine uses the trainer's module."""
-    engine_backend, parallelism = recipe.rollout.backend, recipe.rollout.parallelism
-    if not recipe.train.train_policy.has_rollouts:
+    if rollout.backend == FALLBACK_ENGINE and num_ranks > 1:
+        return num_parameters * _element_bytes(train.master_dtype)
+    if rollout.backend != "vllm":
         return 0
-    if engine_backend == FALLBACK_ENGINE and recipe.policy.parallelism.world_size > 1:
-        return num_parameters * _element_bytes(recipe.train.master_dtype)
-    if engine_backend != "vllm":
-        return 0
-    return num_parameters * _element_bytes(recipe.train.param_dtype) // (parallelism.tp_size * parallelism.pp_size)
+    num_shards = rollout.parallelism.tp_size * rollout.parallelism.pp_size
+    return num_parameters * _element_bytes(train.param_dtype) // num_shards
 
 
 def _element_bytes(dtype: str) -> int:

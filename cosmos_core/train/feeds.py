@@ -13,8 +13,9 @@ import numpy as np
 
 from cosmos_core.algorithms.base import Update
 from cosmos_core.algorithms.data_term import make_sft_update
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.balance import BalancedBatchPlan, BatchingSettings
 from cosmos_core.data.kinds.base import PreparedRows
 from cosmos_core.data.order import (
@@ -81,32 +82,34 @@ class SampleFeed:
         self.step = int(state["step"])
 
 
-def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0."""
-    train = recipe.train
-    if recipe.may_split_groups:  # a step may span two epochs, so round up the sum over all epochs
-        num_steps = -(-train.epoch * num_rows * recipe.rollout.n_generation // train.train_batch_per_replica)
+def total_steps(train: TrainConfig, group_size: int, num_rows: int) -> int:
+    """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0.
+    `group_size`: number of samples that a step gets from each row, its completions or 1."""
+    if train.train_batch_per_replica % group_size:  # a step may span two epochs, so round up the sum over all epochs
+        num_steps = -(-train.epoch * num_rows * group_size // train.train_batch_per_replica)
     else:
-        num_steps = train.epoch * batches_per_epoch(rows_per_step(recipe), num_rows, train.train_policy.drops_last_rows)
+        batch_size, drops_last_rows = rows_per_step(train, group_size), train.train_policy.drops_last_rows
+        num_steps = train.epoch * batches_per_epoch(batch_size, num_rows, drops_last_rows)
     return min(num_steps, train.max_num_steps or num_steps)
 
 
-def rows_per_step(recipe: Recipe) -> int:
+def rows_per_step(train: TrainConfig, group_size: int) -> int:
     """Return the number of rows that a train step reads; in RL, the number of prompts, rounded up."""
-    batch_size = recipe.train.train_batch_per_replica
-    return -(-batch_size // recipe.rollout.n_generation) if recipe.train.train_policy.has_rollouts else batch_size
+    return -(-train.train_batch_per_replica // group_size)
 
 
-def unused_rows_message(recipe: Recipe, num_rows: int) -> str:
+def unused_rows_message(train: TrainConfig, group_size: int, num_rows: int) -> str:
     """Return a message if an epoch has rows that no step uses, else ""; raise DataError if no step is full."""
-    message = unused_rows_notice(recipe.train, 1 if recipe.may_split_groups else rows_per_step(recipe), num_rows)
+    is_split = train.train_batch_per_replica % group_size != 0
+    message = unused_rows_notice(train, 1 if is_split else rows_per_step(train, group_size), num_rows)
     # With dynamic sampling, a train step may use prompts of two epochs, so all prompts are used.
-    return message if recipe.train.train_policy.dynamic_sampling is None else ""
+    return message if train.train_policy.dynamic_sampling is None else ""
 
 
-def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan | None:
-    """Return the plan of micro-batches that are filled up to a token budget; None for a fixed number of rows."""
-    train_config, policy = recipe.train, recipe.train.train_policy
+def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_length: int) -> BalancedBatchPlan | None:
+    """Return the plan of micro-batches that are filled up to a token budget; None for a fixed number of rows.
+    `max_length`: maximum number of tokens of a sequence."""
+    policy = train_config.train_policy
     if not policy.has_token_based_batches:
         return None
     # The schema requires `max_num_steps` if batches are filled by tokens.
@@ -117,7 +120,7 @@ def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan
         rows.token_counts(is_packed=is_packed),
         lambda epoch: epoch_order(train_config.order_seed, epoch, mixture_or_num_rows(rows), policy.dataloader_shuffle),
         BatchingSettings(
-            micro_batch_tokens(recipe),
+            micro_batch_tokens(train_config, max_length),
             policy.load_balanced_pool_size,
             is_packed=is_packed,
             prefers_closest_length=policy.load_balanced_batching_strategy == "prefer_closest",
@@ -128,11 +131,11 @@ def plan_balanced_steps(rows: PreparedRows, recipe: Recipe) -> BalancedBatchPlan
     )
 
 
-def micro_batch_tokens(recipe: Recipe) -> int:
-    """Return the token budget of a micro-batch."""
-    train_policy = recipe.train.train_policy
+def micro_batch_tokens(train: TrainConfig, max_length: int) -> int:
+    """Return the token budget of a micro-batch; `max_length`: maximum number of tokens of a sequence."""
+    train_policy = train.train_policy
     assert isinstance(train_policy, SupervisedConfig)
-    max_tokens = recipe.train.rows_per_pass * train_policy.num_sequences_per_row * recipe.policy.model_max_length
+    max_tokens = train.rows_per_pass * train_policy.num_sequences_per_row * max_length
     return train_policy.load_balanced_max_tokens_for_batch or max_tokens
 
 
@@ -142,26 +145,28 @@ class RowFeed(SampleFeed):
 
     rows_per_pass: int
 
-    def __init__(self, rows: PreparedRows, recipe: Recipe) -> None:
-        self._rows, self._recipe = rows, recipe
-        self._batch_size = recipe.train.train_batch_per_replica
+    def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int = 1) -> None:
+        """Build the feed; `max_length`: maximum number of tokens of a sequence, `num_dp_ranks`: number of data-parallel
+        ranks, each of which gets a micro-batch."""
+        self._rows, self._train, self._num_dp_ranks = rows, train, num_dp_ranks
+        self._batch_size = train.train_batch_per_replica
         self._prefetch_executor = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
         self._prefetched_step_and_samples: tuple[int, Future[list[Any]]] | None = None
-        self._balanced_plan = plan_balanced_steps(rows, recipe)
-        self.rows_per_pass = recipe.train.rows_per_pass
+        self._balanced_plan = plan_balanced_steps(rows, train, max_length)
+        self.rows_per_pass = train.rows_per_pass
         if plan := self._balanced_plan:
             self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
             return
-        self.unused_rows_notice = unused_rows_message(recipe, len(rows))
-        self.steps_per_epoch = batches_per_epoch(self._batch_size, len(rows), recipe.train.train_policy.drops_last_rows)
-        self.total_steps = total_steps(recipe, len(rows))
+        self.unused_rows_notice = unused_rows_message(train, 1, len(rows))
+        self.steps_per_epoch = batches_per_epoch(self._batch_size, len(rows), train.train_policy.drops_last_rows)
+        self.total_steps = total_steps(train, 1, len(rows))
 
     def find_max_sample_tokens(self) -> int | None:
         try:
             token_counts = self._rows.token_counts(is_packed=False)
         except NotImplementedError:  # rows of media
             return None
-        return int(token_counts.max(initial=0)) // self._recipe.train.train_policy.num_sequences_per_row
+        return int(token_counts.max(initial=0)) // self._train.train_policy.num_sequences_per_row
 
     @property
     def trained_row_numbers(self) -> np.ndarray:
@@ -185,40 +190,38 @@ class RowFeed(SampleFeed):
         return self._read_samples(self.step - 1)
 
     def _read_samples(self, step: int) -> list[Any]:
-        seed_and_step, batch_items = (self._recipe.train.order_seed, step), self.micro_batches(step).items()
+        seed_and_step, batch_items = (self._train.order_seed, step), self.micro_batches(step).items()
         return [sample for number, batch in batch_items for sample in self._rows.samples(batch, seed_and_step, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
         """Return the row numbers of a train step by micro-batch number; by None if the trainer forms micro-batches."""
         if self._balanced_plan:
             return dict(enumerate(self._balanced_plan.micro_batches(step)))
-        train, parallelism = self._recipe.train, self._recipe.policy.parallelism
+        train = self._train
         row_positions = batch_positions(
             train.order_seed, step, self._batch_size, mixture_or_num_rows(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
-        num_data_parallel_ranks = parallelism.dp_replicate_size * abs(parallelism.dp_shard_size)
-        max_rows = min(self.rows_per_pass, -(-len(row_positions) // num_data_parallel_ranks))
+        max_rows = min(self.rows_per_pass, -(-len(row_positions) // self._num_dp_ranks))
         micro_batches = self._rows.micro_batches(row_positions, max_rows)
         return {None: row_positions.tolist()} if micro_batches is None else dict(enumerate(micro_batches))
 
 
-def check_data_term_rows(recipe: Recipe, num_rows: int) -> None:
+def check_data_term_rows(loss_config: DataTermConfig, num_rows: int) -> None:
     """Raise DataError if the supervised rows do not fill one optimizer step."""
-    loss_config = recipe.train.train_policy.supervised_rows
-    if loss_config is not None and num_rows < loss_config.batch_size:
+    if num_rows < loss_config.batch_size:
         raise DataError(
             f"train.train_policy.data_term has {num_rows} rows, fewer than batch_size = {loss_config.batch_size}; "
             f"lower it, or give more rows"
         )
 
 
-def make_sft_loss(rows: PreparedRows, recipe: Recipe) -> Callable[[int], Update]:
+def make_sft_loss(
+    rows: PreparedRows, train_config: TrainConfig, sft_loss_config: DataTermConfig
+) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
-    train_config, sft_loss_config = recipe.train, recipe.train.train_policy.supervised_rows
-    assert sft_loss_config is not None
-    check_data_term_rows(recipe, len(rows))
+    check_data_term_rows(sft_loss_config, len(rows))
     max_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:

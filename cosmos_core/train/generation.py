@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.environment import mask_secrets
@@ -57,14 +57,15 @@ class RolloutSetup:
         stage.progress.phase("load")
         engine: Engine
         if stage.kind.feed == "rollouts" and stage.recipe.num_engines:
-            engine = _make_engine_fleet(stage)
+            engine = _make_engine_fleet(stage.recipe.rollout, stage.recipe.mode, stage.engines, stage.progress.beat)
             engine.send_missing_weights = lambda: self.send_missing_weights(self._published_version)
         else:
             engine_settings = _make_engine_settings(
                 stage, adapter.model, adapter.tokenizer, adapter.image_reader, stage.progress.beat
             )
             if stage.recipe.policy.is_diffusers:
-                engine_settings = replace(engine_settings, flow=make_engine_denoiser(stage, self._trainer))
+                engine_denoiser = make_engine_denoiser(stage.prepared_folder, self._trainer)
+                engine_settings = replace(engine_settings, flow=engine_denoiser)
             else:
                 engine_settings = replace(engine_settings, meta_copy=adapter.meta_copy)
             engine = make_engine(engine_settings)
@@ -116,7 +117,8 @@ class RolloutSetup:
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
         scorer_key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
         if scorer_key not in self._scorers:
-            self._scorers[scorer_key] = self.exit_stack.enter_context(open_rewards(self._stage, rewards, max_tokens))
+            scorer = open_rewards(self._stage.recipe, rewards, self._stage.progress.beat, max_tokens)
+            self._scorers[scorer_key] = self.exit_stack.enter_context(scorer)
         return self._scorers[scorer_key]
 
     def send_missing_weights(self, weights_version: int) -> dict[str, float]:
@@ -146,22 +148,25 @@ def _make_engine_settings(
     )  # fmt: skip
 
 
-def _make_engine_fleet(stage: Stage) -> EngineFleet:
-    rollout_config = stage.recipe.rollout
+def _make_engine_fleet(
+    rollout_config: RolloutConfig, mode: str, engines: list[Any], beat: Callable[[], None]
+) -> EngineFleet:
+    is_on_trainer_gpu = mode == "colocated_separated"
     return EngineFleet(
-        lambda: stage.engines,
+        lambda: engines,
         max_groups=rollout_config.max_prompts_in_flight,
         timeout_seconds=rollout_config.engine_timeout_seconds,
         weight_sync_mode=rollout_config.async_r2r_sync,
-        sleeps_in_training=stage.recipe.mode == "colocated_separated",
-        weight_transfer=_make_weight_transfer(stage.recipe),
-        beat=stage.progress.beat,
+        sleeps_in_training=is_on_trainer_gpu,
+        weight_transfer=_make_weight_transfer(rollout_config, is_on_trainer_gpu=is_on_trainer_gpu),
+        beat=beat,
     )
 
 
-def _make_weight_transfer(recipe: Recipe) -> NativeWeightTransfer | DeltaWeightTransfer | None:
+def _make_weight_transfer(
+    rollout_config: RolloutConfig, *, is_on_trainer_gpu: bool
+) -> NativeWeightTransfer | DeltaWeightTransfer | None:
     """Return the weight transfer of a stage; None: all weights are sent through host memory."""
-    rollout_config = recipe.rollout
     if rollout_config.weight_transfer == "delta":
         return DeltaWeightTransfer()
     if rollout_config.weight_transfer == "host" or rollout_config.native_transfer_conflicts:
@@ -169,7 +174,7 @@ def _make_weight_transfer(recipe: Recipe) -> NativeWeightTransfer | DeltaWeightT
     if not torch.cuda.is_available():
         logger.warning("rollout.weight_transfer = 'native' needs GPUs: weights travel through host memory")
         return None
-    weight_transport = IpcTransport() if recipe.mode == "colocated_separated" else NcclTransport()
+    weight_transport = IpcTransport() if is_on_trainer_gpu else NcclTransport()
     return NativeWeightTransfer(weight_transport, rollout_config.parallelism.tp_size)
 
 

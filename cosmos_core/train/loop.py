@@ -19,11 +19,12 @@ from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.resume import load_checkpoint
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng, seed_rng
+from cosmos_core.config.schema.profiler import ProfilerConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import all_reduce_any, is_first_rank
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.feeds import SampleFeed
-from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.measure import VALIDATION_PREFIX
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.profile import StepProfiler
@@ -41,13 +42,17 @@ _PRESTART_SECONDS = 15.0
 class TrainLoop:
     """One training, from the step of its newest checkpoint to its last step."""
 
-    stage: Stage
+    workspace: Workspace
+    config: TrainConfig
     trainer: Trainer
     feed: SampleFeed
     algorithm: Algorithm
     checkpointer: Checkpointer
     validation: Validation
     """Validation of train steps, which also publishes the weights of train steps to the rollout engines."""
+    hooks: Callable[..., None] = lambda hook_name, **hook_data: None
+    """User-defined functions of the recipe, such as `Hooks`, called by name at fixed points of the training."""
+    profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
     moving_average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the trained weights are used."""
     check_metrics: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: {}
@@ -64,14 +69,12 @@ class TrainLoop:
     """Number of completed train steps."""
     _num_updates: int = 0
     """Number of optimizer steps taken; a train step may have several."""
-    _hooks: Hooks = field(init=False)
     _last_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest step, and maxima over all steps for names that end in `_max`. Every checkpoint has these
     metrics, so that a run that is killed after its last step reports the same metrics."""
 
     def __post_init__(self) -> None:
-        self._hooks = Hooks(self.stage)
-        self.validation.set_callbacks(self._hooks, self._log_validation, lambda: check_stop(self.stage))
+        self.validation.set_callbacks(self.hooks, self._log_validation, lambda: check_stop(self.workspace))
 
     def run(self) -> dict[str, float]:
         """Train to the last step, and return its metrics and validation metrics; `..._max` are maxima over all steps.
@@ -83,7 +86,7 @@ class TrainLoop:
 
     def _restore_and_train(self) -> dict[str, float]:
         self.trainer.adapter.check_parallel_plan()
-        hooks, (start_step, needs_validation) = self._hooks, self._restore_checkpoint()
+        hooks, (start_step, needs_validation) = self.hooks, self._restore_checkpoint()
         hooks("pre_training_hook", start_step=start_step, total_steps=self.feed.total_steps)
         self.validation.publish(start_step)
         if needs_validation:
@@ -92,7 +95,7 @@ class TrainLoop:
             self._save_checkpoint()
         if self.validation.compute_metrics and self.validation.config.val_before_train and start_step == 0:
             self._log_step(0, self._validation_metrics())
-        with StepProfiler(self.stage, start_step) as profiler:
+        with StepProfiler(self.workspace.path, self.profiler_config, start_step) as profiler:
             try:
                 self._train(profiler)
             except StopRequested:  # save before the profiler writes its trace, which may take long
@@ -110,7 +113,7 @@ class TrainLoop:
 
     def _train(self, profiler: StepProfiler) -> None:
         """Take the remaining train steps; validate and save at the steps that the recipe sets."""
-        train, validation = self.stage.recipe.train, self.validation
+        train, validation = self.config, self.validation
         save_freq = max(0, train.ckpt.save_freq_in_epoch) * self.feed.steps_per_epoch or train.ckpt.save_freq
         while (metrics := self._train_and_publish_step()) is not None:
             profiler.step(self.step)
@@ -135,13 +138,13 @@ class TrainLoop:
     def _train_and_publish_step(self) -> dict[str, float] | None:
         """Take one train step, publish its weights and return its metrics; None if the data has ended."""
         start_time = time.perf_counter()
-        check_stop(self.stage)
+        check_stop(self.workspace)
         if (metrics := self._run_train_step()) is None:
             return None
         self.step += 1
         metrics |= self.validation.publish_step(self.step)
         metrics["time/step"] = time.perf_counter() - start_time
-        self._hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
+        self.hooks("post_training_step_hook", current_step=self.step, total_steps=self.feed.total_steps, **metrics)
         if (self.feed.total_steps - self.step) * metrics["time/step"] < _PRESTART_SECONDS and is_first_rank():
             self.trainer.adapter.prestart_verification()
         return metrics
@@ -168,7 +171,7 @@ class TrainLoop:
     def _log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the validation metrics of a step whose training metrics are already logged."""
         self._last_metrics |= metrics
-        self.stage.metrics.log(step, metrics)
+        self.workspace.metrics.log(step, metrics)
 
     def _run_train_step(self) -> dict[str, float] | None:
         learning_rates = self.trainer.set_learning_rate(self.step, self.feed.total_steps)
@@ -176,12 +179,12 @@ class TrainLoop:
             return None
         samples, metrics = samples_and_metrics
         if self.speed_tuning:
-            self.stage.progress.phase("step")
+            self.workspace.progress.phase("step")
             samples, tuning_metrics = self.speed_tuning.choose(samples)
             metrics |= tuning_metrics
-        self._hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
-        self.stage.progress.phase("step")
-        start_time, compile_seconds_before = time.perf_counter(), self.stage.progress.compile_seconds
+        self.hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
+        self.workspace.progress.phase("step")
+        start_time, compile_seconds_before = time.perf_counter(), self.workspace.progress.compile_seconds
         update_metrics = []
         for update in self.algorithm.updates(samples, self.trainer) if samples else ():
             update_metrics.append(self.trainer.update(update))
@@ -194,7 +197,7 @@ class TrainLoop:
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
         metrics |= _mean_over_updates(update_metrics)
         metrics |= self.check_metrics(self.step + 1, metrics)
-        compile_seconds = self.stage.progress.compile_seconds - compile_seconds_before
+        compile_seconds = self.workspace.progress.compile_seconds - compile_seconds_before
         train_seconds = time.perf_counter() - start_time - compile_seconds
         if self.mfu_counter:
             metrics["throughput/mfu"] = self.mfu_counter.utilization_since_last(train_seconds)
@@ -212,7 +215,7 @@ class TrainLoop:
         """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. No weight may have
         changed since the last completed step."""
         progress_text = f"stopped after step {self.step} of {self.feed.total_steps}"
-        if not (self.stage.recipe.train.save_ckpt_at_exit and self.step > 0):
+        if not (self.config.save_ckpt_at_exit and self.step > 0):
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
         if (validating_step := self.validation.validating_step) not in (None, self.step):
@@ -227,10 +230,11 @@ class TrainLoop:
     def _restore_checkpoint(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
-        train_state, total_steps = self._make_train_state(), self.feed.total_steps
+        train_state, total_steps, seed = self._make_train_state(), self.feed.total_steps, self.config.seed
+        assert seed is not None  # the schema replaces a missing seed by its default
         own_checkpoint_step = start_step = self.checkpointer.load_latest(train_state) or 0
         if not own_checkpoint_step and self.first_checkpoint:
-            start_step = load_checkpoint(self.first_checkpoint, train_state, self.stage.progress.beat)
+            start_step = load_checkpoint(self.first_checkpoint, train_state, self.workspace.progress.beat)
         if start_step > own_checkpoint_step and start_step >= total_steps:
             raise ConfigError(
                 f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
@@ -247,21 +251,21 @@ class TrainLoop:
             saved_data_parallel_rank = train_state.extra.get("seed_rank", self._data_parallel_rank)
             # After a change of the mesh, ranks that share a sample would draw different numbers from the saved states.
             if all_reduce_any(rng_state is None or saved_data_parallel_rank != self._data_parallel_rank):
-                seed_rng(self.stage.seed, start_step, self._data_parallel_rank)
+                seed_rng(seed, start_step, self._data_parallel_rank)
             else:
                 restore_rng(rng_state)
         else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
-            seed_rng(self.stage.seed, 0, self._data_parallel_rank, keeps_torch_rng=self._data_parallel_rank == 0)
+            seed_rng(seed, 0, self._data_parallel_rank, keeps_torch_rng=self._data_parallel_rank == 0)
         self.validation.load_state_dict(start_step, train_state.extra if own_checkpoint_step else {})
         if own_checkpoint_step:
             self._last_metrics = dict(train_state.extra["metrics"])
-            self.stage.progress.report_checkpoint(own_checkpoint_step)
+            self.workspace.progress.report_checkpoint(own_checkpoint_step)
         if start_step:
-            self._hooks("load_checkpoint_hook", step=start_step)
+            self.hooks("load_checkpoint_hook", step=start_step)
         self.checkpointer.write_best_step(self._best_step_to_save)
         needs_validation = bool(own_checkpoint_step and train_state.extra.get("is_unmeasured"))
-        self.stage.metrics.remove_lines_after_step(start_step, prefix=VALIDATION_PREFIX if needs_validation else "")
-        self.stage.progress.step(start_step, total_steps)
+        self.workspace.metrics.remove_lines_after_step(start_step, prefix=VALIDATION_PREFIX if needs_validation else "")
+        self.workspace.progress.step(start_step, total_steps)
         self.step = start_step
         return start_step, needs_validation and self.validation.async_validation is not None
 
@@ -272,8 +276,8 @@ class TrainLoop:
         return device_mesh.dp.get_local_rank() if device_mesh else 0
 
     def _save_checkpoint(self) -> None:
-        self.stage.progress.phase("save")
-        self._hooks("save_checkpoint_hook", step=self.step)
+        self.workspace.progress.phase("save")
+        self.hooks("save_checkpoint_hook", step=self.step)
         train_state = self._make_train_state()
         train_state.extra = {
             "step": self.step, "total_steps": self.feed.total_steps, "num_updates": self._num_updates,
@@ -281,13 +285,13 @@ class TrainLoop:
             **self.validation.state_dict(self.step),
             **({"speed_settings": self.speed_tuning.chosen} if self.speed_tuning else {}),
         }  # fmt: skip
-        self.stage.metrics.sync()
+        self.workspace.metrics.sync()
         self.checkpointer.save(self.step, train_state, self._best_step_to_save)
 
     @property
     def _best_step_to_save(self) -> BestStep | None:
         """Return the best step so far if its checkpoint is kept, else None."""
-        return self.validation.best_step if self.stage.recipe.train.ckpt.enable_checkpoint else None
+        return self.validation.best_step if self.config.ckpt.enable_checkpoint else None
 
     def _make_train_state(self) -> TrainState:
         return TrainState(
@@ -298,11 +302,11 @@ class TrainLoop:
     def _log_step(self, step: int, metrics: dict[str, float]) -> None:
         maxima = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
         self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in maxima.items()}
-        self.stage.metrics.log(step, metrics)
+        self.workspace.metrics.log(step, metrics)
         progress_names = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
         progress_metrics = {name: metrics[key] for key, name in progress_names.items() if key in metrics}
         progress_metrics |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
-        self.stage.progress.step(step, self.feed.total_steps, **progress_metrics)
+        self.workspace.progress.step(step, self.feed.total_steps, **progress_metrics)
 
 
 def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, float]:

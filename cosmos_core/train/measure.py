@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.kinds.base import REFERENCE_BATCH_ROWS, PreparedRows
 from cosmos_core.environment import mask_secrets
-from cosmos_core.errors import DataError
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first_rank, num_ranks, wait_for_ranks
 from cosmos_core.rewards.base import RewardConfig, full_reward, has_full_reward, invalid_scores_error
@@ -31,7 +30,7 @@ from cosmos_core.rollout.base import Engine, generate
 from cosmos_core.rollout.groups import dataset_means, reward_means, turn_metrics
 from cosmos_core.run.files import parse_json_objects, raise_disk_full, write_text
 from cosmos_core.run.progress import has_step
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.diffusion_setup import evaluation_sampling
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
@@ -45,16 +44,18 @@ _VALIDATION_SEED_STEP = 0
 the results of two validations differ only by the weights."""
 
 
-def row_metrics(stage: Stage, trainer: Trainer, algorithm: Algorithm, rows: PreparedRows) -> dict[str, float]:
-    """Return the algorithm's metrics over all held-out rows; raise StopRequested if a signal requests a stop."""
+def row_metrics(
+    workspace: Workspace, trainer: Trainer, algorithm: Algorithm, rows: PreparedRows, batch_size: int
+) -> dict[str, float]:
+    """Return the algorithm's metrics over all held-out rows, of which a forward pass takes `batch_size`; raise
+    StopRequested if a signal requests a stop."""
     mesh = trainer.adapter.mesh
-    batch_size = stage.recipe.validation.batch_size or stage.recipe.train.rows_per_pass
     rows_per_chunk = REFERENCE_BATCH_ROWS if rows.has_sample_pairs else batch_size * (mesh.dp.size() if mesh else 1)
 
     def read_sample_chunks() -> Iterator[list[Any]]:
         for start in range(0, len(rows), rows_per_chunk):
-            stage.progress.advance(start, len(rows))
-            check_stop(stage)
+            workspace.progress.advance(start, len(rows))
+            check_stop(workspace)
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
     metrics = algorithm.measure(read_sample_chunks(), trainer, batch_size)
@@ -127,15 +128,29 @@ def pass_at_k(k: int, num_completions: int, num_correct: int) -> float:
     return 1.0 - math.comb(num_completions - num_correct, k) / math.comb(num_completions, k)
 
 
+@dataclass(frozen=True)
+class CompletionSettings:
+    """Settings with which completions of held-out prompts are generated and scored."""
+
+    sampling: Sampling
+    rewards: RewardConfig
+    """Reward functions with their weights, or a remote service; empty if images are only generated for the gallery."""
+    batch_size: int
+    """Number of prompts that each rank completes at a time."""
+
+
 class CompletionValidation:
     """Validation that generates completions of held-out prompts and scores them."""
 
-    def __init__(self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, stage: Stage) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, settings: CompletionSettings,
+        workspace: Workspace,
+    ) -> None:  # fmt: skip
         self._prompts = prompts
-        self._engine, self.score, self._stage = engine, score, stage
-        self._sampling = validation_sampling(stage.recipe)
-        self._full_reward = partial(full_reward, held_out_rewards(stage.recipe))
-        self._has_rewards = bool(held_out_rewards(stage.recipe)) or self._sampling.flow is None
+        self._engine, self.score, self._workspace = engine, score, workspace
+        self._sampling, self._batch_size = settings.sampling, settings.batch_size
+        self._full_reward = partial(full_reward, settings.rewards)
+        self._has_rewards = bool(settings.rewards) or self._sampling.flow is None
 
     def validate(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, add some completions to `samples.jsonl`, and let the
@@ -143,14 +158,14 @@ class CompletionValidation:
         requests a stop."""
         if not self._has_rewards:
             self._prompts = self._prompts[: gallery.MAX_PROMPTS]
-        batch_size = num_ranks() * (self._stage.recipe.validation.batch_size or self._stage.recipe.rollout.batch_size)
+        batch_size = num_ranks() * self._batch_size
         scored_groups: list[ScoredGroup] = []
         self._engine.wake()
         for start in range(0, len(self._prompts), batch_size):
-            self._stage.progress.advance(start, len(self._prompts))
+            self._workspace.progress.advance(start, len(self._prompts))
             prompt_batch = self._prompts[start : start + batch_size]
             scored_groups += self.score(generate(self._engine, prompt_batch, self._sampling, _VALIDATION_SEED_STEP))
-            check_stop(self._stage)
+            check_stop(self._workspace)
         self._engine.sleep(level=sleep_level)
         return self.log_metrics(step, scored_groups)
 
@@ -162,8 +177,8 @@ class CompletionValidation:
     def log_metrics(self, step: int, scored_groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Return the metrics of scored groups, of which the first rank adds some to `samples.jsonl`."""
         if is_first_rank():
-            with raise_disk_full(self._stage.path):
-                samples_file, saved_groups = self._stage.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
+            with raise_disk_full(self._workspace.path):
+                samples_file, saved_groups = self._workspace.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
                 add_samples(samples_file, step, saved_groups, has_rewards=self._has_rewards)
         metrics = completion_metrics(scored_groups, self._full_reward) if self._has_rewards else {}
         if self._sampling.flow is not None and self._sampling.num_completions > 1:
@@ -200,65 +215,52 @@ def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *,
     write_text(samples_file, "".join(line + "\n" for line in lines_to_write))
 
 
-def validation_sampling(recipe: Recipe) -> Sampling:
-    """Return the sampling settings of held-out completions; keys unset in `[validation]` are taken from `[rollout]`."""
+def make_completion_settings(recipe: Recipe) -> CompletionSettings:
+    """Return the settings of held-out completions; keys unset in `[validation]` are taken from `[rollout]`."""
     validation_config, rollout_config = recipe.validation, recipe.rollout
     assert recipe.train.seed is not None
-    return Sampling(
+    sampling = Sampling(
         temperature=validation_config.temperature,
         top_p=rollout_config.sampling_config.top_p if validation_config.top_p is None else validation_config.top_p,
         top_k=rollout_config.sampling_config.top_k if validation_config.top_k is None else validation_config.top_k,
         repetition_penalty=validation_config.repetition_penalty,
-        max_tokens=max_held_out_tokens(recipe),
+        max_tokens=recipe.max_held_out_tokens,
         num_completions=validation_config.n_generation,
         seed=recipe.train.seed,
-        flow=evaluation_sampling(recipe) if recipe.policy.is_diffusers else None,
+        flow=evaluation_sampling(recipe.policy.diffusers) if recipe.policy.is_diffusers else None,
+    )
+    return CompletionSettings(
+        sampling, recipe.held_out_rewards, validation_config.batch_size or rollout_config.batch_size
     )
 
 
-def max_held_out_tokens(recipe: Recipe) -> int:
-    """Return the maximum number of tokens in a held-out completion."""
-    return recipe.validation.max_response_length or recipe.rollout.max_response_length
-
-
-def training_rewards(recipe: Recipe) -> RewardConfig:
-    """Return the rewards by which completions are scored in training, local or remote."""
-    train_policy = recipe.train.train_policy
-    return train_policy.remote_reward_config or train_policy.rewards
-
-
-def held_out_rewards(recipe: Recipe) -> RewardConfig:
-    """Return the rewards by which held-out completions are scored; by default the rewards of the training."""
-    validation = recipe.validation
-    return validation.remote_reward_config or validation.reward_function or recipe.train.train_policy.validation_rewards
-
-
 @contextmanager
-def open_rewards(stage: Stage, rewards: RewardConfig, max_tokens: int | None = None) -> Iterator[ScoreGroups]:
+def open_rewards(
+    recipe: Recipe, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
+) -> Iterator[ScoreGroups]:
     """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
     see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or the environment names no service.
 
     Reward functions run in killable child processes of the first rank, and remote rewards in a service. Without rewards
     every score is 0. `max_tokens`: maximum number of tokens of a completion, which rewards may read; None: as in
-    training.
+    training. `on_wait`: heartbeat function that is called during waits.
     """
     if isinstance(rewards, RemoteRewardConfig):
-        yield RemoteRewards(rewards, read_service_endpoints(), on_wait=stage.progress.beat).score_groups
+        yield RemoteRewards(rewards, read_service_endpoints(), on_wait=on_wait).score_groups
         return
     if not rewards or not is_first_rank():  # `bypass_reward` is set, or another rank scores
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
-    secret_names = (*stage.recipe.reward_env, *((stage.recipe.judge.key_env,) if "judge" in rewards else ()))
+    secret_names = (*recipe.reward_env, *((recipe.judge.key_env,) if "judge" in rewards else ()))
     mask_secrets(secret_names)
     with RewardRunner(
         rewards,
-        timeout_seconds=stage.recipe.train.train_policy.reward_call_timeout_seconds,
-        timeout_by_reward={"judge": stage.recipe.judge.timeout_seconds} if "judge" in rewards else {},
-        constant_fields=stage.recipe.reward_keyword_constants
-        | ({} if max_tokens is None else {"max_tokens": max_tokens}),
+        timeout_seconds=recipe.train.train_policy.reward_call_timeout_seconds,
+        timeout_by_reward={"judge": recipe.judge.timeout_seconds} if "judge" in rewards else {},
+        constant_fields=recipe.reward_keyword_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         env_names=secret_names,
-        on_wait=stage.progress.beat,
-        calls_per_group=stage.recipe.train.train_policy.calls_rewards_per_group,
+        on_wait=on_wait,
+        calls_per_group=recipe.train.train_policy.calls_rewards_per_group,
     ) as runner:
         yield runner.score_groups
 
@@ -273,10 +275,3 @@ def score_on_first_rank(score: ScoreGroups) -> ScoreGroups:
         return [ScoredGroup(group, scores) for group, scores in zip(scored_groups, all_scores, strict=True)]
 
     return score_and_broadcast
-
-
-def prepared_folder(stage: Stage) -> Path:
-    """Return the folder of a stage's prepared rows; raise DataError if the stage names no prepare stage."""
-    if stage.data is None:
-        raise DataError(f'stage {stage.name!r} has no prepared data; name a prepare stage with data = "stage:NAME"')
-    return stage.data

@@ -1,13 +1,15 @@
 """Traces of train steps by torch.profiler, as set in `[profiler]`; written to `profile/` in the stage."""
 
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.parallel.mesh import rank_number
 from cosmos_core.run.files import write_json
-from cosmos_core.run.stage import PROFILE_REQUEST_FILE, PROFILES_FOLDER, Stage
+from cosmos_core.run.stage import PROFILE_REQUEST_FILE, PROFILES_FOLDER
 
 _MAX_SAVED_OPERATORS = 20
 
@@ -15,11 +17,11 @@ _MAX_SAVED_OPERATORS = 20
 class StepProfiler:
     """Context manager that traces train steps of one rank, at the start or when `cosmos profile` requests a trace."""
 
-    def __init__(self, stage: Stage, start_step: int) -> None:
+    def __init__(self, stage_folder: Path, config: ProfilerConfig, start_step: int) -> None:
         """Prepare the profiler; `start_step` is the number of completed train steps."""
-        self._stage, self._config = stage, stage.recipe.profiler.sub_profiler_config
+        self._stage_folder, self._config = stage_folder, config.sub_profiler_config
         self._rank = rank_number()
-        self._is_enabled = stage.recipe.profiler.enable_profiler and self._rank in (self._config.rank_filter or (0,))
+        self._is_enabled = config.enable_profiler and self._rank in (self._config.rank_filter or (0,))
         self._request_time = self._read_profile_request_time()
         self._profile: profile | None = None
         self._step = self._first_step = start_step
@@ -46,7 +48,7 @@ class StepProfiler:
             self._begin_profile()
 
     def _read_profile_request_time(self) -> float:
-        request_file = self._stage.path / PROFILE_REQUEST_FILE
+        request_file = self._stage_folder / PROFILE_REQUEST_FILE
         return request_file.stat().st_mtime if request_file.exists() else 0.0
 
     def _begin_profile(self) -> None:
@@ -70,7 +72,7 @@ class StepProfiler:
     def _write_trace(self, profile: profile) -> None:
         if (first_traced_step := self._last_profiled_step - self._config.active_steps + 1) > self._step:
             return  # the training ended before the first step to trace, so there is no trace
-        folder = self._stage.path / PROFILES_FOLDER
+        folder = self._stage_folder / PROFILES_FOLDER
         folder.mkdir(exist_ok=True)
         trace_name = f"steps_{first_traced_step}-{self._step}_rank_{self._rank}"
         profile.export_chrome_trace(str(folder / f"{trace_name}.json.gz"))

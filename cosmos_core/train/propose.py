@@ -12,7 +12,7 @@ import sys
 from bisect import bisect
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil, gcd, log2
 from pathlib import Path
@@ -33,7 +33,7 @@ from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.media_source import open_media_items
 from cosmos_core.data.messages import ColumnTrackingRow, Row, SkippedRow, describe_columns
 from cosmos_core.data.records import RecordSpec, find_image_root
-from cosmos_core.data.rows import Rows, load_rows
+from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.families import find_family_class
@@ -133,16 +133,18 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
     model_config, tokenizer = load_config(options.model), load_tokenizer(options.model)
-    row_kind = load_tokenised_kind(method.rows)
+    row_kind, recipe = load_tokenised_kind(method.rows), _make_recipe(options, columns)
+    image_folder = find_image_root(recipe, options.model, rows.folder)
+    record_spec = RecordSpec(recipe, row_kind, sys.maxsize, options.model, image_folder)
     try:
-        max_row_length = _max_row_length(tokenizer, options, _make_recipe(options, columns), rows, sampled_rows)
+        max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
     except ModelError:  # rows with conversations need a chat template
         if tokenizer.chat_template:
             raise
         template_name = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         set_chat_template(tokenizer, template_name)
-        recipe = _make_recipe(options, columns, template_name)
-        max_row_length = _max_row_length(tokenizer, options, recipe, rows, sampled_rows)
+        record_spec = replace(record_spec, recipe=_make_recipe(options, columns, template_name))
+        max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
         yield "policy.chat_template", template_name, "the model has none, and the rows have turns"
     text_config, has_completions = model_config.get_text_config(), row_kind.is_prompt
     completion_tokens = (1024 if hardware.num_gpus else 256) * has_completions
@@ -207,11 +209,9 @@ def _make_recipe(options: CliOptions, columns_by_option: dict[str, str], chat_te
     return Recipe.model_validate(dict(recipe_tables, custom=options.custom))
 
 
-def _max_row_length(tokenizer: Any, options: CliOptions, recipe: Recipe, rows: Rows, sample: list[LocatedRow]) -> int:
+def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sample: list[LocatedRow]) -> int:
     """Return the number of tokens of the longest of the rows `sample` after `prepare`, images included."""
-    row_kind = load_tokenised_kind(TRAINING_METHODS[options.method].rows)
-    image_folder = find_image_root(recipe, options.model, rows.folder)
-    record_spec = RecordSpec(recipe, row_kind, sys.maxsize, options.model, image_folder)
+    row_kind = record_spec.row_kind
     max_length, first_error = 0, None
     id_column_indices = [list(row_kind.columns).index(name) for name in row_kind.token_id_columns]
     for location, row in sample:

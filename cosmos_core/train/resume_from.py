@@ -30,7 +30,7 @@ from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
 from cosmos_core.run.files import link_or_copy, read_json_object, replace_folder, write_json
 from cosmos_core.run.fingerprint import COPIED_FILES_KEY
 from cosmos_core.run.plan import FINGERPRINT_FILE
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.measure import SAMPLES_FILE
 from cosmos_core.types import is_at_or_below
 
@@ -40,20 +40,21 @@ _MESH_FINGERPRINT_KEYS = (COPIED_FILES_KEY, "world_size", "config.policy.paralle
 """Keys of hashed settings that change the trained weights only through the order of floating-point sums."""
 
 
-def adopt_checkpoint(stage: Stage) -> None:
+def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     """Link the newest complete checkpoint of an earlier run of this stage, the best checkpoint and the metrics, unless
-    the stage has a checkpoint already. Log a warning if no checkpoint can be adopted. All ranks call this function: the
-    first rank links the files, and all ranks share the hashing."""
-    checkpoint_folder, send_heartbeat = stage.path / "checkpoints", stage.progress.beat
-    if newest_complete_step_on_ranks(checkpoint_folder, stage.checkpoint_fingerprint, send_heartbeat) is not None:
+    the stage has a checkpoint already. `stage_fingerprint`: fingerprint of the stage's checkpoints. Log a warning if no
+    checkpoint can be adopted. All ranks call this function: the first rank links the files, and all ranks share the
+    hashing."""
+    checkpoint_folder, send_heartbeat = workspace.path / "checkpoints", workspace.progress.beat
+    if newest_complete_step_on_ranks(checkpoint_folder, stage_fingerprint, send_heartbeat) is not None:
         return
-    all_folders = stage.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
+    all_folders = workspace.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
     other_folders = [folder for folder in all_folders if folder != checkpoint_folder]
     checkpoints = sorted(((step, folder) for folder in other_folders for step in saved_steps(folder)), reverse=True)
     log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # one warning, not one from each rank
     skipped_steps = set()
-    candidates = [(step, str(folder), stage.checkpoint_fingerprint) for step, folder in checkpoints]
-    stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(stage.path / FINGERPRINT_FILE))
+    candidates = [(step, str(folder), stage_fingerprint) for step, folder in checkpoints]
+    stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(workspace.path / FINGERPRINT_FILE))
     for step, folder in checkpoints if stage_fingerprint_inputs else ():
         other_fingerprint = read_json_object(folder.parent / FINGERPRINT_FILE)
         if _fingerprint_inputs_without_mesh(other_fingerprint) == stage_fingerprint_inputs:
@@ -61,35 +62,32 @@ def adopt_checkpoint(stage: Stage) -> None:
     for step, folder_name, fingerprint in broadcast_object(candidates):
         checkpoint = step_folder(folder := Path(folder_name), step)
         obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
-        obstacle = obstacle or _link_checkpoint(folder, step, fingerprint, stage)
+        obstacle = obstacle or _link_checkpoint(workspace, folder, step, fingerprint, stage_fingerprint)
         if obstacle is None:
             logger.info("going on from %s", checkpoint)
             return
-        should_report = folder.parent.name == stage.name and checkpoint not in skipped_steps
+        should_report = folder.parent.name == workspace.path.name and checkpoint not in skipped_steps
         if should_report and obstacle != OTHER_CONFIGURATION_REASON:
             logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
             skipped_steps.add(checkpoint)
-    step_folders = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage.name]
+    stage_name = workspace.path.name
+    step_folders = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage_name]
     manifests = {path / "policy": read_manifest(path / "policy") for path in step_folders if path not in skipped_steps}
     complete_checkpoints = [policy for policy, manifest in manifests.items() if manifest]
     newest_folder = max(complete_checkpoints, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
     resume_hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
     message = "train.resume = true: no other run below %s has a checkpoint with these settings and inputs, so this one "
-    logger.log(log_level, message + "starts at step 0%s", stage.run_path.parent, resume_hint)
+    logger.log(log_level, message + "starts at step 0%s", workspace.run_path.parent, resume_hint)
 
 
-def resume_checkpoint_path(stage: Stage) -> Path | None:
-    """Return the `.../step_N/policy` folder that `train.resume` names, or None if it names no path. Raise ModelError if
-    the checkpoint, which has only the trained weights, belongs to another base model."""
-    if not isinstance(stage.recipe.train.resume, str):
-        return None
-    folder = Path(stage.recipe.train.resume)
-    fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (folder.parents[2], stage.path)]
+def check_base_model(folder: Path, stage_folder: Path, model_reference: str, model: str) -> None:
+    """Raise ModelError if the checkpoint in `folder`, `.../step_N/policy` with only the trained weights, belongs to
+    another base model than `model`, to which the stage in `stage_folder` refers as `model_reference`."""
+    fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (folder.parents[2], stage_folder)]
     fingerprint_inputs = [fingerprint["ingredients"] for fingerprint in fingerprints if fingerprint.get("ingredients")]
-    models = [(item["model"], item["inputs"].get(referenced_stage(stage.config.model))) for item in fingerprint_inputs]
+    models = [(item["model"], item["inputs"].get(referenced_stage(model_reference))) for item in fingerprint_inputs]
     if len(models) == 2 and models[0] != models[1]:  # compare only if both models are known
-        raise ModelError(f"train.resume = '{folder}' began from another model than {stage.model}; start from that one")
-    return folder
+        raise ModelError(f"train.resume = '{folder}' began from another model than {model}; start from that one")
 
 
 def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -98,38 +96,43 @@ def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, A
     return {key: value for key, value in fingerprint_inputs.items() if not is_at_or_below(key, _MESH_FINGERPRINT_KEYS)}
 
 
-def _link_checkpoint(folder: Path, step: int, fingerprint: str, stage: Stage) -> str | None:
-    """Link the checkpoint of one step and the best checkpoint into the stage, and write the stage's fingerprint to
-    their manifests. Return the reason of a failure if the other run, which may still train, has deleted a checkpoint
-    meanwhile; otherwise None. All ranks call this function."""
+def _link_checkpoint(
+    workspace: Workspace, folder: Path, step: int, fingerprint: str, stage_fingerprint: str
+) -> str | None:
+    """Link the checkpoint of one step and the best checkpoint, which have `fingerprint`, into the stage, and write the
+    stage's fingerprint to their manifests. Return the reason of a failure if the other run, which may still train, has
+    deleted a checkpoint meanwhile; otherwise None. All ranks call this function."""
     extra_state = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
     best_step = broadcast_object((extra_state.get("best") or {}).get("step", step))
     linked_steps = [step]
-    if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, stage.progress.beat):
+    if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, workspace.progress.beat):
         linked_steps = [best_step, step]
-    return broadcast_object(_link_step_folders(folder, linked_steps, stage) if is_first_rank() else None)
+    obstacle = None
+    if is_first_rank():
+        obstacle = _link_step_folders(folder, linked_steps, workspace.path, stage_fingerprint)
+    return broadcast_object(obstacle)
 
 
-def _link_step_folders(folder: Path, steps: list[int], stage: Stage) -> str | None:
+def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage_fingerprint: str) -> str | None:
     for step in steps:
         source_folder = step_folder(folder, step)
         try:
             with (
                 translate_disk_errors(f"a copy of {source_folder}", lambda: "the original is intact"),
-                replace_folder(step_folder(stage.path / "checkpoints", step)) as copied_folder,
+                replace_folder(step_folder(stage_folder / "checkpoints", step)) as copied_folder,
             ):
                 shutil.copytree(source_folder, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
                 manifest_file = copied_folder / "policy" / MANIFEST
                 manifest_content = read_manifest(manifest_file.parent)
                 manifest_file.unlink()  # the manifest is a hard link, and the other run's file must not change
-                write_json(manifest_file, {**manifest_content, "fingerprint": stage.checkpoint_fingerprint})
+                write_json(manifest_file, {**manifest_content, "fingerprint": stage_fingerprint})
         except (OSError, StageFailed):
             if source_folder.exists():
                 raise
             return f"{source_folder.name} is gone"
     with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
         for file_name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER):
-            source_path, target_path = folder.parent / file_name, stage.path / file_name
+            source_path, target_path = folder.parent / file_name, stage_folder / file_name
             if source_path.is_dir():  # the folder with the images and videos of the samples
                 with replace_folder(target_path) as copied_folder:
                     shutil.copytree(source_path, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.rollout import RolloutConfig
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.order import batch_positions, epoch_order, mixture_or_num_rows
 from cosmos_core.errors import ProgramError
 from cosmos_core.parallel.mesh import is_first_rank
@@ -33,18 +36,19 @@ class RolloutFeed(SampleFeed):
         prompts: Sequence[Prompt],
         group_source: GroupSource,
         algorithm: Algorithm,
-        recipe: Recipe,
-        log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None,
+        train: TrainConfig,
+        rollout: RolloutConfig,
     ) -> None:
-        """Build the feed; `log_groups` is called with each train step, counted from 1, and the step's groups."""
-        self._group_source, self._algorithm, self._log_groups = group_source, algorithm, log_groups
-        self._group_plan = group_plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
-        self._policy, self._prompts = recipe.train.train_policy, prompts
+        self._group_source, self._algorithm = group_source, algorithm
+        self._group_plan = group_plan = GroupPlan(train.train_batch_per_replica, rollout.n_generation)
+        self._policy, self._prompts = train.train_policy, prompts
         self._pass_rates = PassRates(partial(full_reward, self._policy.remote_reward_config or self._policy.rewards))
         self.steps_per_epoch = max(1, len(prompts) * group_plan.group_size // group_plan.completions_per_step)
-        self.total_steps = total_steps(recipe, len(prompts))
-        self._max_response_length = recipe.rollout.max_response_length
-        self.unused_rows_notice = unused_rows_message(recipe, len(prompts))
+        self.total_steps = total_steps(train, rollout.n_generation, len(prompts))
+        self._max_response_length = rollout.max_response_length
+        self.unused_rows_notice = unused_rows_message(train, rollout.n_generation, len(prompts))
+        self.log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None
+        """Function that is called with the number of each train step, counted from 1, and the step's groups."""
 
     def find_max_sample_tokens(self) -> int | None:
         longest_prompt = max((len(prompt.token_ids) for prompt in self._prompts), default=0)
@@ -86,7 +90,7 @@ class RolloutFeed(SampleFeed):
             )
         check_scores(self.step, scored_groups)
         samples_and_metrics = self._algorithm.credit(scored_groups)
-        self._log_groups(self.step + 1, scored_groups)
+        self.log_groups(self.step + 1, scored_groups)
         return samples_and_metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,14 +108,14 @@ class RolloutFeed(SampleFeed):
 class PromptOrder:
     """Sequence of prompts whose order is a pure function of seed, epoch and position."""
 
-    def __init__(self, prompts: Sequence[Prompt], recipe: Recipe) -> None:
-        self._prompts, self._train = prompts, recipe.train
-        self._prompts_per_step = rows_per_step(recipe)
+    def __init__(self, prompts: Sequence[Prompt], train: TrainConfig, group_size: int) -> None:
+        self._prompts, self._train = prompts, train
+        self.num_prompts, self.prompts_per_step = len(prompts), rows_per_step(train, group_size)
 
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
         seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
-        positions = batch_positions(seed, step, self._prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
+        positions = batch_positions(seed, step, self.prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
@@ -126,18 +130,18 @@ class PromptOrder:
         return prompts
 
 
-def make_group_filter(recipe: Recipe) -> GroupFilter | None:
+def make_group_filter(policy: AlgorithmConfig) -> GroupFilter | None:
     """Return the filter that drops groups without a learning signal; None: all groups are trained on."""
-    dynamic_sampling = recipe.train.train_policy.dynamic_sampling
-    return None if dynamic_sampling is None else GroupFilter(*dynamic_sampling)
+    return None if policy.dynamic_sampling is None else GroupFilter(*policy.dynamic_sampling)
 
 
-def make_sync_source(sync_source: SyncGroupSource, prompt_order: PromptOrder, recipe: Recipe) -> GroupSource:
-    """Return a source that generates groups on demand, and replaces the groups that are dropped, if any."""
-    group_filter = make_group_filter(recipe)
-    if group_filter is None and not recipe.may_split_groups:
+def make_sync_source(
+    sync_source: SyncGroupSource, prompt_order: PromptOrder, group_filter: GroupFilter | None, *, may_split_groups: bool
+) -> GroupSource:
+    """Return a source that generates groups on demand, and replaces the groups that `group_filter` drops."""
+    if group_filter is None and not may_split_groups:
         return sync_source
-    return FilteredGroupSource(sync_source, prompt_order.take_prompts, rows_per_step(recipe), group_filter)
+    return FilteredGroupSource(sync_source, prompt_order.take_prompts, prompt_order.prompts_per_step, group_filter)
 
 
 def training_sampling(recipe: Recipe) -> Sampling:

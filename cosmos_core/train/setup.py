@@ -5,24 +5,27 @@ The exported model has its training dtype and a merged LoRA adapter; stage kind 
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.data_term import DataTermAlgorithm
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.dataset import PASS_RATES_FILE
-from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT, PreparedRows
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.data.media_rows import open_media, open_media_prompts
 from cosmos_core.data.prepared import DATA_TERM_SPLIT, open_held_out
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER_WEIGHTS, open_teacher
@@ -31,17 +34,19 @@ from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_positi
 from cosmos_core.rollout.groups import GroupPlan, GroupSource, SyncGroupSource
 from cosmos_core.run.lineage import describe_base_model
 from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train import measure
 from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.completions import COMPLETIONS_FOLDER, CompletionLog
-from cosmos_core.train.diffusion_setup import prepare_algorithm
-from cosmos_core.train.feeds import RowFeed, SampleFeed, make_sft_loss, rows_per_step, total_steps
+from cosmos_core.train.diffusion_setup import make_data_term
+from cosmos_core.train.feeds import RowFeed, SampleFeed, make_sft_loss, total_steps
 from cosmos_core.train.generation import RolloutSetup, get_transfer_dtype
+from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.logprob_drift import LogprobDriftCheck
 from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.reference import REFERENCE_WEIGHTS, reference_logprobs
-from cosmos_core.train.resume_from import adopt_checkpoint, resume_checkpoint_path
+from cosmos_core.train.resume_from import adopt_checkpoint, check_base_model
 from cosmos_core.train.rollout_feed import (
     PromptOrder,
     RolloutFeed,
@@ -55,7 +60,7 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.tuning import SpeedTuning
 from cosmos_core.train.validation import MetricsFn, Validation
 from cosmos_core.train.weight_sets import EMA_WEIGHTS, MovingAverage
-from cosmos_core.types import JsonValue, Outcome, Prompt
+from cosmos_core.types import JsonValue, Outcome, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -79,40 +84,13 @@ def run(stage: Stage) -> Outcome:
 
 def train(stage: Stage) -> TrainingResult:
     """Train the model of a stage to its last step."""
-    recipe, train_policy = stage.recipe, stage.recipe.train.train_policy
-    has_rollouts = train_policy.has_rollouts
-    algorithm = make_algorithm(recipe, training_sampling(recipe) if has_rollouts else None)
-    trainer = open_trainer(stage)
-    algorithm.has_separate_gradients = trainer.has_separate_gradients
-    if train_policy.supervised_rows is not None:
-        supervised_rows = open_sequences(measure.prepared_folder(stage), DATA_TERM_SPLIT)
-        algorithm = DataTermAlgorithm(algorithm, make_sft_loss(supervised_rows, recipe))
     with ExitStack() as exit_stack:
-        rollout_setup = RolloutSetup(stage, trainer, exit_stack)
-        async_validation = _make_async_validation(stage, rollout_setup)
-        sample_feed = _make_feed(stage, trainer, algorithm, rollout_setup, async_validation)
-        notices = (sample_feed.unused_rows_notice,) if sample_feed.unused_rows_notice else ()
-        for notice in notices:
-            logger.warning("%s", notice)
-        uses_trainer_weights = has_rollouts and rollout_setup.engine.weight_format == "shared"
-        validation = Validation(
-            recipe.validation, stage.progress, _make_metrics_fn(stage, trainer, algorithm, rollout_setup),
-            async_validation=async_validation,
-            publish=rollout_setup.publish if has_rollouts else lambda step: {},
-            publish_interval=1 if uses_trainer_weights else recipe.train.sync_weight_interval,
-            use_averaged_weights=partial(trainer.use_weights, EMA_WEIGHTS) if recipe.train.ema_enable else None,
-        )  # fmt: skip
-        loop = TrainLoop(
-            stage, trainer, sample_feed, algorithm, _make_checkpointer(stage, exit_stack), validation,
-            check_metrics=_make_drift_check(stage),
-            moving_average=MovingAverage(trainer.weight_sets, recipe.train) if recipe.train.ema_enable else None,
-            mfu_counter=FlopsUtilization(trainer, recipe.train.param_dtype) if recipe.logging.report_mfu else None,
-            speed_tuning=_make_speed_tuning(stage, trainer, sample_feed, algorithm),
-            first_checkpoint=resume_checkpoint_path(stage),
-        )  # fmt: skip
+        setup = _TrainingSetup(stage, exit_stack)
+        loop = setup.make_loop()
         metrics = loop.run()
-        sample_feed.write_pass_rates(stage.path)
-    return TrainingResult(trainer.adapter, loop.step, metrics, loop.validation.best_step, notices)
+        loop.feed.write_pass_rates(stage.path)
+    notices = (loop.feed.unused_rows_notice,) if loop.feed.unused_rows_notice else ()
+    return TrainingResult(setup.trainer.adapter, loop.step, metrics, loop.validation.best_step, notices)
 
 
 def open_trainer(stage: Stage) -> Trainer:
@@ -156,66 +134,189 @@ def export_trained(stage: Stage, training_result: TrainingResult) -> Outcome:
     return Outcome(outputs=outputs, metrics=training_result.metrics, info=outcome_info)
 
 
-def _make_feed(
-    stage: Stage, trainer: Trainer, algorithm: Algorithm, rollout_setup: RolloutSetup,
-    validation: AsyncValidation | None,
-) -> SampleFeed:  # fmt: skip
-    """Return the source of the samples of each train step. The policy must still have its initial weights, because this
-    function may compute log-probabilities under the reference policy, which has the same weights."""
-    recipe, folder = stage.recipe, measure.prepared_folder(stage)
-    train_policy, prepared_rows = recipe.train.train_policy, load_row_kind(recipe.train.train_policy.rows)
-    if not train_policy.has_rollouts:
-        rows = prepared_rows.open(folder, TRAIN_SPLIT, recipe.policy, trainer.adapter)
-        feed = RowFeed(rows, recipe)
-        if train_policy.precomputes_reference_logprobs:
-            rows.reference_logprobs = reference_logprobs(stage, trainer, rows, TRAIN_SPLIT, feed.trained_row_numbers)
-        return feed
-    prompts = prepared_rows.open_prompts(folder, TRAIN_SPLIT, train_policy, recipe.policy)
-    if recipe.policy.is_diffusers:
-        prepare_algorithm(stage, trainer, algorithm)
-    prompt_order = PromptOrder(prompts, recipe)
-    if recipe.num_engines:
-        group_source = _make_async_source(stage, prompts, prompt_order, rollout_setup, validation)
-    else:
-        sync_source = SyncGroupSource(
-            prompt_order, rollout_setup.engine, rollout_setup.make_scorer(measure.training_rewards(recipe)),
-            training_sampling(recipe), stage.progress, recipe.rollout.batch_size, on_wait=partial(check_stop, stage),
-            publish_interval=recipe.train.sync_weight_interval,
+class _TrainingSetup:
+    """Parts of the training of a stage, which are closed with `exit_stack`."""
+
+    def __init__(self, stage: Stage, exit_stack: ExitStack) -> None:
+        self._stage, self._recipe, self._exit_stack = stage, stage.recipe, exit_stack
+        self._train_config, self._policy = stage.recipe.train, stage.recipe.train.train_policy
+        self._sampling = training_sampling(stage.recipe) if self._policy.has_rollouts else None
+        self.algorithm = make_algorithm(stage.recipe, self._sampling)
+        self.trainer = open_trainer(stage)
+        self.algorithm.has_separate_gradients = self.trainer.has_separate_gradients
+        if self._policy.supervised_rows is not None:
+            rows = open_sequences(stage.prepared_folder, DATA_TERM_SPLIT)
+            make_sft_update = make_sft_loss(rows, self._train_config, self._policy.supervised_rows)
+            self.algorithm = DataTermAlgorithm(self.algorithm, make_sft_update)
+        self._rollout_setup = RolloutSetup(stage, self.trainer, exit_stack)
+
+    def make_loop(self) -> TrainLoop:
+        """Return the loop of the training."""
+        stage, train_config, trainer = self._stage, self._train_config, self.trainer
+        async_validation = self._make_async_validation()
+        sample_feed = self._make_feed(async_validation)
+        if sample_feed.unused_rows_notice:
+            logger.warning("%s", sample_feed.unused_rows_notice)
+        validation = self._make_validation(async_validation)
+        first_checkpoint = Path(train_config.resume) if isinstance(train_config.resume, str) else None
+        if first_checkpoint:
+            check_base_model(first_checkpoint, stage.path, stage.config.model, stage.model)
+        reports_mfu, should_stop = self._recipe.logging.report_mfu, self._recipe.rollout.stop_on_alarm
+        return TrainLoop(
+            stage, train_config, trainer, sample_feed, self.algorithm, self._make_checkpointer(), validation,
+            hooks=Hooks(stage), profiler_config=self._recipe.profiler,
+            check_metrics=_make_drift_check(train_config, self._sampling, should_stop=should_stop),
+            moving_average=MovingAverage(trainer.weight_sets, train_config) if train_config.ema_enable else None,
+            mfu_counter=FlopsUtilization(trainer, train_config.param_dtype) if reports_mfu else None,
+            speed_tuning=self._make_speed_tuning(sample_feed), first_checkpoint=first_checkpoint,
         )  # fmt: skip
-        group_source = make_sync_source(sync_source, prompt_order, recipe)
-    feed_class = SplitGroupFeed if recipe.may_split_groups else RolloutFeed
-    completion_log = CompletionLog(stage.path / COMPLETIONS_FOLDER, should_write=recipe.logging.log_completions)
-    return feed_class(prompts, group_source, algorithm, recipe, completion_log)
+
+    def _make_validation(self, async_validation: AsyncValidation | None) -> Validation:
+        train_config, rollout_setup, has_rollouts = self._train_config, self._rollout_setup, self._policy.has_rollouts
+        uses_trainer_weights = has_rollouts and rollout_setup.engine.weight_format == "shared"
+        return Validation(
+            self._recipe.validation, self._stage.progress, self._make_metrics_fn(), async_validation=async_validation,
+            publish=rollout_setup.publish if has_rollouts else lambda step: {},
+            publish_interval=1 if uses_trainer_weights else train_config.sync_weight_interval,
+            use_averaged_weights=partial(self.trainer.use_weights, EMA_WEIGHTS) if train_config.ema_enable else None,
+        )  # fmt: skip
+
+    def _make_feed(self, validation: AsyncValidation | None) -> SampleFeed:
+        """Return the source of the samples of each train step. The policy must still have its initial weights, because
+        this method may compute log-probabilities under the reference policy, which has the same weights."""
+        recipe, folder, adapter = self._recipe, self._stage.prepared_folder, self.trainer.adapter
+        row_kind = load_row_kind(self._policy.rows)
+        if self._sampling is None:
+            rows = row_kind.open(folder, TRAIN_SPLIT, recipe.policy, adapter)
+            num_dp_ranks = recipe.policy.parallelism.num_dp_ranks
+            feed = RowFeed(rows, self._train_config, recipe.policy.model_max_length, num_dp_ranks)
+            if self._policy.precomputes_reference_logprobs:
+                self._compute_reference_logprobs(rows, TRAIN_SPLIT, feed.trained_row_numbers)
+            return feed
+        prompts = row_kind.open_prompts(folder, TRAIN_SPLIT, self._policy, recipe.policy)
+        if recipe.policy.is_diffusers:
+            self._prepare_diffusion_algorithm(self._sampling)
+        prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
+        if recipe.num_engines:
+            group_source = _make_async_source(
+                recipe, prompt_order, self._sampling, self._rollout_setup, self._stage, validation
+            )
+        else:
+            sync_source = SyncGroupSource(
+                prompt_order, self._rollout_setup.engine, self._rollout_setup.make_scorer(recipe.training_rewards),
+                self._sampling, self._stage.progress, recipe.rollout.batch_size,
+                on_wait=partial(check_stop, self._stage), publish_interval=self._train_config.sync_weight_interval,
+            )  # fmt: skip
+            group_filter = make_group_filter(self._policy)
+            group_source = make_sync_source(
+                sync_source, prompt_order, group_filter, may_split_groups=recipe.may_split_groups
+            )
+        feed_class = SplitGroupFeed if recipe.may_split_groups else RolloutFeed
+        rollout_feed = feed_class(prompts, group_source, self.algorithm, self._train_config, recipe.rollout)
+        log_folder = self._stage.path / COMPLETIONS_FOLDER
+        rollout_feed.log_groups = CompletionLog(log_folder, should_write=recipe.logging.log_completions)
+        return rollout_feed
+
+    def _prepare_diffusion_algorithm(self, sampling: Sampling) -> None:
+        """Give the algorithm the embedding of the empty prompt and, with `data_beta`, a supervised loss on media."""
+        folder, diffusers = self._stage.prepared_folder, self._recipe.policy.diffusers
+        self.algorithm.null_text = open_media_prompts(folder, TRAIN_SPLIT).null_text
+        # The schema requires rows of images or clips if `data_beta` is set.
+        if diffusers.flow_rl.data_beta:
+            rows = open_media(folder, TRAIN_SPLIT)
+            self.algorithm.data_term = make_data_term(rows, diffusers, self._train_config, sampling, self.trainer)
+
+    def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, positions: np.ndarray) -> None:
+        """Set the log-probabilities of the rows at `positions` under the reference policy, if the loss needs them."""
+        if self._policy.saves_reference_logprobs:
+            fingerprint = self._stage.checkpoint_fingerprint
+            rows.reference_logprobs = reference_logprobs(
+                self._stage, self.trainer, rows, split_name, positions, fingerprint
+            )
+
+    def _make_metrics_fn(self) -> MetricsFn | None:
+        """Return the function that validates on held-out rows or on completions of held-out prompts; None: disabled."""
+        recipe, stage, trainer, algorithm = self._recipe, self._stage, self.trainer, self.algorithm
+        if not recipe.validation.enable:
+            return None
+        rows, prompts = open_held_out(stage.prepared_folder, self._policy, recipe.policy, trainer.adapter)
+        compute_metrics: MetricsFn = lambda step: {}  # noqa: E731
+        if prompts is not None:
+            settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
+            score = rollout_setup.make_scorer(settings.rewards, settings.sampling.max_tokens)
+            completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, settings, stage)
+            has_rollouts = self._policy.has_rollouts
+            compute_metrics = _completion_metrics_fn(completions, rollout_setup, has_rollouts=has_rollouts)
+        if rows is None:
+            return compute_metrics
+        if rows.has_sample_pairs:
+            self._compute_reference_logprobs(rows, VALIDATION_SPLIT, np.arange(len(rows)))
+        batch_size = recipe.validation.batch_size or recipe.train.rows_per_pass
+        return lambda step: measure.row_metrics(stage, trainer, algorithm, rows, batch_size) | compute_metrics(step)
+
+    def _make_async_validation(self) -> AsyncValidation | None:
+        """Return the validation that runs while the training continues; None: the training waits for validations. It
+        needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average."""
+        recipe, train_config, stage = self._recipe, self._train_config, self._stage
+        has_async_engines = self._policy.has_rollouts and recipe.mode == "disaggregated"
+        can_run_async = has_async_engines and train_config.ckpt.enable_checkpoint and not train_config.ema_enable
+        if not (recipe.validation.enable and can_run_async):
+            return None
+        prompts = open_held_out(stage.prepared_folder, self._policy, recipe.policy).prompts
+        assert prompts is not None
+        settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
+        score = rollout_setup.make_local_scorer(settings.rewards, settings.sampling.max_tokens)
+        engine_fleet = rollout_setup.engine_fleet
+        completions = measure.CompletionValidation(prompts, engine_fleet, score, settings, stage)
+        return AsyncValidation(completions, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
+
+    def _make_speed_tuning(self, feed: SampleFeed) -> SpeedTuning | None:
+        """Return the measurement of the settings that the recipe sets to `auto`; None: there are none."""
+        if "auto" not in {self._train_config.num_threads, self._policy.mini_batch}:
+            return None
+        stage = self._stage
+        return SpeedTuning(
+            self.trainer, feed, self.algorithm, self._train_config, stage.progress, lambda: stage.stop_requested
+        )
+
+    def _make_checkpointer(self) -> Checkpointer:
+        config, stage = self._train_config.ckpt, self._stage
+        checkpointer = Checkpointer(
+            stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=config.max_keep,
+            is_async=config.save_mode == "async", on_saved=stage.progress.report_checkpoint,
+            heartbeat=stage.progress.beat,
+        )  # fmt: skip
+        self._exit_stack.callback(checkpointer.close)
+        if self._train_config.resume is True:
+            adopt_checkpoint(stage, stage.checkpoint_fingerprint)
+        return checkpointer
 
 
 def _make_async_source(
-    stage: Stage,
-    prompts: Sequence[Prompt],
-    prompt_order: PromptOrder,
-    rollout_setup: RolloutSetup,
+    recipe: Recipe, prompt_order: PromptOrder, sampling: Sampling, rollout_setup: RolloutSetup, workspace: Workspace,
     validation: AsyncValidation | None = None,
-) -> GroupSource:
+) -> GroupSource:  # fmt: skip
     """Return a source of groups of completions that disaggregated engines generate while the ranks train."""
 
     def check_validation() -> None:
-        check_stop(stage)
+        check_stop(workspace)
         if validation is not None:
             validation.poll()
 
-    recipe, train_policy = stage.recipe, stage.recipe.train.train_policy
-    group_plan = GroupPlan(recipe.train.train_batch_per_replica, recipe.rollout.n_generation)
-    group_filter, sleeps_in_training = make_group_filter(recipe), recipe.mode == "colocated_separated"
-    max_lag, num_extra_prompts, max_steps_ahead = train_policy.rollout_lookahead
+    train, group_size = recipe.train, recipe.group_size
+    group_plan = GroupPlan(train.train_batch_per_replica, group_size)
+    group_filter, sleeps_in_training = make_group_filter(train.train_policy), recipe.mode == "colocated_separated"
+    max_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
     if sleeps_in_training:  # engines that sleep during training would lose requests in flight
-        max_lag, num_extra_prompts, max_steps_ahead = recipe.train.sync_weight_interval - 1, 0, 1
-    num_steps = total_steps(recipe, len(prompts))
-    take_prompts = prompts_by_position(prompt_order, rows_per_step(recipe), num_steps)
+        max_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
+    num_steps = total_steps(train, group_size, prompt_order.num_prompts)
+    take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
     if recipe.may_split_groups or group_filter:
         end_position = None if group_filter else group_plan.first_position(num_steps)
         take_prompts = partial(prompt_order.take_prompts, end_position=end_position)
     group_source = AsyncGroupSource(
-        rollout_setup.engine_fleet, take_prompts, rollout_setup.make_local_scorer(measure.training_rewards(recipe)),
-        training_sampling(recipe), stage.progress, group_plan=group_plan, max_lag=max_lag,
+        rollout_setup.engine_fleet, take_prompts, rollout_setup.make_local_scorer(recipe.training_rewards),
+        sampling, workspace.progress, group_plan=group_plan, max_lag=max_lag,
         send_missing_weights=rollout_setup.send_missing_weights, on_wait=check_validation,
         num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, filter=group_filter,
         sleeps_in_training=sleeps_in_training,
@@ -224,44 +325,10 @@ def _make_async_source(
     return group_source
 
 
-def _make_metrics_fn(
-    stage: Stage, trainer: Trainer, algorithm: Algorithm, rollout_setup: RolloutSetup
-) -> MetricsFn | None:
-    """Return the function that validates on held-out rows or on completions of held-out prompts; None: disabled."""
-    recipe = stage.recipe
-    if not recipe.validation.enable:
-        return None
-    rows, prompts = open_held_out(
-        measure.prepared_folder(stage), recipe.train.train_policy, recipe.policy, trainer.adapter
-    )
-    compute_metrics = _completion_metrics_fn(prompts, rollout_setup, stage) if prompts is not None else lambda step: {}
-    if rows is None:
-        return compute_metrics
-    if rows.has_sample_pairs:
-        rows.reference_logprobs = reference_logprobs(stage, trainer, rows, VALIDATION_SPLIT, np.arange(len(rows)))
-    return lambda step: measure.row_metrics(stage, trainer, algorithm, rows) | compute_metrics(step)
-
-
-def _make_async_validation(stage: Stage, rollout_setup: RolloutSetup) -> AsyncValidation | None:
-    """Return the validation that runs while the training continues; None: the training waits for validations. It needs
-    disaggregated engines, checkpoints to resume from if the engines die, and no moving average to validate."""
-    recipe, train_config = stage.recipe, stage.recipe.train
-    has_async_engines = train_config.train_policy.has_rollouts and recipe.mode == "disaggregated"
-    can_run_async = has_async_engines and train_config.ckpt.enable_checkpoint and not train_config.ema_enable
-    if not (recipe.validation.enable and can_run_async):
-        return None
-    prompts = open_held_out(measure.prepared_folder(stage), recipe.train.train_policy, recipe.policy).prompts
-    assert prompts is not None
-    score = rollout_setup.make_local_scorer(measure.held_out_rewards(recipe), measure.max_held_out_tokens(recipe))
-    engine_fleet = rollout_setup.engine_fleet
-    completions = measure.CompletionValidation(prompts, engine_fleet, score, stage)
-    return AsyncValidation(completions, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
-
-
-def _completion_metrics_fn(prompts: Sequence[Prompt], rollout_setup: RolloutSetup, stage: Stage) -> MetricsFn:
-    score = rollout_setup.make_scorer(measure.held_out_rewards(stage.recipe), measure.max_held_out_tokens(stage.recipe))
-    completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, stage)
-    if stage.recipe.train.train_policy.has_rollouts:
+def _completion_metrics_fn(
+    completions: measure.CompletionValidation, rollout_setup: RolloutSetup, *, has_rollouts: bool
+) -> MetricsFn:
+    if has_rollouts:
         return completions.validate
 
     rollout_setup.engine.sleep(level=2)  # the engine is unused until the next validation
@@ -273,32 +340,11 @@ def _completion_metrics_fn(prompts: Sequence[Prompt], rollout_setup: RolloutSetu
     return validate
 
 
-def _make_drift_check(stage: Stage) -> Callable[[int, dict[str, float]], dict[str, float]]:
-    """Return a function that checks for log-probability drift between engines and trainer, if the stage has engines."""
-    recipe, train_config = stage.recipe, stage.recipe.train
-    if not train_config.train_policy.has_rollouts or recipe.policy.is_diffusers:
+def _make_drift_check(
+    train: TrainConfig, sampling: Sampling | None, *, should_stop: bool
+) -> Callable[[int, dict[str, float]], dict[str, float]]:
+    """Return a function that checks for log-probability drift between engines and trainer, if completions are text."""
+    if sampling is None or sampling.flow is not None:
         return lambda step, metrics: {}
-    dtype, sampling = getattr(torch, train_config.param_dtype), training_sampling(recipe)
-    should_stop = recipe.rollout.stop_on_alarm
-    return LogprobDriftCheck(dtype, get_transfer_dtype(train_config), sampling, should_stop=should_stop).check_step
-
-
-def _make_speed_tuning(stage: Stage, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm) -> SpeedTuning | None:
-    """Return the measurement of the settings that the recipe sets to `auto`; None: there are none."""
-    train = stage.recipe.train
-    if "auto" not in {train.num_threads, train.train_policy.mini_batch}:
-        return None
-    return SpeedTuning(trainer, feed, algorithm, train, stage.progress, lambda: stage.stop_requested)
-
-
-def _make_checkpointer(stage: Stage, exit_stack: ExitStack) -> Checkpointer:
-    checkpoint_config = stage.recipe.train.ckpt
-    checkpointer = Checkpointer(
-        stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=checkpoint_config.max_keep,
-        is_async=checkpoint_config.save_mode == "async", on_saved=stage.progress.report_checkpoint,
-        heartbeat=stage.progress.beat,
-    )  # fmt: skip
-    exit_stack.callback(checkpointer.close)
-    if stage.recipe.train.resume is True:
-        adopt_checkpoint(stage)
-    return checkpointer
+    dtype = getattr(torch, train.param_dtype)
+    return LogprobDriftCheck(dtype, get_transfer_dtype(train), sampling, should_stop=should_stop).check_step

@@ -1,14 +1,14 @@
 """Pass a stop signal from any rank to the loop, at points where no weight of the current step has changed."""
 
 from cosmos_core.parallel.mesh import all_reduce_any
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 
 
 class StopRequested(Exception):
     """Raised when a signal requested a stop and the current step has not changed a weight yet."""
 
 
-def check_stop(stage: Stage) -> None:
+def check_stop(workspace: Workspace) -> None:
     """Raise StopRequested if any rank has received a stop signal; all ranks call this function together."""
-    if all_reduce_any(stage.stop_requested):
+    if all_reduce_any(workspace.stop_requested):
         raise StopRequested

@@ -68,6 +68,11 @@ class Trainer:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
         return not self.adapter.has_model_loss and not self._has_dropout
 
+    @property
+    def samples_per_pass(self) -> int:
+        """Return the number of samples of the recipe's `mini_batch` rows, which `auto` settings do not change."""
+        return self._train.rows_per_pass * self._train.train_policy.num_sequences_per_row
+
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
         """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
         adapter.model.requires_grad_(False)

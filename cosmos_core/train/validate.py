@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -24,10 +25,10 @@ METRICS_FILE = "metrics.json"
 
 def run(stage: Stage) -> Outcome:
     """Evaluate the model on its held-out rows, and write `metrics.json`."""
-    recipe, data_folder = stage.recipe, measure.prepared_folder(stage)
+    recipe, data_folder, policy = stage.recipe, stage.prepared_folder, stage.recipe.train.train_policy
     require_held_out_rows(data_folder)
     trainer = open_trainer(stage)
-    rows, prompts = open_held_out(data_folder, recipe.train.train_policy, recipe.policy, trainer.adapter)
+    rows, prompts = open_held_out(data_folder, policy, recipe.policy, trainer.adapter)
     with torch.no_grad():
         trainer.adapter.check_parallel_plan()
     stage.progress.phase("validate")
@@ -37,13 +38,16 @@ def run(stage: Stage) -> Outcome:
         if prompts is not None:
             with ExitStack() as exit_stack:
                 rollout_setup = RolloutSetup(stage, trainer, exit_stack)
-                score = rollout_setup.make_scorer(measure.held_out_rewards(recipe), measure.max_held_out_tokens(recipe))
-                metrics = measure.CompletionValidation(prompts, rollout_setup.engine, score, stage).validate(0)
+                settings, engine = measure.make_completion_settings(recipe), rollout_setup.engine
+                score = rollout_setup.make_scorer(settings.rewards, settings.sampling.max_tokens)
+                metrics = measure.CompletionValidation(prompts, engine, score, settings, stage).validate(0)
             output_names += [name for name in (measure.SAMPLES_FILE, DRAWINGS) if (stage.path / name).exists()]
         if rows is not None:
-            if rows.has_sample_pairs:
-                rows.reference_logprobs = load_earlier_reference(stage, rows, VALIDATION_SPLIT)
-            metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows)
+            if rows.has_sample_pairs and policy.saves_reference_logprobs:
+                input_folders = [Path(result["path"]) for result in stage.inputs.values()]
+                rows.reference_logprobs = load_earlier_reference(input_folders, rows, VALIDATION_SPLIT)
+            batch_size = recipe.validation.batch_size or recipe.train.rows_per_pass
+            metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows, batch_size)
     except StopRequested:
         raise Preempted("stopped while it measured; nothing saved") from None
     stage.metrics.log(0, metrics)

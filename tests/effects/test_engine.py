@@ -20,6 +20,7 @@ from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.train import setup
 from cosmos_core.train.generation import RolloutSetup
+from cosmos_core.train.rollout_feed import training_sampling
 from tests.effects.change import GRPO, Change, changes, difference, recipe
 from tests.unit.test_rollout_groups import Recording, scored
 from tests.unit.tiny_model import save_tiny_model
@@ -58,8 +59,8 @@ def test_it_changes_what_an_alarm_does(change: Change) -> None:
     metrics = {"rollout/logprob_difference_mean": 100.0}
 
     def watch(recipe: Recipe) -> dict[str, float]:
-        stage: Any = SimpleNamespace(recipe=recipe)
-        return setup._make_drift_check(stage)(1, metrics)
+        should_stop = recipe.rollout.stop_on_alarm
+        return setup._make_drift_check(recipe.train, training_sampling(recipe), should_stop=should_stop)(1, metrics)
 
     assert watch(change.before) == {"watch/alarm": 1.0}
     with pytest.raises(StageFailed, match="differ by 100 nats per token"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from cosmos_core.models.flow import euler_schedule
 from cosmos_core.rollout.base import EngineDenoiser, EngineSettings, generate
 from cosmos_core.rollout.flow_sampler import FlowSamplerEngine
 from cosmos_core.train.diffusion_setup import make_data_term
-from cosmos_core.train.measure import validation_sampling
+from cosmos_core.train.measure import make_completion_settings
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 from tests.effects.change import Change, changes
@@ -101,9 +101,8 @@ def test_it_changes_how_rollouts_are_drawn(change: Change) -> None:
 
 @changes(Change(f"{ROLLOUT}.eval_num_steps", 5, NFT))
 def test_it_changes_how_held_out_prompts_are_drawn(change: Change) -> None:
-    assert drawn(change.before, validation_sampling(change.before)) != drawn(
-        change.after, validation_sampling(change.after)
-    )
+    before, after = (drawn(each, make_completion_settings(each).sampling) for each in (change.before, change.after))
+    assert before != after
 
 
 class Follows:
@@ -193,7 +192,7 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
     trainer: Any = SimpleNamespace(adapter=SimpleNamespace(family=family))
     losses, levels = [], []
     for recipe in (change.before, change.after):
-        update = make_data_term(rows, recipe, trainer)(0, 0)  # type: ignore[arg-type]
+        update = _make_data_term(rows, recipe, trainer)(0, 0)
         noise = torch.stack([sample.noise for sample in update.samples])
         latents = torch.stack([sample.latents for sample in update.samples])
         outputs = {"velocity": torch.zeros_like(noise), "latents": latents, "noise": noise}
@@ -207,5 +206,9 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
         assert levels[1] == 2 * table[:1]
     else:
         assert len(levels[1]) == 2 and not set(levels[1]) & set(table)
-        later = make_data_term(rows, change.after, trainer)(0, 1)  # type: ignore[arg-type]
+        later = _make_data_term(rows, change.after, trainer)(0, 1)
         assert not {sample.sigma for sample in later.samples} & set(levels[1]), "another update, other rows and levels"
+
+
+def _make_data_term(rows: Any, recipe: Recipe, trainer: Any) -> Callable[[int, int], Update]:
+    return make_data_term(rows, recipe.policy.diffusers, recipe.train, training_sampling(recipe), trainer)

@@ -13,7 +13,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rewards.judge import judge
 from cosmos_core.train.measure import open_rewards
 from tests.conftest import one_certificate
-from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.effects.change import GRPO, Change, changes
 from tests.effects.test_rewards import GROUP
 from tests.unit.chat_server import chat_server
 
@@ -101,7 +101,7 @@ def test_it_changes_how_long_a_slow_judge_is_waited_for(
         scores = []
         for recipe in (change.after, change.before):
             recipe = recipe.copy_with(judge=recipe.judge.copy_with(endpoint=url))
-            with open_rewards(stage_of(tmp_path / "stage", recipe, kind="rl"), WEIGHTS) as score_groups:
+            with open_rewards(recipe, WEIGHTS, lambda: None) as score_groups:
                 scores.append(score_groups([GROUP])[0].scores[0])
         is_over.set()
     assert [score.value for score in scores] == [None, 0.4]

@@ -13,8 +13,9 @@ import torch
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.base import PreparedRows
 from cosmos_core.data.sample import Sample
-from cosmos_core.train.feeds import RowFeed, make_sft_loss
+from cosmos_core.train.feeds import make_sft_loss
 from tests.effects.change import GRPO, SFT, Change, Settings, changes
+from tests.feeds import row_feed
 from tests.unit.trainers import micro_batch
 
 TERM = "train.train_policy.data_term"
@@ -48,7 +49,7 @@ class Rows(PreparedRows):
 def micro_batches(recipe: Recipe) -> list[dict[int | None, list[int]]]:
     """The rows of each micro-batch of each step."""
     rows: Any = Rows([4, 1, 3, 8, 2, 5, 4, 4])
-    feed = RowFeed(rows, recipe)
+    feed = row_feed(rows, recipe)
     found: list[dict[int | None, list[int]]] = []
     for step in range(feed.total_steps):
         found.append({})
@@ -60,7 +61,7 @@ def micro_batches(recipe: Recipe) -> list[dict[int | None, list[int]]]:
 def steps(recipe: Recipe) -> list[list[int]]:
     """The rows of each step."""
     rows: Any = Rows()
-    feed = RowFeed(rows, recipe)
+    feed = row_feed(rows, recipe)
     return [[int(sample.input_ids[0]) for sample in feed.samples(step)[0]] for step in range(feed.total_steps)]
 
 
@@ -107,7 +108,9 @@ def test_it_changes_what_is_learned_beside_rollouts(change: Change, expected: tu
     rows: Any = Rows((2,) * 10)
     found = []
     for recipe in (change.before, change.after):
-        update = make_sft_loss(rows, recipe)(0)
+        term = recipe.train.train_policy.supervised_rows
+        assert term is not None
+        update = make_sft_loss(rows, recipe.train, term)(0)
         logprobs_BS = torch.full((len(update.samples), 1), -2.0)
         micro = micro_batch(update.samples, logprobs_BS, torch.ones_like(logprobs_BS))
         found.append((len(update.samples), update.loss(micro).value.item()))

@@ -17,13 +17,14 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train import generation, setup
 from cosmos_core.train.loop import TrainLoop
-from cosmos_core.train.measure import max_held_out_tokens, training_rewards
-from cosmos_core.train.rollout_feed import PromptOrder
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.validation import Validation
 from cosmos_core.worker import program as worker
 from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.feeds import prompt_order
 
 APART = {**GRPO, "mode": "disaggregated", "train.train_batch_per_replica": 32}
 DAPO = {**APART, "train.train_policy.variant": "dapo"}
@@ -36,7 +37,7 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
         engine_fleet=None, make_local_scorer=lambda weights: weights, send_missing_weights=None, exit_stack=ExitStack()
     )
     found: Any = setup._make_async_source(
-        stage_of(folder / "stage", recipe, kind="rl"), rows, PromptOrder(rows, recipe), made
+        recipe, prompt_order(rows, recipe), training_sampling(recipe), made, Workspace(folder)
     )
     return found
 
@@ -54,7 +55,7 @@ def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     (Change("mode", "colocated_separated", DAPO), {"num_extra_prompts": (128, 0)}),
 )
 def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str, Any], tmp_path: Path) -> None:
-    before, after = ahead(change.before, tmp_path / "before"), ahead(change.after, tmp_path / "after")
+    before, after = ahead(change.before, tmp_path), ahead(change.after, tmp_path)
     [(name, values)] = expected.items()
     assert (getattr(before, name), getattr(after, name)) == values
 
@@ -98,17 +99,17 @@ def test_engines_apart_are_scored_by_what_scores_those_inside(tmp_path: Path) ->
     local = Change("mode", "disaggregated", {**APART, "train.train_policy.reward_function": "exact_match"}).after
     remote = Change("train.train_policy.use_remote_reward", True, APART).after
     for config in (local, remote):
-        found: Any = ahead(config, tmp_path / "ahead").score
-        assert found and found == training_rewards(config)
+        found: Any = ahead(config, tmp_path).score
+        assert found and found == config.training_rewards
 
 
 def test_the_rewards_of_validation_know_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(generation, "open_rewards", lambda stage, weights, most: nullcontext(asked.append(most)))
+    monkeypatch.setattr(generation, "open_rewards", lambda recipe, weights, beat, most: nullcontext(asked.append(most)))
     config = Change("validation.max_response_length", 8, {**GRPO, "rollout.max_response_length": 4}).after
     trainer: Any = None
     made = generation.RolloutSetup(stage_of(tmp_path, config, kind="rl"), trainer, ExitStack())
-    for most in (None, max_held_out_tokens(config), 4, 8):
+    for most in (None, config.max_held_out_tokens, 4, 8):
         made.make_local_scorer({"overlong": 1.0}, most)
     assert asked == [4, 8]
 
@@ -135,9 +136,15 @@ def test_it_changes_what_engines_get_and_when(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(generation, "EngineFleet", lambda handles, **settings: made.append(settings))
     for recipe in (change.before, change.after):
-        generation._make_engine_fleet(stage_of(tmp_path / "stage", recipe, kind="rl"))
+        generation._make_engine_fleet(recipe.rollout, recipe.mode, [], lambda: None)
     [(name, values)] = expected.items()
     assert (made[0][name], made[1][name]) == values
+
+
+def transfer_of(recipe: Recipe) -> Any:
+    """How the weights of a recipe reach its engines."""
+    is_on_trainer_gpu = recipe.mode == "colocated_separated"
+    return generation._make_weight_transfer(recipe.rollout, is_on_trainer_gpu=is_on_trainer_gpu)
 
 
 @changes(
@@ -147,18 +154,18 @@ def test_it_changes_what_engines_get_and_when(
 def test_it_changes_the_way_that_weights_take(
     change: Change, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert generation._make_weight_transfer(change.before) is None
-    assert generation._make_weight_transfer(change.after) is None and "needs GPUs" in caplog.text
+    assert transfer_of(change.before) is None
+    assert transfer_of(change.after) is None and "needs GPUs" in caplog.text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = generation._make_weight_transfer(change.after)
+    found = transfer_of(change.after)
     assert isinstance(found, NativeWeightTransfer) and found.transport.backend == expected
     other = Change("rollout.async_r2r_sync", "inference", {**APART, "rollout.weight_transfer": "native"}).after
-    assert generation._make_weight_transfer(other) is None
+    assert transfer_of(other) is None
 
 
 def test_changed_values_alone_are_sent_if_that_is_asked_for() -> None:
     recipe = Change("rollout.weight_transfer", "delta", APART).after
-    assert isinstance(generation._make_weight_transfer(recipe), DeltaWeightTransfer)
+    assert isinstance(transfer_of(recipe), DeltaWeightTransfer)
 
 
 @changes(Change("train.sync_weight_interval", 3, GRPO))
@@ -176,7 +183,7 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
             recipe.validation, stage.progress, publish=lambda step: steps.append(step) or {},
             publish_interval=recipe.train.sync_weight_interval,
         )  # fmt: skip
-        loop = TrainLoop(stage, parts, feed, parts, saver, validation)
+        loop = TrainLoop(stage, recipe.train, parts, feed, parts, saver, validation)
         monkeypatch.setattr(loop, "_restore_checkpoint", lambda: (0, False))
         monkeypatch.setattr(loop, "_save_checkpoint", lambda: None)
         monkeypatch.setattr(loop, "_run_train_step", lambda: {} if loop.step < 7 else None)

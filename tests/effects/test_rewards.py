@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
+from cosmos_core.rewards.base import RewardConfig
 from cosmos_core.rewards.remote import RemoteRewards
-from cosmos_core.train.measure import RewardConfig, held_out_rewards, open_rewards, training_rewards
+from cosmos_core.train.measure import open_rewards
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
-from tests.effects.change import GRPO, Change, changes, stage_of
+from tests.effects.change import GRPO, Change, changes
 from tests.tiny_pipelines import _wan_vae
 from tests.unit.reward_server import RewardServer, Sent, reply, serving
 
@@ -56,7 +57,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(recipe: Recipe, folder: Path, weights: RewardConfig) -> Score:
-    with open_rewards(stage_of(folder / "stage", recipe, kind="rl"), weights) as score_groups:
+    with open_rewards(recipe, weights, lambda: None) as score_groups:
         return score_groups([GROUP])[0].scores[0]
 
 
@@ -92,7 +93,7 @@ def test_it_changes_the_score_of_a_completion(
 
 @changes(Change("validation.reward_function", {"exact_match": 2}, mine("points")))
 def test_it_changes_the_score_of_a_held_out_answer(change: Change, tmp_path: Path) -> None:
-    before, after = (score(side, tmp_path, held_out_rewards(side)).value for side in (change.before, change.after))
+    before, after = (score(side, tmp_path, side.held_out_rewards).value for side in (change.before, change.after))
     assert (before, after) == (0.0, 2.0)
 
 
@@ -153,8 +154,8 @@ def test_it_changes_the_score_of_the_service(
 ) -> None:
     is_of_validation = change.key.startswith("validation.")
     before, after = change.before, change.after
-    training, validation = ([said_of(side, tmp_path, of(side)) for side in (before, after)]
-                            for of in (training_rewards, held_out_rewards))  # fmt: skip
+    training = [said_of(side, tmp_path, side.training_rewards) for side in (before, after)]
+    validation = [said_of(side, tmp_path, side.held_out_rewards) for side in (before, after)]
     assert validation == [1.0 if change.key.endswith("use_remote_reward") else 30.0, expected]
     assert training == ([30.0, 30.0] if is_of_validation else validation), "validation takes over what it does not have"
 
@@ -189,8 +190,10 @@ def test_it_changes_how_the_service_is_asked(
 ) -> None:
     server.on_pull = lambda sent: reply(400, {"X-Reward-State": "pending"}) if sent.form["type"] == "never" else None
     what, *numbers = expected
-    of = held_out_rewards if change.key.startswith("validation.") else training_rewards
-    assert [told(side, tmp_path, of(side), server)[what] for side in (change.before, change.after)] == numbers
+    name = "held_out_rewards" if change.key.startswith("validation.") else "training_rewards"
+    assert [
+        told(side, tmp_path, getattr(side, name), server)[what] for side in (change.before, change.after)
+    ] == numbers
 
 
 def of_videos(table: str) -> Change:
@@ -202,9 +205,9 @@ def of_videos(table: str) -> Change:
 @changes(of_videos("train.train_policy"), of_videos("validation"))
 def test_it_changes_what_the_service_is_sent_of_a_video(change: Change, tmp_path: Path, server: RewardServer) -> None:
     _wan_vae().save_pretrained(tmp_path / "vae")
-    of = held_out_rewards if change.key.startswith("validation.") else training_rewards
+    name = "held_out_rewards" if change.key.startswith("validation.") else "training_rewards"
     for side in (change.before, change.after):
-        weights = of(side)
+        weights = getattr(side, name)
         assert isinstance(weights, RemoteRewardConfig)
         video = np.zeros((5, 32, 32, 3), np.uint8)
         RemoteRewards(weights, server.service).score([{"prompt": "", "media": video}])
@@ -220,7 +223,7 @@ def told(recipe: Recipe, folder: Path, weights: RewardConfig, server: RewardServ
     if (key := str(weights)) in TOLD:  # training and validation ask in the same way
         return TOLD[key]
     server.sent.clear()
-    with open_rewards(stage_of(folder / "stage", recipe, kind="rl"), weights) as score_groups:
+    with open_rewards(recipe, weights, lambda: None) as score_groups:
         first, *_ = score_groups([GROUP] * 4)
     waiting: set[str] = set()
     most = 0

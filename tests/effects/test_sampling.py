@@ -11,10 +11,11 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.measure import validation_sampling
-from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, make_sync_source, training_sampling
+from cosmos_core.train.measure import make_completion_settings
+from cosmos_core.train.rollout_feed import RolloutFeed, training_sampling
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, Change, changes, difference
+from tests.feeds import filtered, prompt_order, rollout_feed
 
 SMALL = {**GRPO, "train.train_batch_per_replica": 8, "rollout.n_generation": 2}
 PROMPTS = [Prompt(i, (i,), "", "") for i in range(10)]
@@ -54,8 +55,9 @@ def rollouts(recipe: Recipe, folder: Path) -> dict[str, Any]:
     prompts: Any = PROMPTS
     progress = ProgressWriter(folder / "progress.json")
     sampling = training_sampling(recipe)
-    source = SyncGroupSource(PromptOrder(prompts, recipe), engine, score, sampling, progress, recipe.rollout.batch_size)
-    feed = RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
+    order = prompt_order(prompts, recipe)
+    source = SyncGroupSource(order, engine, score, sampling, progress, recipe.rollout.batch_size)
+    feed = rollout_feed(prompts, source, recipe, sampling=sampling)
     samples = [found[0] for found in iter(feed.next_samples, None)]
     return {
         "calls": [len(ids) for ids, _ in engine.validation_requests],
@@ -90,7 +92,8 @@ def test_it_changes_what_the_engine_is_asked(change: Change, expected: dict[str,
     (Change("validation.n_generation", 4, GRPO), {"num_completions": 4}),
 )
 def test_it_changes_how_held_out_answers_are_drawn(change: Change, expected: dict[str, Any]) -> None:
-    assert difference(*(_values(validation_sampling(side)) for side in (change.before, change.after))) == expected
+    before, after = (make_completion_settings(side).sampling for side in (change.before, change.after))
+    assert difference(_values(before), _values(after)) == expected
 
 
 @changes(
@@ -163,12 +166,11 @@ def trained(recipe: Recipe, folder: Path) -> list[list[int]]:
     def feed() -> RolloutFeed:
         prompts: Any = PROMPTS
         engine: Any = Engine()
-        order, sampling = PromptOrder(prompts, recipe), training_sampling(recipe)
+        order, sampling = prompt_order(prompts, recipe), training_sampling(recipe)
         sync = SyncGroupSource(
             order, engine, by_parity, sampling, ProgressWriter(folder / "progress.json"), recipe.rollout.batch_size
         )
-        source = make_sync_source(sync, order, recipe)
-        return RolloutFeed(prompts, source, make_algorithm(recipe, sampling), recipe)
+        return rollout_feed(prompts, filtered(sync, order, recipe), recipe, sampling=sampling)
 
     steps: list[list[int]] = []
     state: dict[str, Any] = {"step": 0, "source": {"drawn": 0}}

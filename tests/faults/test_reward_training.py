@@ -18,7 +18,6 @@ from cosmos_core.rewards.exchange import ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABL
 from cosmos_core.rewards.service.config import read_config
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.check import check_rewards
-from cosmos_core.train.measure import training_rewards
 from cosmos_core.train.setup import train
 from tasks.kinds import all_kinds
 from tests.acceptance import digits_served
@@ -127,7 +126,7 @@ def test_the_digits_demo_may_have_its_classifier_behind_a_service(
     (tmp_path / "rewards.toml").write_text(digits_served.REWARDS)
     (tmp_path / "digits.toml").write_text(digits_served.served(digits_served.CONFIG.read_text()))
     pipeline = load_pipeline(tmp_path / "digits.toml", (), all_kinds())
-    asked = training_rewards(pipeline.recipes["nft"])
+    asked = pipeline.recipes["nft"].training_rewards
     assert isinstance(asked, RemoteRewardConfig) and [each.name for each in asked.reward_fns] == ["likeness"]
     assert pipeline.stage("nft").reward_service == str(tmp_path / "rewards.toml")
     assert [reward.reward_type for reward in read_config(tmp_path / "rewards.toml").rewards] == ["likeness"]

@@ -21,11 +21,11 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import async_validation
 from cosmos_core.train.async_validation import AsyncValidation
-from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.setup import open_trainer
 from cosmos_core.types import Group
 from tests.effects.change import recipe, stage_of
+from tests.feeds import row_feed
 from tests.unit.test_loop import STEPS, inputs, kept, named, pytestmark, validation  # noqa: F401 - a fixture and a mark
 from tests.unit.trainers import sft
 
@@ -68,9 +68,9 @@ def train_apart(at: Stage, published: list[int], asked: list[int], stop_after: i
         return {}
 
     assert at.data is not None
-    feed = RowFeed(open_sequences(at.data, "train"), at.recipe)
+    feed = row_feed(open_sequences(at.data, "train"), at.recipe)
     loop = TrainLoop(
-        at, open_trainer(at), feed, sft(), checkpointer,
+        at, at.recipe.train, open_trainer(at), feed, sft(), checkpointer,
         validation(at, lambda step: {"validation/reward": apart.values[step]}, async_validation=apart, publish=publish),
         check_metrics=watch,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.base import Algorithm, Update
 from cosmos_core.algorithms.data_term import DataTermAlgorithm, make_sft_update
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -123,11 +123,17 @@ def learned(algorithm: Algorithm, steps: int) -> list[list[int]]:
     return [[int(sample.input_ids[0]) for sample in update.data.samples] for update in updates if update.data]
 
 
+def _make_sft_loss(recipe: Recipe) -> Callable[[int], Update]:
+    term = recipe.train.train_policy.supervised_rows
+    assert term is not None
+    return make_sft_loss(Numbered(12), recipe.train, term)
+
+
 def beside(**term: Any) -> DataTermAlgorithm:
     config = GrpoConfig.model_validate(
         {"batch_size_per_optimize": 1, "mini_batch": 1, "use_rollout_logprobs_for_loss": True}
     )
-    return DataTermAlgorithm(grpo(config), make_sft_loss(Numbered(12), recipe(**term)))
+    return DataTermAlgorithm(grpo(config), _make_sft_loss(recipe(**term)))
 
 
 def test_each_optimizer_step_has_rows_of_its_own_and_each_row_comes_once_an_epoch() -> None:

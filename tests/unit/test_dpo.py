@@ -25,9 +25,9 @@ from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import reference, validate
-from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, run, train
 from tests.effects.change import SFT, recipe, stage_of
+from tests.feeds import row_feed
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import NoView, assert_same_weights, micro_batch, score_in, train_until, trainer_of
 
@@ -108,8 +108,8 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
         config = recipe(split)
         rank = trainer_of(load_model(folder, dtype=torch.float64), config.train, 0, ProgressWriter(tmp_path / "p.json"))
         score_in(rank, torch.float64)
-        feed = RowFeed(pairs, config)
-        pairs.reference_logprobs = reference.compute_pair_logprobs(rank, pairs, range(len(pairs)), config)
+        feed = row_feed(pairs, config)
+        pairs.reference_logprobs = reference.compute_pair_logprobs(rank, pairs, range(len(pairs)))
         moved(rank.adapter.model)
         samples, _ = feed.samples(0)
         (update,) = Dpo(DpoConfig(type="sft", dpo=DpoLossConfig(beta=0.5))).updates(samples, NoView())
@@ -228,16 +228,16 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
     monkeypatch.setattr(reference, "compute_pair_logprobs", counted)
     places = np.arange(NUM_PAIRS)
     with pytest.raises(Preempted, match="reference log-probabilities of 8 of 12 rows"):
-        reference.reference_logprobs(at, rank, pairs, "train", places)
+        reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     at.stop_requested = False
-    found = reference.reference_logprobs(at, rank, pairs, "train", places)
+    found = reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     assert calls == [4, 4, 4]
-    again = reference.reference_logprobs(at, rank, pairs, "train", places)
+    again = reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     assert len(calls) == 3 and np.array_equal(found, again)
     at.fingerprint = "0" * 64  # another model or other settings
-    reference.reference_logprobs(at, rank, pairs, "train", places)
+    reference.reference_logprobs(at, rank, pairs, "train", places, at.fingerprint)
     assert len(calls) == 6
-    feed = RowFeed(pairs, at.recipe)
+    feed = row_feed(pairs, at.recipe)
     trained = {tuple(sample.input_ids) for step in range(2) for sample in feed.samples(step)[0]}
     both = (pairs.chosen, pairs.rejected)
     assert {tuple(rows[int(i)][0]) for i in feed.trained_row_numbers for rows in both} == trained
@@ -254,7 +254,7 @@ def test_the_reference_is_computed_once_for_the_pairs_that_are_trained(
 def test_a_pair_is_in_one_micro_batch_and_each_rank_has_some(inputs: Path, settings: dict[str, int]) -> None:
     mesh = {f"policy.parallelism.{key}": value for key, value in settings.items()}
     config: Recipe = recipe({**DPO, "train.train_policy.mini_batch": 4, **mesh})
-    samples, _ = RowFeed(pairs_of(inputs), config).samples(0)
+    samples, _ = row_feed(pairs_of(inputs), config).samples(0)
     assert [sample.micro_batch for sample in samples] == ([0] * 8 if not settings else [0] * 4 + [1] * 4)
     lengths = [max(len(a.input_ids), len(b.input_ids)) for a, b in zip(samples[::2], samples[1::2], strict=True)]
     assert lengths == sorted(lengths, reverse=True)
@@ -266,7 +266,7 @@ def test_pairs_fill_a_budget_of_tokens(inputs: Path) -> None:
         **DPO, "train.train_policy.enable_dp_load_balancing": True, "train.max_num_steps": 99,
         "train.train_policy.load_balanced_max_tokens_for_batch": 200,
     }  # fmt: skip
-    feed = RowFeed(pairs, recipe(balanced))
+    feed = row_feed(pairs, recipe(balanced))
     steps = [feed.samples(step)[0] for step in range(feed.total_steps)]
     assert sum(len(samples) for samples in steps) == 2 * NUM_PAIRS
     for samples in steps:

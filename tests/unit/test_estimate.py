@@ -23,10 +23,10 @@ from cosmos_core.launch.estimate import estimate_stages_in_worker, render_estima
 from cosmos_core.run.plan import StageDecision
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.estimate import TrainingEstimate, estimate, kv_cache_bytes, shard_memory
-from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.memory import StepMemory, eight_bit_moment_bytes
 from tasks.kinds import all_kinds
 from tests.effects.change import stage_of
+from tests.feeds import row_feed
 from tests.unit.tiny_model import save_tiny_model
 
 SFT = {"type": "sft", "mini_batch": 2}
@@ -142,21 +142,29 @@ def test_more_activations_without_checkpointing_with_longer_micro_batches_and_fo
     assert 1.5 < of_four < 2.1 and 1.5 < of_pairs < 2.5  # the gradients of a micro-batch do not grow with it
 
 
+def sharded(memory: StepMemory, recipe: Recipe) -> StepMemory:
+    return shard_memory(memory, recipe.train, recipe.policy.parallelism)
+
+
+def kv_cache(config: Qwen3Config, recipe: Recipe) -> int | None:
+    return kv_cache_bytes(config, recipe.rollout, recipe.train, recipe.rollout.batch_size, 60)
+
+
 def test_a_mesh_divides_what_it_shards() -> None:
     mesh = {"dp_shard_size": 4, "tp_size": 2, "cp_size": 1, "pp_size": 2, "dp_replicate_size": 3}
     memory = StepMemory(weights=1600, gradients=1601, optimizer=3200, reference=16, casts=800, activations=1000)
-    assert shard_memory(memory, recipe(SFT, mesh=mesh)) == StepMemory(100, 101, 200, 1, 50, 250)
+    assert sharded(memory, recipe(SFT, mesh=mesh)) == StepMemory(100, 101, 200, 1, 50, 250)
     unknown = StepMemory(weights=1600, gradients=1600, optimizer=3200, reference=0, casts=None, activations=None)
-    offloaded = shard_memory(memory, recipe(SFT, mesh={"dp_shard_size": 4}, fsdp_offload=True))
+    offloaded = sharded(memory, recipe(SFT, mesh={"dp_shard_size": 4}, fsdp_offload=True))
     assert (offloaded.weights, offloaded.reference) == (0, 0)
-    assert shard_memory(unknown, recipe(SFT, mesh=mesh)) == StepMemory(100, 100, 200, 0, None, None)
+    assert sharded(unknown, recipe(SFT, mesh=mesh)) == StepMemory(100, 100, 200, 0, None, None)
 
 
 @pytest.mark.parametrize(("schedule", "rows"), [("1F1B", 4), ("Interleaved1F1B", 7), ("GPipe", 8)])
 def test_a_pipeline_keeps_the_activations_of_the_rows_that_are_under_way(schedule: str, rows: int) -> None:
     memory = StepMemory(weights=0, gradients=0, optimizer=0, reference=0, casts=0, activations=3200)
     mesh = {"pp_size": 4, "pp_schedule": schedule}
-    assert shard_memory(memory, recipe({**SFT, "mini_batch": 8}, mesh=mesh)).activations == 3200 // 4 * rows // 8
+    assert sharded(memory, recipe({**SFT, "mini_batch": 8}, mesh=mesh)).activations == 3200 // 4 * rows // 8
 
 
 @pytest.mark.parametrize(
@@ -176,15 +184,15 @@ def test_kv_cache_is_keys_and_values_of_all_that_is_generated_at_once(
         setattr(config, name, value)
     # keys and values x heads x head_dim x bfloat16 x tokens of all layers x (2 prompts x 4 completions)
     expected = None if tokens is None else 2 * 2 * 32 * 2 * tokens * 8
-    assert kv_cache_bytes(config, recipe(GRPO), 60) == expected
+    assert kv_cache(config, recipe(GRPO)) == expected
 
 
 def test_one_train_step_has_no_more_prompts_than_its_batch() -> None:
     config = Qwen3Config(num_key_value_heads=2, head_dim=32, num_hidden_layers=3)
     four = recipe(GRPO, train_batch_per_replica=4)  # 4 completions: one prompt, though rollout.batch_size is 2
-    assert kv_cache_bytes(config, four, 60) == 2 * 2 * 32 * 2 * 3 * 60 * 4
+    assert kv_cache(config, four) == 2 * 2 * 32 * 2 * 3 * 60 * 4
     few = four.copy_with(rollout=four.rollout.copy_with(n_generation_mini_batch=1))  # one completion of it at a time
-    assert kv_cache_bytes(config, few, 60) == 2 * 2 * 32 * 2 * 3 * 60
+    assert kv_cache(config, few) == 2 * 2 * 32 * 2 * 3 * 60
 
 
 def write_statistics(folder: Path, rows: int, longest: int, mean: float) -> Path:
@@ -227,7 +235,7 @@ def test_steps_of_batches_filled_by_tokens_are_those_that_the_feed_takes(
     tiny: Path, tmp_path: Path, trainer: str
 ) -> None:
     config, data = balanced(tiny, tmp_path, trainer_type=trainer)
-    feed = RowFeed((open_pairs if trainer == "dpo" else open_sequences)(data, "train"), config)
+    feed = row_feed((open_pairs if trainer == "dpo" else open_sequences)(data, "train"), config)
     lengths = [len(sample.input_ids) for step in range(feed.total_steps) for sample in feed.samples(step)[0]]
     found, unprepared = of(tiny, config, data), of(tiny, config)
     assert (found.steps, found.tokens, found.is_steps_bound) == (feed.total_steps, sum(lengths), False)

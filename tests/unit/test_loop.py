@@ -37,6 +37,7 @@ from cosmos_core.train.setup import TrainingResult, export_trained, open_trainer
 from cosmos_core.train.setup import train as train_stage
 from cosmos_core.train.validation import MetricsFn, Validation
 from tests.effects.change import SFT, recipe, stage_of
+from tests.feeds import row_feed
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import assert_same_weights, curve, sft, train_until
 
@@ -81,9 +82,9 @@ def loop_of(
     checkpointer = Checkpointer(
         at.path / "checkpoints", fingerprint="f", max_keep=at.recipe.train.ckpt.max_keep, is_async=False
     )
-    rows = feed(open_sequences(at.data, "train"), at.recipe)
+    rows = row_feed(open_sequences(at.data, "train"), at.recipe, feed)
     held_out = validation(at, measure, **settings)
-    return TrainLoop(at, open_trainer(at), rows, algorithm or sft(), checkpointer, held_out)
+    return TrainLoop(at, at.recipe.train, open_trainer(at), rows, algorithm or sft(), checkpointer, held_out)
 
 
 def train(at: Stage, values: Sequence[float], stop_after: int = 0) -> BestStep | None:
@@ -193,7 +194,7 @@ def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: 
     at = stage(tmp_path / "sft", inputs)
     rank = open_trainer(at)
     rows = open_sequences(inputs / "rows/data", "validation")
-    figures = row_metrics(at, rank, sft(), rows)
+    figures = row_metrics(at, rank, sft(), rows, 2)
     model = load_model(str(inputs / "model"), dtype=torch.float32).eval()
     losses, hits = [], []
     for sample in (Sample(*rows[i]) for i in range(len(rows))):
@@ -227,7 +228,7 @@ def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not
     rank = open_trainer(at)
     exported = load_file(at.path / "safetensors/step_6/model.safetensors")
     rank.adapter.model.load_state_dict(exported, strict=False)
-    measured = row_metrics(at, rank, sft(), open_sequences(inputs / "rows/data", "validation"))
+    measured = row_metrics(at, rank, sft(), open_sequences(inputs / "rows/data", "validation"), 2)
     assert measured["validation/loss"] == pytest.approx(trained.metrics["validation/loss"], rel=1e-6)
     assert trained.metrics["validation/loss"] > plain[1].metrics["validation/loss"]  # the average is behind
     assert trained.metrics["loss"] == plain[1].metrics["loss"]
@@ -284,10 +285,10 @@ def test_resume_true_takes_over_what_another_mesh_left(inputs: Path, tmp_path: P
     other.fingerprint = "0" * 64
     write_json(earlier.path / "fingerprint.json", prints(earlier.fingerprint, 2))
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1, rate=1e-4))
-    adopt_checkpoint(other)
+    adopt_checkpoint(other, other.fingerprint)
     assert not (other.path / "checkpoints").exists()
     write_json(other.path / "fingerprint.json", prints(other.fingerprint, 1))
-    adopt_checkpoint(other)
+    adopt_checkpoint(other, other.fingerprint)
     assert resume_obstacle(other.path / "checkpoints", 3, other.fingerprint) is None
     assert resume_obstacle(earlier.path / "checkpoints", 3, earlier.fingerprint) is None
     assert curve(other) == curve(earlier)
@@ -310,7 +311,7 @@ def test_the_best_step_of_the_interrupted_run_comes_along(inputs: Path, tmp_path
     assert kept(earlier) == [1, 2, 4]
     later = stage(tmp_path / "out/second/stages/sft", inputs)
     later.fingerprint = "f"
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert kept(later) == [2, 4]
 
 
@@ -320,7 +321,7 @@ def test_resume_true_begins_anew_where_no_run_has_the_same_settings_and_says_so(
     shutil.copytree(interrupted, tmp_path / "first")
     later = stage(tmp_path / "second/stages/sft", inputs, resume=True)
     later.fingerprint = "0" * 64
-    adopt_checkpoint(later)
+    adopt_checkpoint(later, later.fingerprint)
     assert not (later.path / "checkpoints").exists()
     policy = tmp_path / "first/stages/sft/checkpoints/step_3/policy"
     assert caplog.messages[-1] == (

@@ -14,7 +14,14 @@ import pytest
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.base import full_reward
-from cosmos_core.train.measure import CompletionValidation, completion_metrics, held_out_rewards, pass_at_k, row_metrics
+from cosmos_core.run.workspace import Workspace
+from cosmos_core.train.measure import (
+    CompletionValidation,
+    completion_metrics,
+    make_completion_settings,
+    pass_at_k,
+    row_metrics,
+)
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -54,7 +61,8 @@ def completions(folder: Path, engine: Any, score: Score) -> CompletionValidation
         return [ScoredGroup(group, (score,) * len(group.completions)) for group in groups]
 
     prompts: Any = PROMPTS
-    return CompletionValidation(prompts, engine, scored, make_stage(folder, "rl", recipe(GRPO)))
+    settings = make_completion_settings(recipe(GRPO))
+    return CompletionValidation(prompts, engine, scored, settings, make_stage(folder, "rl", recipe(GRPO)))
 
 
 def test_each_validation_draws_with_the_same_seeds(tmp_path: Path) -> None:
@@ -78,7 +86,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(k: int, count: int, 
 
 def test_a_penalty_that_is_not_due_costs_no_accuracy() -> None:
     rewards = {"boxed_math": 2.0, "overlong": 1.0}
-    assert full_reward(held_out_rewards(recipe({**GRPO, "reward_function": rewards}))) == 2.0
+    assert full_reward(recipe({**GRPO, "reward_function": rewards}).held_out_rewards) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +102,7 @@ def test_accuracy_is_that_of_a_reward_that_was_named_or_none(
 ) -> None:
     unnamed = {name: value for name, value in GRPO.items() if name != "reward_function"}
     asked = Recipe.model_validate(recipe({**unnamed, **settings}).model_dump())  # as a worker reads it
-    assert held_out_rewards(asked) == rewards
+    assert asked.held_out_rewards == rewards
     assert full_reward(rewards) == (2.0 if any(rewards.values()) else None)
     found = completion_metrics([scored(0.0, 0.0)], partial(full_reward, rewards))
     expected = 0.0 if any(rewards.values()) else None
@@ -133,5 +141,5 @@ def test_held_out_rows_fill_a_forward_pass_of_each_data_parallel_rank(tmp_path: 
             return list(positions)
 
     held_out: Any = Rows(range(19))
-    stage = make_stage(tmp_path / "rl", "rl", recipe({**GRPO, "mini_batch": 2}))
-    assert row_metrics(stage, rank, algorithm, held_out) == {"validation/chunks": [8, 8, 3]}
+    workspace = Workspace(tmp_path)
+    assert row_metrics(workspace, rank, algorithm, held_out, 2) == {"validation/chunks": [8, 8, 3]}

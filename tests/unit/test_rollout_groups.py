@@ -27,6 +27,7 @@ from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.train.rollout_feed import RolloutFeed
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
+from tests.feeds import rollout_feed
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sequence_logprobs
 
@@ -177,7 +178,7 @@ def dynamic_feed(folder: Path, difference: float) -> RolloutFeed:
     })  # fmt: skip
     sync = sync_of(Shuffling(), folder, lambda group: 1.0 - difference, 2)
     source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
-    return RolloutFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
+    return rollout_feed(PROMPTS, source, config, algorithm=Grpo(GrpoConfig()))
 
 
 def test_a_feed_reads_no_prompt_before_it_is_needed(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_feed_reads_no_prompt_before_it_is_needed(tmp_path: Path) -> None:
             raise AssertionError("all prompts are read")
 
     source = dynamic_feed(tmp_path, 1.0)._group_source
-    feed = RolloutFeed(Unread(PROMPTS), source, Grpo(GrpoConfig()), recipe(GRPO))
+    feed = rollout_feed(Unread(PROMPTS), source, recipe(GRPO), algorithm=Grpo(GrpoConfig()))
     with pytest.raises(AssertionError, match="all prompts are read"):
         feed.find_max_sample_tokens()  # only where settings are measured
 

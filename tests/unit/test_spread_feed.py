@@ -23,10 +23,11 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.rollout.groups import GroupPlan, SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import unused_rows_message
-from cosmos_core.train.rollout_feed import PromptOrder, make_sync_source, training_sampling
+from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.spread_feed import SampleQueue, SplitGroupFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
+from tests.feeds import filtered, prompt_order, rollout_feed
 from tests.unit.replicas import Drawing, Threaded, fleet_of, source_of, weights
 
 PROMPTS = [Prompt(i, (i, 7), "", "") for i in range(5)]
@@ -98,7 +99,7 @@ def steps_of(batch: int, size: int, folder: Path, *, is_separate: bool, cut: boo
 
 
 def _feed(config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, step: int) -> tuple[SplitGroupFeed, Any]:
-    order, sampling = PromptOrder(PROMPTS, config), training_sampling(config)
+    order, sampling = prompt_order(PROMPTS, config), training_sampling(config)
     assert sampling.may_use_old_weights
     groups = GroupPlan(config.train.train_batch_per_replica, config.rollout.n_generation)
     if not is_separate:
@@ -106,7 +107,8 @@ def _feed(config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, ste
         engine.version = step
         sync = SyncGroupSource(order, engine, score, sampling, ProgressWriter(folder / "p.json"), 2)
         publish = lambda version: setattr(engine, "version", version)  # noqa: E731
-        return SplitGroupFeed(PROMPTS, make_sync_source(sync, order, config), Grpo(GrpoConfig()), config), publish
+        source = filtered(sync, order, config)
+        return rollout_feed(PROMPTS, source, config, algorithm=Grpo(GrpoConfig()), feed=SplitGroupFeed), publish
     fleet = stack.enter_context(fleet_of(Threaded(Numbering)))
     fleet.load_weights(step, weights(step))
     source = source_of(
@@ -114,7 +116,7 @@ def _feed(config: Any, folder: Path, stack: ExitStack, *, is_separate: bool, ste
     )
     source.sampling = sampling
     stack.callback(source.close)
-    feed = SplitGroupFeed(PROMPTS, source, Grpo(GrpoConfig()), config)
+    feed = rollout_feed(PROMPTS, source, config, algorithm=Grpo(GrpoConfig()), feed=SplitGroupFeed)
     return feed, lambda version: fleet.load_weights(version, weights(version))
 
 
@@ -217,5 +219,5 @@ def test_samples_that_show_images_are_kept_as_they_are() -> None:
 
 def test_prompts_that_fill_no_step_are_left_out_unless_a_filter_takes_them_in_the_next_epoch() -> None:
     settings = {**SEED, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
-    assert "1 of 5 rows fill no batch of 2" in unused_rows_message(recipe(settings), 5)
-    assert unused_rows_message(recipe({**settings, "train.train_policy.variant": "dapo"}), 5) == ""
+    assert "1 of 5 rows fill no batch of 2" in unused_rows_message(recipe(settings).train, 4, 5)
+    assert unused_rows_message(recipe({**settings, "train.train_policy.variant": "dapo"}).train, 4, 5) == ""

@@ -26,11 +26,11 @@ from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import train
 from cosmos_core.train.trainer import Trainer, _compute_quantiles
 from cosmos_core.types import Completion, Group, Prompt, Score, ScoredGroup, Segment
 from tasks.kinds import all_kinds
+from tests.feeds import row_feed
 from tests.unit.trainers import (
     NoView,
     assert_same_weights,
@@ -253,7 +253,7 @@ def test_stopped_twice_and_resumed_ends_with_the_same_bits_and_the_same_curve(
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own(task: Path) -> None:
     rows = open_sequences(task / "sft-data/data", "train")
-    feed = RowFeed(rows, recipe(SFT, train_batch_per_replica=8, epoch=2))
+    feed = row_feed(rows, recipe(SFT, train_batch_per_replica=8, epoch=2))
     assert feed.total_steps == 16
     epochs = []
     for epoch in range(2):

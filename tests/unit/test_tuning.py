@@ -34,6 +34,7 @@ from cosmos_core.train.tuning import (
     micro_batch_sizes,
     thread_counts,
 )
+from tests.feeds import row_feed
 from tests.unit.test_train import GRPO, SFT, make_stage, recipe
 from tests.unit.trainers import assert_same_weights, curve, train_until
 
@@ -43,8 +44,10 @@ AUTO_KEYS = {"tuning/rows_per_pass", "tuning/num_threads", "time/tuning"}
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds to measure, unless a test says otherwise: most hold whatever is chosen."""
+    """Two seconds to measure, unless a test says otherwise: most hold whatever is chosen. All samples are used,
+    however slow the machine is."""
     monkeypatch.setattr(tuning_module, "MAX_SECONDS", 2.0)
+    monkeypatch.setattr(tuning_module, "_GRADIENT_SECONDS", 1e9)
 
 
 @pytest.fixture
@@ -108,13 +111,13 @@ def test_a_training_with_auto_has_the_bits_of_one_with_the_values_that_were_chos
 
 def tuning_of(stage: Stage) -> tuple[SpeedTuning, RowFeed]:
     trainer = open_trainer(stage)
-    feed = RowFeed(open_sequences(stage.data or Path(), "train"), stage.recipe)
+    feed = row_feed(open_sequences(stage.data or Path(), "train"), stage.recipe)
     return SpeedTuning(trainer, feed, make_algorithm(stage.recipe), stage.recipe.train, stage.progress), feed
 
 
 def test_a_size_that_might_not_fit_into_memory_is_not_tried(task: Path, tmp_path: Path) -> None:
     tuning, feed = tuning_of(stage_of(task, tmp_path / "full", "sft", "auto"))
-    tuning.max_memory_fraction = 0.0
+    tuning.max_memory_fraction, tuning.max_seconds = 0.0, 1e9
     samples, _ = feed.samples(0)
     feed.step = 1
     _, metrics = tuning.choose(samples)
@@ -192,7 +195,6 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
         )  # fmt: skip
         return make_stage(tmp_path / name, "sft", config, task / "task/model", pairs)
 
-    monkeypatch.setattr(tuning_module, "_GRADIENT_SECONDS", 1e9)  # however slow the machine is
     monkeypatch.setattr(tuning_module, "MAX_SECONDS", 1e9)
     passes: list[tuple[int, int]] = []
     compute = Trainer._run_micro_batches

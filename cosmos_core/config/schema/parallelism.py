@@ -46,7 +46,12 @@ class ParallelismConfig(Table):
     @property
     def world_size(self) -> int:
         """Return the number of ranks of one replica; dp_shard_size -1 counts as 1."""
-        return self.tp_size * self.cp_size * abs(self.dp_shard_size) * self.pp_size * self.dp_replicate_size
+        return self.tp_size * self.cp_size * self.pp_size * self.num_dp_ranks
+
+    @property
+    def num_dp_ranks(self) -> int:
+        """Return the number of data-parallel ranks, each of which gets other samples of a train step."""
+        return abs(self.dp_shard_size) * self.dp_replicate_size
 
     def num_pipeline_stages(self, num_layers: int) -> int:
         """Return the number of pipeline stages of a model: one per rank, or under `Interleaved1F1B` so
@@ -120,7 +125,7 @@ class PolicyParallelismConfig(ParallelismConfig):
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        train, num_dp_ranks = stage.recipe.train, abs(self.dp_shard_size) * self.dp_replicate_size
+        train, num_dp_ranks = stage.recipe.train, self.num_dp_ranks
         policy, num_rows = train.train_policy, train.train_batch_per_replica
         if not policy.has_rollouts and num_dp_ranks > 1:
             yield (

@@ -16,6 +16,7 @@ from cosmos_core.config.schema.logging import LoggingConfig
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.sample import SampleStageConfig
@@ -86,10 +87,31 @@ class Recipe(Table):
         return self.train.train_policy.has_rollouts or bool(has_rewards)
 
     @property
+    def group_size(self) -> int:
+        """Return the number of samples that a train step gets from each row: its completions, or 1 in SFT."""
+        return self.rollout.n_generation if self.train.train_policy.has_rollouts else 1
+
+    @property
     def may_split_groups(self) -> bool:
         """Return whether the completions of a group may be trained on in several train steps."""
-        train = self.train
-        return train.train_policy.has_rollouts and train.train_batch_per_replica % self.rollout.n_generation != 0
+        return self.train.train_batch_per_replica % self.group_size != 0
+
+    @property
+    def max_held_out_tokens(self) -> int:
+        """Return the maximum number of tokens of a held-out completion."""
+        return self.validation.max_response_length or self.rollout.max_response_length
+
+    @property
+    def training_rewards(self) -> dict[str, float] | RemoteRewardConfig:
+        """Return the rewards by which completions are scored in training, local or remote."""
+        policy = self.train.train_policy
+        return policy.remote_reward_config or policy.rewards
+
+    @property
+    def held_out_rewards(self) -> dict[str, float] | RemoteRewardConfig:
+        """Return the rewards by which held-out completions are scored; by default the rewards of the training."""
+        validation, policy = self.validation, self.train.train_policy
+        return validation.remote_reward_config or validation.reward_function or policy.validation_rewards
 
     @property
     def num_engines(self) -> int:
