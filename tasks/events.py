@@ -18,6 +18,7 @@ from cosmos_core.observe.formatting import float_or_inf
 from cosmos_core.observe.report import REPORT_FILE
 from cosmos_core.observe.report_server import report_url
 from cosmos_core.run.directory import Run
+from cosmos_core.run.liveness import has_flow_completed
 from cosmos_core.run.manifest import Result, read_result
 from cosmos_core.run.state import FINISHED_STATES, read_state
 from tasks.artifacts import run_card_key
@@ -58,14 +59,14 @@ def emit_stage_failed(run: Run, name: str, error: CosmosError) -> None:
 
 
 def emit_run_ended(run: Run, *, is_failed: bool) -> None:
-    """Emit an event that a run failed, or that all its stages have results, with the metrics of the last stage that
-    reported metrics."""
+    """Emit an event that a run failed, or that its Python flow has completed or all its stages have results, with the
+    metrics of the last stage that reported metrics."""
     states = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
     if is_failed:
         failed_stages = [name for name, state in states.items() if state == "failed"]
         if failed_stages:  # a run that was only stopped emits no event
             _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
-    elif FINISHED_STATES.issuperset(states.values()):
+    elif has_flow_completed(run.path) or FINISHED_STATES.issuperset(states.values()):
         results = [result for name in states if (result := read_result(run.stage_path(name)))]
         metrics = [result["metrics"] for result in results if result["metrics"]]
         _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(metrics[-1] if metrics else {})})

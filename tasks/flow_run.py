@@ -87,7 +87,7 @@ class PythonFlowState:
     is_subflow: bool = False
     """Whether another flow has called this flow."""
     state: str = "running"
-    """State of the flow: `running`, `completed` or `failed`."""
+    """State of the flow: `running`, `failed`, `completed`, or empty if it completed without waiting for a stage."""
     run: Run | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of `[pipeline]` that `configure_run` has set for the run."""
@@ -161,12 +161,13 @@ class PythonFlowState:
                         self._run_claim.release()
                         self._run_claim = None
 
-    def record_end(self, state: str) -> None:
+    def record_end(self, *, is_completed: bool) -> None:
         """Record the final state of the flow, which may have ended long after its last stage."""
+        has_waited = all(future._final_state is not None for future in self.futures.values())
         with self._state_lock:
-            self.state = state
+            self.state = ("completed" if has_waited else "") if is_completed else "failed"
             if self.run is not None:
-                record_flow_state(self.run.path, state)
+                record_flow_state(self.run.path, self.state)
                 publish_run_report(self.run.path)
 
     def _reclaim_run(self) -> None:
@@ -199,6 +200,8 @@ class PythonFlowState:
                 # Remove also the calls whose stages depend on this call: the flow repeats them.
                 dependent_stages = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
                 calls = {each: other for each, other in calls.items() if dependent_stages.isdisjoint(other.stages)}
+                # Save this before the pipeline changes, so that no kill leaves a call whose stages have other settings.
+                write_json(run.path / _CALLS_FILE, _CallsFile(calls=calls).model_dump())
             # Remove the stages of a call that was killed before it was recorded.
             recorded_stage_names = {each for other in calls.values() for each in other.stages}
             kept_stages = [stage for stage in run.pipeline.stages if stage.name in recorded_stage_names]
@@ -342,7 +345,7 @@ def _record_flow_stops() -> None:
 def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
     flow_attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
     for attempt in flow_attempts:
-        attempt.record_end("completed" if state.is_completed() else "failed")
+        attempt.record_end(is_completed=state.is_completed())
     if runs := [attempt.run for attempt in flow_attempts if attempt.run is not None]:
         events.emit_run_ended(runs[-1], is_failed=not state.is_completed())
 

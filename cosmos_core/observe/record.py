@@ -252,16 +252,16 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return the displayed outcome of the run: `failed`, `refused`, `stopped` or `died` if a stage has this status;
-        that of `derive_flow_outcome` if all stages are finished; `running` if one is active; else `waiting` for an
-        approval, `declined`, or that of `derive_inactive_run_outcome`."""
+        """Return the displayed outcome of the run: that of `derive_flow_outcome` if all stages are finished or a Python
+        flow has completed; `failed`, `refused`, `stopped` or `died` if a stage has this status; `running` if one is
+        active; else `waiting` for an approval, `declined`, or that of `derive_inactive_run_outcome`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         stage_statuses = {stage.status for stage in self.stages if stage.kind.makes != "page"}
-        for state in ("failed", "refused", "stopped", "died"):
-            if state in stage_statuses:
-                return state
-        if stage_statuses <= FINISHED_STATES and self.stages:
+        has_completed = liveness.has_flow_completed(self.path) and not stage_statuses & ACTIVE_STATES
+        if (has_completed or stage_statuses <= FINISHED_STATES) and self.stages:
             return liveness.derive_flow_outcome(self.path)
+        if failures := [each for each in ("failed", "refused", "stopped", "died") if each in stage_statuses]:
+            return failures[0]
         if not stage_statuses & ACTIVE_STATES and (approval := liveness.read_open_approval(self.path)):
             return "declined" if approval.is_declined else "waiting"
         return "running" if stage_statuses & ACTIVE_STATES else liveness.derive_inactive_run_outcome(self.path)

@@ -116,6 +116,12 @@ def is_flow_running(run_path: Path) -> bool:
     return has_running_flow and find_dead_holder_start_time(run_path) is None
 
 
+def has_flow_completed(run_path: Path) -> bool:
+    """Return True if the last execution of a Python flow has completed: it went on after any stage that has failed."""
+    run_holder = read_holder(run_path)
+    return run_holder is not None and run_holder.flow_state == "completed"
+
+
 def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
     """Return the outcome of a run whose stages are finished: `done` for a TOML file. The code of a Python flow after
     the last stage may still run, fail, be stopped or have died with its process."""

@@ -22,10 +22,11 @@ from prefect.states import Cancelling
 from cosmos_core.launch import worker
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.runs import is_run_inactive
+from cosmos_core.run.files import write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
-from tasks import custom
-from tasks.flow_run import PythonFlowState, describe_unfinished_stage
+from tasks import custom, flow_run
+from tasks.flow_run import PythonFlowState, StageCall, describe_unfinished_stage
 from tests.conftest import PROGRAMS, wait_until
 from tests.flows.test_flows_in_python import GROW, folder, grown, starts
 from tests.flows.test_retrain import events_of
@@ -79,6 +80,7 @@ def test_a_stage_that_nothing_waited_for_is_reported(folder: Path) -> None:
 
     hasty()
     assert describe_unfinished_stage().startswith("stage 'custom' is not done, and the flow did not wait for it")
+    assert read_run(folder / "outputs" / "hasty").outcome == "failed"
 
 
 def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) -> None:
@@ -132,6 +134,46 @@ def test_the_end_of_a_flow_is_an_event(folder: Path) -> None:
         sized(refuse, run_id, return_state=True)
         wait_until(lambda name=run_id: len(events_of(name)) == 2, 30, "the server has both events")
         assert [event["event"] for event in events_of(run_id)] == expected
+
+
+def test_a_flow_that_completes_without_the_stage_that_failed_is_done(folder: Path) -> None:
+    @flow
+    def mended(name: str, refuse: bool, run_id: str = "mended") -> None:
+        custom(GROW, name=name, retries=0, arguments={"refuse": True} if refuse else {})
+
+    for name, refuse, outcome in (("model", True, "failed"), ("other", False, "done")):
+        mended(name, refuse, return_state=True)
+        assert read_run(folder / "outputs" / "mended").outcome == outcome
+    wait_until(lambda: len(events_of("mended")) == 4, 30, "the server has all events")
+    assert [event["event"] for event in events_of("mended")][2:] == ["cosmos.stage.completed", "cosmos.run.completed"]
+
+
+@pytest.mark.parametrize("num_writes", [0, 1])
+@pytest.mark.parametrize("by", [1, 2])
+def test_a_kill_while_a_call_is_changed_leaves_no_stage_with_the_settings_of_another_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, by: int
+) -> None:
+    """The changed call of a stage removes the stages after it from the run, and their calls."""
+
+    def execute(by: int) -> None:
+        state = PythonFlowState("f", "id", "killed", f"{folder}/f.py:f", {}, [])
+        for name, after in (("first", []), ("second", ["first"])):
+            stage = {"name": name, "kind": "custom", "entry": GROW, "after": after, "arguments": {"by": by}}
+            with state.add_stage(StageCall(stage=stage, tables={}), folder / "f.py") as (run, _):
+                assert run.pipeline.stage(name).arguments == {"by": by}
+
+    def kill_later(path: Path, content: Any, writes: list[Path] = []) -> None:  # noqa: B006 - shared by all calls
+        writes.append(path)
+        if len(writes) > num_writes:
+            raise KeyboardInterrupt
+        write_json(path, content)
+
+    monkeypatch.setattr(flow_run, "publish_run_report", lambda path: None)
+    execute(1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(flow_run, "write_json", kill_later)
+        execute(2)
+    execute(by)
 
 
 def test_a_flow_is_running_until_its_own_code_has_ended(folder: Path) -> None:

@@ -216,6 +216,18 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
     assert read_run(run.path).outcome == "stopped", "a flow in Python that was stopped in its own code"
 
 
+def test_a_flow_in_python_that_has_completed_is_done_whatever_stage_has_failed_before(tmp_path: Path) -> None:
+    """The stage may be one that the flow does not call any more, or a gate whose refusal the flow has caught."""
+    run = counting_run(tmp_path)
+    update_state(run.stage_path("first"), state="failed", ended=MOMENT)
+    claim_run(run).release()
+    for state, outcome in (("", "failed"), ("failed", "failed"), ("completed", "done")):
+        record_flow_state(run.path, state)
+        assert read_run(run.path).outcome == outcome
+    update_state(run.stage_path("second"), state="running", **identify_process())
+    assert read_run(run.path).outcome == "failed", "somebody runs a stage of it again"
+
+
 def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tmp_path: Path) -> None:
     run = training(tmp_path, state="stopped", saved=None)
     assert make_resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
