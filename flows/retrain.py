@@ -30,7 +30,7 @@ from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import EXIT_REFUSED, ConfigError, DataError, ModelError
+from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
 from cosmos_core.run.directory import Run, claim_run, open_run
 from cosmos_core.run.files import read_document
@@ -38,13 +38,12 @@ from cosmos_core.run.hub import failed_hub_requests, pin_hub_revisions
 from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.remote import pin_urls
 from cosmos_core.run.retrain_state import RetrainState, compute_retrain_digest, locate_retrain_state, save_retrain_state
-from cosmos_core.run.state import read_state
 from cosmos_core.upload.base import open_target
 from flows.post_train import open_run_to_execute
 from tasks import events
 from tasks.artifacts import render_approval_form
 from tasks.credentials import set_credentials
-from tasks.final_states import make_completed_state
+from tasks.final_states import REFUSED_STATE, make_completed_state
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
 from tasks.retrain_lease import RetrainLease
@@ -190,11 +189,9 @@ def _train_and_publish(
             approval = liveness.read_required_approval(run.path) or liveness.PublicationApproval()
         liveness.save_approval(run.path, approval)  # lets `cosmos resume` refuse until a person approves
         final_state = run_stages(run, first_stages)
+        if final_state.name == REFUSED_STATE:
+            return Completed(name="NotPromoted", message=final_state.message), "refused"
         if not final_state.is_completed():
-            failures = [each for name in first_stages if (each := read_state(run.stage_path(name))).state == "failed"]
-            if failures and all(each.exit_code == EXIT_REFUSED for each in failures):
-                message = f"run {run.id}: {'; '.join(each.error for each in failures)}"
-                return Completed(name="NotPromoted", message=message), "refused"
             return final_state, ""
     if approval is not None and not _is_approved(run, approval):
         return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"

@@ -21,16 +21,17 @@ from prefect.flow_engine import run_flow
 from prefect.flow_runs import resume_flow_run
 from prefect.input.actions import read_flow_run_input
 from prefect.settings import get_current_settings
+from prefect.states import Cancelled as CancelledState
 from prefect.states import Crashed, Running, Scheduled
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.hub import failed_hub_requests
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.retrain_state import locate_retrain_state
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import read_state, record_failure
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import retrain
 from tasks.kinds import all_kinds
@@ -292,6 +293,20 @@ def expect_request(nightly: Nightly, asked: Asked, run: str) -> None:
     assert "validation/accuracy > published: measured 0.7, bound 0.5, holds" in form
     shown = CliRunner().invoke(app, ["status", run, "--output-dir", str(nightly.folder / "outputs")]).output
     assert "waits for approval in the UI of Prefect until" in shown and "died" not in shown
+
+
+def test_a_firing_that_was_stopped_after_a_gate_has_refused_is_not_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another branch of the pipeline may still have been in training, whose model may be better."""
+    nightly = Nightly(tmp_path)
+    nightly.rows({"accuracy": 0.9})
+    with monkeypatch.context() as patch:
+        record: Any = lambda run, names: record_failure(run.stage_path("gate"), GateFailed("too low"))  # noqa: E731
+        patch.setattr("flows.retrain.run_stages", lambda *given: record(*given) or CancelledState(message="stopped"))
+        assert nightly.fire()[0] == "Cancelled"
+    assert nightly.fire()[0] == "Completed" and nightly.published == [0.9]
+    assert len(nightly.runs) == 1
 
 
 def test_a_firing_on_another_machine_is_told_apart_while_its_flow_run_has_not_ended(tmp_path: Path) -> None:
