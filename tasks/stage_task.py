@@ -206,6 +206,10 @@ def _make_call(
     for key, remedy in (("sweep", "a sweep is a loop of the flow"), ("kind", "call the task of that kind")):
         if key in settings:
             raise ConfigError(f"stage {name!r}: {key} is no argument of a task; {remedy}")
+    if isinstance(recipe, StageHandle):
+        raise ConfigError(f"stage {name!r}: recipe is the handle of {recipe.name!r}; pass it as model, data or after")
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"stage {name!r}: overrides = {overrides!r} is no dict such as {{'train.optm_lr': 1e-5}}")
     source_file = Path(flow.entrypoint.rpartition(":")[0])
     tables: TomlTable = {}
     predecessor_handles = [after] if isinstance(after, StageHandle | str) else after or ()

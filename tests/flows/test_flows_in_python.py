@@ -32,7 +32,7 @@ from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError, DataError, GateFailed, StageFailed
 from cosmos_core.run.directory import open_run, read_start_info
 from cosmos_core.run.state import read_state
-from tasks import configure_run, custom, gate, report, sample, upload
+from tasks import configure_run, custom, gate, report, sample, upload, validate
 from tasks.flow_identity import derive_name_and_parameters
 from tasks.flow_run import find_newest_flow
 from tasks.kinds import all_kinds
@@ -131,6 +131,11 @@ def mistakes() -> dict[str, tuple[Callable[[StageHandle, StageHandle], Any], str
         "unknown key": (lambda model, _: gate(model, requires=["size > 1"]), "requires"),
         "two firsts": (lambda model, _: upload(model, model="x", target="y"), "the first argument is its model"),
         "no recipe": (lambda *_: custom(GROW, recipe="none.toml"), "recipe = 'none.toml': no such file"),
+        "a handle as recipe": (lambda model, _: validate(model), "recipe is the handle of 'model'; pass it as model, "),
+        "overrides of a command": (
+            lambda *_: custom(GROW, overrides=["train.seed=1"]),
+            r"overrides = \['train.seed=1'\] is no dict such as \{'train.optm_lr': 1e-5\}",
+        ),
         "a sweep": (lambda *_: custom(GROW, sweep={}), "a sweep is a loop of the flow"),
         "setting of the kind": (
             lambda model, _: sample({"train": {"train_policy": {"type": "grpo"}}}, model=model, keep={"best": -1}),
