@@ -306,7 +306,7 @@ def _wait_for_ranks(
                 run_result = ray.get(reply_ref, timeout=_REPLY_SECONDS)
             except ray.exceptions.GetTimeoutError:
                 continue
-            except ray.exceptions.RayActorError as error:
+            except _get_death_errors(ray) as error:
                 raise RankFailed(f"rank {run_refs.index(run_ref)} died: {first_line(error)}") from error
             if run_result is not None:
                 pending_refs.remove(run_ref)
@@ -316,6 +316,11 @@ def _wait_for_ranks(
                     raise value_or_error
                 return_value = value_or_error if run_ref is run_refs[0] else return_value
     return return_value
+
+
+def _get_death_errors(ray: Any) -> tuple[type[Exception], ...]:
+    """Return the errors with which a call of a dead rank fails; Ray kills processes if a machine runs out of memory."""
+    return ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
 
 
 def _is_cluster_dead(ray: Any) -> bool:
@@ -336,6 +341,6 @@ def _has_dead_rank(ray: Any, run_refs: list[Any]) -> bool:
         for run_ref in finished_refs:
             try:
                 ray.get(run_ref)
-            except ray.exceptions.RayActorError:
+            except _get_death_errors(ray):
                 return True
     return False

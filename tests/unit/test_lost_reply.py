@@ -21,7 +21,9 @@ class GetTimeoutError(Exception):
 class Ray:
     """No call of it ever returns by itself; a rank tells its outcome at the second question."""
 
-    exceptions = SimpleNamespace(GetTimeoutError=GetTimeoutError, RayActorError=ConnectionError)
+    exceptions = SimpleNamespace(
+        GetTimeoutError=GetTimeoutError, RayActorError=ConnectionError, OutOfMemoryError=OutOfMemoryError
+    )
 
     def __init__(self) -> None:
         self.asked: list[object] = []
@@ -60,6 +62,20 @@ def test_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     member = SimpleNamespace(read_run_result=SimpleNamespace(remote=lambda: outcome))
     with pytest.raises(group.StageFailed, match="no room"):
         group._wait_for_ranks(Ray(), [member], ["call"], lambda: False, None, owns_cluster=True)
+
+
+def test_a_rank_that_is_ended_for_lack_of_memory_has_died_and_the_ranks_may_start_again() -> None:
+    class Full(Ray):
+        def wait(self, calls: list[object], timeout: float) -> tuple[list[object], list[object]]:
+            return calls, []
+
+        def get(self, reply: Any, timeout: float = 0) -> Any:
+            raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.\nUse less")
+
+    died = r"^rank 0 died: 1 worker\(s\) were killed due to the node running low on memory$"
+    with pytest.raises(group.RankFailed, match=died):
+        group._wait_for_ranks(Full(), [None], ["call"], lambda: False, None, owns_cluster=True)
+    assert group._has_dead_rank(Full(), ["call"])
 
 
 @pytest.mark.parametrize("is_embedded", [True, False])
