@@ -52,7 +52,7 @@ def render(
     render_arguments: Any = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     render_arguments["template_kwargs"] = template_kwargs
     renderings: list[tuple[list[Message], list[Message], str]] = []
-    for rendered_turns in (turns, convert_to_text_parts(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
+    for rendered_turns in (turns, make_list_contents(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
             text = render_template(renderer, rendered_turns, location=location, **render_arguments)
             missing_turns = [turn for turn in rendered_turns if is_turn_missing(turn, text)]
@@ -79,7 +79,7 @@ def render(
     return rendered_turns, text
 
 
-def convert_to_text_parts(turns: list[Message]) -> list[Message]:
+def make_list_contents(turns: list[Message]) -> list[Message]:
     """Return the turns with each string content as a list of one text part."""
     return [
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers.utils import cached_file
 
 from cosmos_core.data.messages import add_system_turn, propose_merged_turns
-from cosmos_core.data.rendering import convert_to_text_parts, is_turn_missing
+from cosmos_core.data.rendering import is_turn_missing, make_list_contents
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 from cosmos_core.models.model_files import locate_model, translate_load_errors
@@ -51,8 +51,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
     def render_turns(turns: list[dict[str, Any]]) -> Any:
         text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        if is_turn_missing(turns[-1], text):  # templates of some vision models expect parts as content of a turn
-            turns = convert_to_text_parts(turns)
+        if is_turn_missing(turns[-1], text):  # templates of some vision models expect a list as content of a turn
+            turns = make_list_contents(turns)
             text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
