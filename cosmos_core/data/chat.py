@@ -74,7 +74,7 @@ def make_prompt_rendering(
     tools = load_tool_schemas(config) if tools is None else tools
     path = config.custom_chat_template_path
     try:
-        template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{_MULTI_TURN_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
     if path is not None and template is not None:

@@ -28,7 +28,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
         return
     if name not in CHAT_TEMPLATES:
         try:
-            template = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+            template = Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(CHAT_TEMPLATES)
             raise ConfigError(f"policy.chat_template = {name!r} is none of {names}, and no file: {error}") from None

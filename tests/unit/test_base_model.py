@@ -62,7 +62,8 @@ def test_turns_name_the_remedies(tmp_path: Path, model: Path, row: dict[str, Any
 
 
 def test_a_template_that_a_recipe_names_renders_rows_and_prompts(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template, encoding="utf-8-sig")  # its mark is no token, as an editor adds it
     plain = "<s>User: 1+1?\n\nAssistant: 2<|endoftext|>\n\n"
     for named, text in ((str(tmp_path / "mine.jinja"), "[1+1?][2]"), ("plain", plain)):
         recipe = sft(rows(tmp_path / "a.jsonl", {"messages": [ASKED, ANSWERED]}))
