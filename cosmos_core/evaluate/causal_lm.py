@@ -11,15 +11,18 @@ from importlib.metadata import version
 from typing import Any
 
 import pyarrow.parquet as pq
+from jinja2 import TemplateError
 from lm_eval import evaluator
 
-from cosmos_core.errors import ModelError, Preempted
+from cosmos_core.error_handling import convert_errors
+from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.evaluate.benchmarks import open_benchmarks
 from cosmos_core.evaluate.engines import check_engine, engine_name, open_model
 from cosmos_core.evaluate.results import build_item_table, convert_metrics, describe_tasks, select_sample_records
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.model_files import check_weights
+from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.run.files import write_json, write_text
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
@@ -62,14 +65,15 @@ def run(stage: Stage) -> Outcome:
         set_chat_template(lm_eval_model.tokenizer, stage.recipe.policy.chat_template)
     stage.progress.phase("evaluate", deadline_seconds=3600)
     evaluator.add_env_info = lambda results: None  # skip lm-eval's list of packages, which takes long
-    results: Any = evaluator.simple_evaluate(
-        model=lm_eval_model, tasks=benchmarks.names, task_manager=benchmarks.task_manager,
-        num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
-        fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
-        confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-        use_cache=str(stage.path / f"{_RESPONSE_CACHE_PREFIX}-{stage.fingerprint[:16]}"),
-        **(_DEFAULT_SEEDS if settings.seed is None else dict.fromkeys(_DEFAULT_SEEDS, settings.seed)),
-    )  # fmt: skip
+    with convert_errors(_make_task_error):
+        results: Any = evaluator.simple_evaluate(
+            model=lm_eval_model, tasks=benchmarks.names, task_manager=benchmarks.task_manager,
+            num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
+            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            use_cache=str(stage.path / f"{_RESPONSE_CACHE_PREFIX}-{stage.fingerprint[:16]}"),
+            **(_DEFAULT_SEEDS if settings.seed is None else dict.fromkeys(_DEFAULT_SEEDS, settings.seed)),
+        )  # fmt: skip
     metrics = convert_metrics(results["results"])
     stage.metrics.log(0, metrics)
     report = {
@@ -83,6 +87,14 @@ def run(stage: Stage) -> Outcome:
     for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()
     return Outcome(outputs=(REPORT_FILE, ITEMS_FILE, SAMPLES_FILE), metrics=metrics)
+
+
+def _make_task_error(error: Exception) -> Exception:
+    """Return the error to raise for an error of lm-eval: `ConfigError` if rows or settings do not fit a task."""
+    if not isinstance(error, AssertionError | ValueError | TypeError | LookupError | TemplateError):
+        return error
+    problem = f"evaluate.tasks: lm-eval cannot run them with these rows and settings ({error_on_one_line(error)})"
+    return ConfigError(f"{problem}; see the rows of the tasks, evaluate.max_length and evaluate.num_fewshot")
 
 
 def _describe_model(stage: Stage) -> str:

@@ -191,6 +191,19 @@ def test_a_task_without_rows_is_one_line(tmp_path: Path) -> None:
         open_benchmarks(EvaluateConfig(tasks=("copy",), include_path=str(tasks)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_length": 8}, r"AssertionError: .*tokens to generate \(8\).*maximum sequence length \(8\)\."),
+        ({"num_fewshot": 50}, "ValueError: Sample larger than population or is negative"),
+    ],
+)
+def test_settings_that_do_not_fit_a_task_are_one_line(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+    message = rf"^evaluate.tasks: lm-eval cannot run them with these rows and settings \({reason}\); see the rows of"
+    with pytest.raises(ConfigError, match=message):
+        program.run(evaluate_stage(tmp_path, tasks=["copy"], **settings))
+
+
 def pipeline_with(folder: Path, *settings: str) -> Pipeline:
     file = folder / "pipeline.toml"
     file.write_text(
