@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cosmos_core.errors import StageFailed
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import make_disk_full_error
 
 _POLL_SECONDS = 0.2
@@ -23,11 +23,15 @@ class FileLock:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def try_acquire(self) -> bool:
-        """Acquire the lock and return True, or return False if another descriptor holds it."""
+        """Acquire the lock and return True, or return False if another descriptor holds it. Raise ConfigError if the
+        file system has no locks."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
+            raise ConfigError(f"{self.path}: its file system has no locks ({error.strerror}); {remedy}") from error
         return True
 
     def acquire(self, *, on_poll: Callable[[], object] = lambda: None) -> None:

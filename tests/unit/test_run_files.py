@@ -9,15 +9,17 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cosmos_core.errors import ConfigError
 from cosmos_core.run import digests
-from cosmos_core.run.files import copy_file, link_or_copy, replace_folder, write_json
+from cosmos_core.run.files import copy_file, link_or_copy, read_document, read_json, replace_folder, write_json
 from cosmos_core.run.lock import FileLock
-from cosmos_core.run.progress import MetricsReader, MetricsWriter
+from cosmos_core.run.progress import MetricsReader, MetricsWriter, ProgressRecord
 from tests.conftest import wait_until
 
 
@@ -37,6 +39,35 @@ def test_a_lock_that_the_umask_shares_with_a_group_is_writable_for_the_group(tmp
     finally:
         os.umask(umask)
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre has none unless it is mounted with `flock`."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    message = f"{tmp_path / 'lock'}: its file system has no locks .Function not implemented.; set pipeline.output_dir"
+    with FileLock(tmp_path / "lock") as lock, pytest.raises(ConfigError, match=message):
+        lock.try_acquire()
+
+
+@pytest.mark.parametrize("read", [read_json, lambda path: read_document(path, ProgressRecord)])
+def test_a_file_that_another_machine_replaces_meanwhile_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    """An NFS client that still reads the old file gets an error, once."""
+    write_json(tmp_path / "progress.json", {"step": 3})
+    expected, read_bytes, errors = read(tmp_path / "progress.json"), Path.read_bytes, [OSError(errno.ESTALE, "stale")]
+
+    def read_stale(path: Path) -> bytes:
+        if errors:
+            raise errors.pop()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_stale)
+    assert expected is not None and read(tmp_path / "progress.json") == expected and not errors
 
 
 def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
