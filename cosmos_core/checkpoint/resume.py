@@ -32,6 +32,7 @@ from cosmos_core.run.files import read_json_object, sha256
 
 MANIFEST = "manifest.json"
 OTHER_CONFIGURATION_REASON = "it belongs to another configuration"
+_REMEDY = "name another one, or none"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,14 @@ def find_damaged_file(
     return None
 
 
+def check_checkpoint(policy_folder: Path) -> None:
+    """Raise the `ModelError` of `load_checkpoint` if a file of the checkpoint is missing or of another size; files are
+    not hashed, and tensors are not compared with a model."""
+    step = int(policy_folder.parent.name.removeprefix("step_"))
+    if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
+        raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
+
+
 def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
     """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
     its step N. Its settings may differ from those of this run. Call `send_heartbeat` before each file is hashed.
@@ -135,16 +144,16 @@ def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Call
     Raises:
         ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
     """
-    step, remedy = int(policy_folder.parent.name.removeprefix("step_")), "name another one, or none"
+    step = int(policy_folder.parent.name.removeprefix("step_"))
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
-        raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {remedy}")
+        raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
     try:
         load_state(state, policy_folder)
     except Exception as error:  # another run that still trains may have deleted its checkpoint
         if policy_folder.is_dir():
             raise
-        raise ModelError(f"checkpoint {policy_folder}: {policy_folder.parent.name} is gone; {remedy}") from error
+        raise ModelError(f"checkpoint {policy_folder}: {policy_folder.parent.name} is gone; {_REMEDY}") from error
     return step
 
 

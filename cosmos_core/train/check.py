@@ -15,6 +15,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.registry import algorithm_class
+from cosmos_core.checkpoint.resume import check_checkpoint
 from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
@@ -67,6 +68,8 @@ def run(stage: Stage) -> Outcome:
     if stage.kind.trains_model:  # import user-defined code, to report its errors before the run
         algorithm_class(stage.recipe.train.train_policy)
         Hooks(stage)
+        if isinstance(stage.recipe.train.resume, str):
+            check_checkpoint(Path(stage.recipe.train.resume))
     if stage.recipe.policy.is_diffusers:
         return Outcome(info=_check_diffusion(stage))
     revision = stage.recipe.policy.model_revision

@@ -22,7 +22,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.run.stage import Stage
-from cosmos_core.train import resume_from
+from cosmos_core.train import check, resume_from
 from cosmos_core.train.resume_from import adopt_checkpoint
 from tasks.kinds import all_kinds
 from tests.effects.change import SFT, recipe, stage_of
@@ -137,6 +137,10 @@ def test_it_is_passed_over_with_a_warning_that_names_it_here_and_by_another_run_
     assert caplog.messages[-1].startswith("going on from ")
     with pytest.raises(ModelError, match=reason):
         load_checkpoint(folder / "step_2/policy", make_state())
+    if "altered" not in reason:  # a check hashes no files
+        named = recipe({**SFT, "train.resume": str(folder / "step_2/policy")})
+        with pytest.raises(ModelError, match=reason):
+            check.run(stage_of(tmp_path / "check", named))
     config = StageConfig(name="export", kind="export", model="stage:sft", checkpoint="2")
     inputs: dict[str, Any] = {"sft": {"path": str(stage), "info": {}}}
     with pytest.raises(ModelError, match=reason):
