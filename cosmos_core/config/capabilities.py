@@ -230,13 +230,14 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
         if is_set and field_status.name == "no effect":
             yield f"{key} = {short_toml(value)} has no effect here: {field_status.note}"
     for table, dataset in stage.recipe.datasets.items():
+        name = getattr(dataset, "local_dir", "") or dataset.name
         for key in ("subset", "revision"):
-            value, path = getattr(dataset, key), existing_path(dataset.name, Path.cwd())
+            value, path = getattr(dataset, key), existing_path(name, Path.cwd())
             is_subset_read = (
                 key == "subset" and path and (os.path.isdir(path / value) or "configs" in read_card_metadata(path))
             )
             if value and path and not is_subset_read:
-                yield f"{table}.{key} = {short_toml(value)} has no effect here: {dataset.name} is on this machine"
+                yield f"{table}.{key} = {short_toml(value)} has no effect here: {name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage.recipe):
         # Keys that no stage kind reads, such as those of the profiler, are reported for every stage kind.
         if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):

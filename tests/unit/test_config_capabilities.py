@@ -185,6 +185,13 @@ def test_a_subset_of_a_folder_is_read_where_it_has_one_and_is_told_to_have_no_ef
             load(tmp_path, SFT, f"{P}.dataset.name={tmp_path}/rows", f"{P}.dataset.subset={subset}")
         )
         assert any("subset" in notice for notice in notices) != is_read
+    (tmp_path / "rows" / "README.md").unlink()
+    local_dir = ("policy.is_diffusers=true", f"{P}.dataset.name=", f"{P}.dataset.local_dir={tmp_path}/rows")
+    for subset, is_read in (("main", True), ("other", False)):
+        notices = unique_notices(load(tmp_path, SFT, *local_dir, f"{P}.dataset.subset={subset}"))
+        assert [notice for notice in notices if "subset" in notice] == [
+            f"{P}.dataset.subset = 'other' has no effect here: {tmp_path}/rows is on this machine"
+        ] * (not is_read)
 
 
 def test_data_of_a_stage_in_place_of_a_mixture_is_refused(tmp_path: Path) -> None:
