@@ -26,7 +26,14 @@ from cosmos_core.rewards.base import full_reward, invalid_scores_error
 from cosmos_core.rollout.base import generate
 from cosmos_core.run.files import raise_disk_full, replace_folder, write_text
 from cosmos_core.run.stage import Stage
-from cosmos_core.sample.records import COMPLETIONS_FILE, SampledPrompt, append_records, make_prompt_record, read_records
+from cosmos_core.sample.records import (
+    COMPLETIONS_FILE,
+    SampledPrompt,
+    append_records,
+    make_prompt_record,
+    parse_record,
+    read_records,
+)
 from cosmos_core.sample.selection import compute_pass_rate, make_metrics, make_rows, select_completions
 from cosmos_core.train.generation import open_engine
 from cosmos_core.train.measure import open_rewards, score_on_first_rank
@@ -85,7 +92,8 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
     if (image_prompt_id := next((item.id for item in prompts if item.images), None)) is not None:
         raise DataError(f"prompt {image_prompt_id} has images, and kind sample writes rows of text only")
     batch_size = stage.recipe.rollout.batch_size * num_ranks()
-    records = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first_rank() else [])
+    values = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first_rank() else [])
+    records = [parse_record(value) for value in values]
     if len(records) == len(prompts):
         return records
     with ExitStack() as exit_stack:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,9 @@ def make_prompt_record(scored_group: ScoredGroup, sampling: Sampling) -> Sampled
     return SampledPrompt(prompt.id, candidates)
 
 
-def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[SampledPrompt]:
-    """Return the records of complete batches of `batch_size` prompts, and remove those of an incomplete batch, so that
-    a resumed stage generates the same batches as an uninterrupted one; the last batch may be smaller."""
+def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[dict[str, Any]]:
+    """Return the records of complete batches of `batch_size` prompts as JSON objects, and remove those of an incomplete
+    batch, so that a resumed stage generates the same batches as an uninterrupted one; the last batch may be smaller."""
     path = folder / COMPLETIONS_FILE
     if not path.is_file():
         return []
@@ -66,7 +66,12 @@ def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[Sample
     values = values[: num_prompts if len(values) >= num_prompts else len(values) // batch_size * batch_size]
     with raise_disk_full(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))
-    return [SampledPrompt(value["id"], [ScoredCompletion(**each) for each in value["candidates"]]) for value in values]
+    return values
+
+
+def parse_record(value: Mapping[str, Any]) -> SampledPrompt:
+    """Return the record that was read as a JSON object."""
+    return SampledPrompt(value["id"], [ScoredCompletion(**each) for each in value["candidates"]])
 
 
 def append_records(folder: Path, records: Sequence[SampledPrompt]) -> None:
