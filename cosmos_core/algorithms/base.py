@@ -103,10 +103,10 @@ class Algorithm:
     gradient of 0 may be skipped; False with dropout, or if the model has an auxiliary loss (mixture of experts)."""
     null_text: Mapping[str, Tensor] | None = None
     """Embedding of the empty prompt, tensors by name, for classifier-free guidance; None for text models."""
-    data_term: Callable[[int, int], Update] | None = None
+    data_term: Callable[[int, Sequence[int], int], Update] | None = None
     """Function that returns the supervised loss on data rows that a diffusion model adds to an optimizer step, from the
-    numbers of the train step and of the optimizer step, counted from 0. None: no such loss. Text models use
-    `data_term.DataTermAlgorithm` instead."""
+    number of the train step, the ids of its prompts, and the number of the optimizer step; steps are counted from 0.
+    None: no such loss. Text models use `data_term.DataTermAlgorithm` instead."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
         """Store the settings of the algorithm.

@@ -67,12 +67,15 @@ class FlowRl(Algorithm):
         self._reward_monitor = RewardMonitor(config.least_diversity, monitored_rewards)
         self._reward_weights = {name: weight for name, weight in reward_weights.items() if weight}
         self._train_step = self._num_updates = 0
+        self._prompt_ids: list[int] = []
+        """Ids of the prompts of the train step, one for each of its groups."""
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
         """Return the completions that have a valid reward, with their advantages, and metrics of the groups. Groups
         whose rewards are all equal are included only if `keeps_equal_groups` is set."""
         if groups:
             self._train_step = groups[0].group.step
+            self._prompt_ids = [group.group.prompt.id for group in groups]
         advantage_settings = AdvantageSettings(
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
@@ -98,7 +101,8 @@ class FlowRl(Algorithm):
         for batch in equal_batches(len(samples), self.config.batch_size_per_optimize):
             if (update := self.make_optimizer_update(samples[batch])) is not None:
                 if self.data_term is not None:
-                    update = replace(update, data=self.data_term(self._train_step, self._num_updates))
+                    data_update = self.data_term(self._train_step, self._prompt_ids, self._num_updates)
+                    update = replace(update, data=data_update)
                 yield update
                 self._num_updates += 1
 

@@ -1,7 +1,7 @@
 """Setup of RL on images or videos: the denoiser that the rollout engine samples with, and the supervised loss on real
 images or clips that is added to the RL loss."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,18 +53,18 @@ def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoi
 
 def make_data_term(
     rows: MediaRows, diffusers: DiffusersConfig, train: TrainConfig, sampling: Sampling, trainer: Trainer
-) -> Callable[[int, int], Update]:
-    """Return a function of train step and optimizer step that builds the SFT diffusion loss with weight `data_beta`.
+) -> Callable[[int, Sequence[int], int], Update]:
+    """Return a function that builds the SFT diffusion loss with weight `data_beta`, from the number of the train step,
+    the ids of its prompts, and the number of the optimizer step.
 
-    One update has as many rows as a train step has prompts. With `use_rl_sigma_and_noise` these are the rows of the
-    prompts, at the noise levels that the rollouts are trained at and with the noise that the rollouts start from.
-    Otherwise rows, noise and levels are sampled as in SFT for each optimizer step.
+    With `use_rl_sigma_and_noise` the rows are those of the prompts, at the noise levels that the rollouts are trained
+    at and with the noise that the rollouts start from. Otherwise rows, noise and levels are sampled as in SFT for each
+    optimizer step, as many rows as a full train step has prompts.
     """
     noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
     num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
-    should_shuffle = train.train_policy.dataloader_shuffle
 
-    def make_data_samples(step: int, update_index: int) -> list[FlowSample]:
+    def make_data_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
             positions = batch_positions(seed + DATA_TERM_SEED_OFFSET, update_index, num_rows, len(rows), True).tolist()
             noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in positions]
@@ -75,14 +75,14 @@ def make_data_term(
         noise_levels = _get_trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
         noise_levels = noise_levels[: 1 if flow_rl_config.data_on_first_only else None]
         data_samples = []
-        for i in batch_positions(seed, step, num_rows, len(rows), should_shuffle).tolist():
+        for i in prompt_ids:  # the id of a prompt is the number of its row
             sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, completion_index))
             data_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]
         return data_samples
 
-    def make_update(step: int, update_index: int) -> Update:
-        samples = make_data_samples(step, update_index)
+    def make_update(step: int, prompt_ids: Sequence[int], update_index: int) -> Update:
+        samples = make_data_samples(step, prompt_ids, update_index)
 
         def compute_loss(micro_batch: MicroBatch) -> Loss:
             sft_loss = flow_loss(micro_batch, len(samples))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,10 +192,12 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
     trainer: Any = SimpleNamespace(adapter=SimpleNamespace(family=family))
     losses, levels = [], []
     for recipe in (change.before, change.after):
-        update = _make_data_term(rows, recipe, trainer)(0, 0)
+        update = _make_data_term(rows, recipe, trainer)(0, (3, 1), 0)
         noise = torch.stack([sample.noise for sample in update.samples])
         latents = torch.stack([sample.latents for sample in update.samples])
         outputs = {"velocity": torch.zeros_like(noise), "latents": latents, "noise": noise}
+        if recipe is change.before:
+            assert [int(image.flatten()[0]) for image in latents] == [3] * 5 + [1] * 5, "the rows of the prompts"
         losses.append(update.loss(MicroBatch(update.samples, range(2), outputs, torch.ones(()))).value.item())
         levels.append([sample.sigma for sample in update.samples])
     table = euler_schedule(6, 3.0).tolist()
@@ -206,9 +208,9 @@ def test_it_changes_what_is_learned_of_real_data(change: Change, expected: float
         assert levels[1] == 2 * table[:1]
     else:
         assert len(levels[1]) == 2 and not set(levels[1]) & set(table)
-        later = _make_data_term(rows, change.after, trainer)(0, 1)
+        later = _make_data_term(rows, change.after, trainer)(0, (3, 1), 1)
         assert not {sample.sigma for sample in later.samples} & set(levels[1]), "another update, other rows and levels"
 
 
-def _make_data_term(rows: Any, recipe: Recipe, trainer: Any) -> Callable[[int, int], Update]:
+def _make_data_term(rows: Any, recipe: Recipe, trainer: Any) -> Callable[[int, Sequence[int], int], Update]:
     return make_data_term(rows, recipe.policy.diffusers, recipe.train, training_sampling(recipe), trainer)

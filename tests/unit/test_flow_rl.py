@@ -336,6 +336,17 @@ def test_the_exponential_of_a_large_advantage_is_a_number(models: Path) -> None:
     assert [rollout.advantage < -5 for rollout in rollouts] == [True, False, True, False]
 
 
+def test_the_data_term_learns_the_rows_of_the_prompts_that_a_step_was_left_with(models: Path) -> None:
+    """Dynamic sampling drops groups, so the number of a step does not tell which prompts are left."""
+    run, asked = Run("sd3", models, "flow_grpo"), list[Any]()
+    run.algorithm.data_term = lambda *given: asked.append(given)  # type: ignore[func-returns-value, assignment]
+    rows = zip(run.draw(), (7, 2), strict=True)
+    left = [scored(replace(group, prompt=replace(group.prompt, id=row), step=4)) for group, row in rows]
+    samples, _ = run.algorithm.credit(left)
+    assert len(list(run.algorithm.updates(samples, run.trainer))) == 1
+    assert asked == [(4, [7, 2], 0)]
+
+
 def test_rewards_that_are_normalised_each_do_not_drown_each_other() -> None:
     groups = scores([100.1, 200.0], big=[[100.0, 200.0]], small=[[0.1, 0.0]])
     together, _ = diffusion_advantages(groups, AdvantageSettings("group"))
