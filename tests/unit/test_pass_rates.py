@@ -139,6 +139,9 @@ def test_a_missing_file_and_rows_to_learn_are_refused_before_anything_runs(tmp_p
         check_inputs(load_recipe(tmp_path, *settings, kind="grpo"))
     with pytest.raises(ConfigError, match=r"dataset\.pass_rates: the rates of prompts to complete"):
         check_capabilities(load_recipe(tmp_path, *settings))
+    one_of_several = f"[{{name='rows.jsonl', keep='pass_rate < 1', pass_rates='{tmp_path}/none.jsonl'}}]"
+    with pytest.raises(ConfigError, match=r"dataset\.pass_rates: the rates of prompts to complete"):
+        check_capabilities(load_recipe(tmp_path, f"{dataset}.name=''", f"{dataset}s={one_of_several}"))
     (tmp_path / "none.jsonl").write_text("one")
     first = fingerprint_of(load_recipe(tmp_path, *settings, kind="grpo"), "prepare")
     (tmp_path / "none.jsonl").write_text("two")

@@ -152,8 +152,10 @@ def active_tables(table: Table) -> Iterator[Table]:
         return
     yield table
     for _, field, value in _iterate_active_fields(table):
-        if isinstance(value, Table) and support_status(field) == _USED_STATUS:
-            yield from active_tables(value)
+        subtables = value if _are_tables(value) else (value,)
+        if isinstance(subtables[0], Table) and support_status(field) == _USED_STATUS:
+            for subtable in subtables:
+                yield from active_tables(subtable)
 
 
 def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
