@@ -51,6 +51,9 @@ class StageSync:
         reads. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has lost a
         file."""
         input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
+        kind = self._run.pipeline.stage_kind(self._stage)
+        # A stage that merges models, or selects one, names them only in `after`.
+        reads_all_stages = bool(self._stage.entry) or kind.selects_branch or "after" in kind.required_keys
         for name in self._stage.after:
             path = self._run.stage_path(name)
             local_result = read_result(path)
@@ -60,7 +63,7 @@ class StageSync:
                 result = local_result
             if result is None:
                 continue
-            needs_files = self._stage.entry or name in input_stages  # a stage without this input reads only metrics
+            needs_files = reads_all_stages or name in input_stages  # a stage without this input reads only metrics
             was_fetched = needs_files and self._fetch_missing_outputs(result, path)
             if was_fetched or result is not local_result:
                 _write_result(path, result)
