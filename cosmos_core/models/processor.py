@@ -5,6 +5,7 @@ Videos are not supported.
 Shape legend: B rows, T tokens of the longest row.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"
 
 def processor_files(model: str, revision: str | None = None, chat_template: str | None = None) -> dict[str, bytes]:
     """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
-    If `chat_template` replaces the template of the model, the file with the model's template is left out."""
+    If `chat_template` replaces the template of the model, the file or setting with the model's template is left out."""
     model_source, load_options = locate_model(model, revision)
     load_options |= {
         "_raise_exceptions_for_missing_entries": False,
@@ -39,7 +40,12 @@ def processor_files(model: str, revision: str | None = None, chat_template: str 
     # An export writes its chat template to `chat_template.jinja`, but transformers prefers this file if both exist.
     names = [name for name in PROCESSOR_FILES if chat_template is None or name != "chat_template.json"]
     paths = {name: cached_file(str(model_source), name, **load_options) for name in names}
-    return {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
+    contents = {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
+    if chat_template is not None and b'"chat_template"' in (content := contents.get(PROCESSOR_FILES[0], b"")):
+        settings = json.loads(content)
+        settings.pop("chat_template", None)
+        contents[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
+    return contents
 
 
 def load_processor(

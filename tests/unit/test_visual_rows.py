@@ -64,8 +64,16 @@ def test_pairs_of_text_are_rendered_by_the_template_of_the_processor(tmp_path: P
     assert text.startswith("USER: <image>") and text.endswith("What is it? ASSISTANT: A cat.<|im_end|>")
 
 
-def test_an_export_has_no_other_template_than_the_one_that_was_trained(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("is_setting", [False, True])
+def test_an_export_has_no_other_template_than_the_one_that_was_trained(
+    tmp_path: Path, model: Path, is_setting: bool
+) -> None:
     folder, export, template = move_template(model, tmp_path / "model"), tmp_path / "export", tmp_path / "mine.jinja"
+    if is_setting:
+        config = folder / "processor_config.json"
+        content = (folder / "chat_template.json").read_text()
+        config.write_text(json.dumps(json.loads(config.read_text()) | json.loads(content)))
+        (folder / "chat_template.json").unlink()
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     for chat_template, expected in ((None, PARTS.replace("IMAGE", "<image>")), (str(template), template.read_text())):
         load_tokenizer(str(folder), None, chat_template).save_pretrained(export)
