@@ -104,8 +104,7 @@ def estimate(
     train, mesh, has_rollouts = recipe.train, recipe.policy.parallelism, recipe.train.train_policy.has_rollouts
     if prepared_folder is None:
         split_seed = None if recipe.validation.dataset.name else train.seed
-        num_rows = _count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed)
-        rows = _RowStatistics(num_rows)
+        rows = _RowStatistics(_count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed))
     else:
         rows = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
     max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length

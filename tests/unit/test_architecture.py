@@ -77,6 +77,15 @@ def test_no_file_and_no_function_is_longer_than_its_ceiling() -> None:
     assert all(lengths.get(place) == length for place, length in LONGER.items()), "an exception shrank: lower it too"
 
 
+def test_a_training_takes_the_parts_of_a_stage_and_not_the_whole() -> None:
+    """A new function of `train/` takes its tables of the recipe or a `Workspace`; the number may only fall."""
+    files = [file for file in sources() if file.parent.name == "train"]
+    takers = [f"{file.name}:{node.name}" for file in files for node in functions(file)
+              for each in (*node.args.args, *node.args.kwonlyargs)
+              if each.annotation and ast.unparse(each.annotation) in {"Stage", "Recipe"}]  # fmt: skip
+    assert len(takers) <= 20, takers
+
+
 def test_every_module_says_what_it_is_for() -> None:
     silent = [file for file in sources() if file.name != "__init__.py"
               and not ast.get_docstring(parsed(file))]  # fmt: skip
