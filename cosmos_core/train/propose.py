@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil, gcd, log2
+from math import ceil, gcd, inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -292,16 +292,20 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
         with torch.device("meta"):
             num_params = sum(weight.numel() for weight in folder.build_component(pipeline.denoiser_name).parameters())
         latent_size = folder.settings(pipeline.denoiser_name).get("sample_size")
+        call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
         if isinstance(latent_size, int) and not pipeline.is_video:
             image_size = latent_size * pipeline.pixels_per_latent[1]
             yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
         elif pipeline.is_video:
-            call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
             frame_size = [call_parameters[name].default for name in ("height", "width")]
             yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
             max_media_per_pass = 1  # a clip has the activations of many images
-    if max_prompt_length := _read_max_prompt_tokens(Path(options.model)):
-        yield "policy.diffusers.max_prompt_length", max_prompt_length, "tokens that the tokenizer takes"
+        # A denoiser also attends to the padding after a prompt, so training pads as the pipeline does.
+        max_prompt_length = call_parameters["max_sequence_length"].default
+        if (max_tokens := _read_max_prompt_tokens(folder.path)) < max_prompt_length:
+            yield "policy.diffusers.max_prompt_length", max_tokens, "tokens that the tokenizer takes"
+        elif max_prompt_length != DiffusersConfig().max_prompt_length:
+            yield "policy.diffusers.max_prompt_length", max_prompt_length, "what the pipeline reads by default"
     yield from _model_size_settings(method, num_params, hardware)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
     yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {count_text}"
@@ -314,14 +318,14 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 
-def _read_max_prompt_tokens(model: Path) -> int | None:
-    """Return the token limit of a pipeline's T5 tokenizer; None if the limit is unknown or not below the default."""
+def _read_max_prompt_tokens(model: Path) -> float:
+    """Return the token limit of a pipeline's T5 tokenizer; infinity if the limit is unknown."""
     try:
         tokenizer_config = json.loads((model / "tokenizer_3" / "tokenizer_config.json").read_text(encoding="utf-8"))
         max_tokens = int(tokenizer_config["model_max_length"])
     except (OSError, KeyError, TypeError, ValueError):
-        return None
-    return max_tokens if 0 < max_tokens < DiffusersConfig().max_prompt_length else None
+        return inf
+    return max_tokens if max_tokens > 0 else inf
 
 
 def main() -> int:

@@ -317,6 +317,21 @@ def test_images_are_held_out_and_drawn_before_and_after(tmp_path: Path) -> None:
     assert (found["policy.diffusers.inference_size"], found["policy.diffusers.max_prompt_length"]) == ([16, 16], 77)
 
 
+@pytest.mark.parametrize(
+    ("family", "limit", "expected"), [("sd3", 512, 256), ("sana", None, None), ("cosmos_predict", None, 512)]
+)
+def test_prompts_are_padded_as_the_pipeline_pads_them(
+    tmp_path: Path, family: str, limit: int | None, expected: int | None
+) -> None:
+    """The defaults of `max_sequence_length` in the pipelines; 300 is that of the recipe."""
+    model = Path(tiny_pipelines.save(family, tmp_path / "pipe"))
+    if limit:
+        file = model / "tokenizer_3" / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": limit}))
+    found = settings(CliOptions("diffusion-sft", str(model), write_images(tmp_path / "images", {"a": "a square"})))
+    assert found.get("policy.diffusers.max_prompt_length") == expected
+
+
 def test_try_completes_as_transformers_does(model: str) -> None:
     respond = open_chat(model, 12, 0.0, torch.device("cpu"), "")
     tokenizer, plain = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
