@@ -29,9 +29,16 @@ _INHERITED_VARIABLE_PREFIXES = (
     "PYTHON", "PYTORCH_", "RAY_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VLLM_", "WANDB_", "XDG_",
 )  # fmt: skip
 _SECRET_NAME_PATTERN = re.compile(
-    r"(?:^|_)(?:TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)", re.I
+    r"(?:^|_)(?:TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH_STRING)(?:_|$)"
+    r"|_(?:AUTH|PASS|PWD)$",
+    re.I,
 )
-_URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:([^/@\s]+)@", re.I)
+_CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[.-]")
+_CREDENTIAL_PATTERN = re.compile(r"api|access|auth|cred|pass|private|secret", re.I)
+_WORD_PATTERN = re.compile(r"[A-Za-z_<|>/-]+")
+_USER_SETTING_PATTERN = re.compile(r"(?:^|\.)(?:arguments|custom)\.")
+"""Pattern of a dotted key below a table whose keys users choose."""
+_URL_WITH_PASSWORD = re.compile(r"(?:[a-z][a-z0-9+.-]*://|^)[^/@\s]*:([^/@\s]+)@", re.I)
 _MIN_BLOCK_OVERLAP_BYTES = 4096
 """Minimum number of bytes that two blocks of a file share while secrets are searched, so that none is cut apart."""
 _MIN_SECRET_CHARACTERS = 8
@@ -124,8 +131,20 @@ def find_secrets(values: Any, parent_key: str = "") -> Iterator[str]:
     elif isinstance(values, list | tuple):
         for value in values:
             yield from find_secrets(value, parent_key)
-    elif isinstance(values, str) and _is_secret_name(parent_key):
+    elif isinstance(values, str) and _is_secret_setting(parent_key, values):
         yield values
+
+
+def mask_settings(settings: Any, key: str = "") -> Any:
+    """Return settings for display, `key` or the tables below it, with `***` for each string in a table whose keys users
+    choose that looks like a secret, or whose key, or a key above it, is the name of a secret, such as `api_key`."""
+    if isinstance(settings, Mapping):
+        return {name: mask_settings(value, f"{key}.{name}") for name, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return type(settings)(mask_settings(value, key) for value in settings)
+    if not isinstance(settings, str) or not _USER_SETTING_PATTERN.search(key):
+        return settings
+    return "***" if _is_secret_setting(key, settings) else mask_text(settings)
 
 
 def mask_file(file: Path, names: Iterable[str] = ()) -> None:
@@ -139,7 +158,8 @@ def mask_file(file: Path, names: Iterable[str] = ()) -> None:
     with open(file, "r+b", buffering=0) as log_file:
         while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_start):
             spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
-            spans += find_secret_spans(block.decode("latin-1"))  # one character per byte: spans are byte offsets
+            # One character per byte: spans are byte offsets. Two bytes of UTF-8 are white space in Latin-1.
+            spans += find_secret_spans(block.decode("latin-1").translate(dict.fromkeys((0x85, 0xA0), "x")))
             for span_start, span_end in spans:
                 os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)
             block_start += _READ_BLOCK_BYTES
@@ -167,10 +187,17 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
     for name, value in os.environ.items():
         if name in secret_names or _is_secret_name(name):
             secrets.add(value)
-        secrets.update(_URL_WITH_PASSWORD.findall(value) if "://" in value else ())
+        secrets.update(_URL_WITH_PASSWORD.findall(value) if "@" in value else ())
     return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
+
+
+def _is_secret_setting(key: str, value: str) -> bool:
+    """Return True if the key of a setting is the name of a secret, and its value is not a word such as the name of a
+    column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`."""
+    is_word = _WORD_PATTERN.fullmatch(value) and not _CREDENTIAL_PATTERN.search(key)
+    return _is_secret_name(key) and not is_word
 
 
 @lru_cache(maxsize=1024)
 def _is_secret_name(name: str) -> bool:
-    return bool(_SECRET_NAME_PATTERN.search(name))
+    return bool(_SECRET_NAME_PATTERN.search(_CAMEL_CASE_BOUNDARY.sub("_", name)))

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.describe import toml_text
+from cosmos_core.environment import mask_settings
 
 ChangeT = TypeVar("ChangeT")
 
@@ -36,10 +37,11 @@ def _flatten_stage_settings(pipeline: Pipeline, name: str) -> dict[str, Any] | N
 
 def _format_differences(prefix: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Iterator[str]:
     for key in [*old_values, *(key for key in new_values if key not in old_values)]:
-        tables = (old_values, new_values)
-        old_text, new_text = (toml_text(table[key]) if key in table else "nothing" for table in tables)
-        if old_text != new_text:
-            yield f"{prefix}{key}: {old_text} -> {new_text}"
+        values = [table[key] for table in (old_values, new_values) if key in table]
+        if len(values) == 1 or toml_text(values[0]) != toml_text(values[1]):
+            tables = (old_values, new_values)
+            texts = (toml_text(mask_settings(each[key], key)) if key in each else "nothing" for each in tables)
+            yield f"{prefix}{key}: {' -> '.join(texts)}"
 
 
 def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator[tuple[str, ChangeT]]:

@@ -40,8 +40,9 @@ def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     for name in dict.fromkeys(name for run_settings in settings_by_run for name in run_settings):
         stage_settings = [run_settings.get(name, {}) for run_settings in settings_by_run]
         setting_keys = dict.fromkeys(key for stage in stage_settings for key in stage)
-        rows = [(key, *(format_setting(stage.get(key)) for stage in stage_settings)) for key in setting_keys]
-        changes_by_stage[name] = [row for row in rows if len(set(row[1:])) > 1]
+        values_by_key = {key: [stage.get(key) for stage in stage_settings] for key in setting_keys}
+        changed = {key: values for key, values in values_by_key.items() if any(each != values[0] for each in values)}
+        changes_by_stage[name] = [(key, *(format_setting(key, v) for v in values)) for key, values in changed.items()]
     changed_rows = group_changes_by_stage(changes_by_stage)
     return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in changed_rows]
 

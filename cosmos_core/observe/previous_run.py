@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.difference import flatten_tables, group_changes_by_stage
+from cosmos_core.environment import mask_settings
 from cosmos_core.observe.formatting import format_number, judge_change, select_key_metrics
 from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
 from cosmos_core.run.directory import list_runs
@@ -47,16 +48,16 @@ def _list_changed_settings(
     for name in (name for name in new_settings if name in old_settings):
         old, new = old_settings[name], new_settings[name]
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        changes_by_stage[name] = [(key, format_setting(old.get(key)), format_setting(new.get(key))) for key in keys]
+        changes_by_stage[name] = [(key, *(format_setting(key, each.get(key)) for each in (old, new))) for key in keys]
     for name, (key, old_text, new_text) in group_changes_by_stage(changes_by_stage):
         yield f"{name}.{key}" if name else key, old_text, new_text
     yield from ((name, "–", "new stage") for name in new_settings if name not in old_settings)
     yield from ((name, "a stage", "–") for name in old_settings if name not in new_settings)
 
 
-def format_setting(setting_value: Any) -> str:
-    """Return the value of a setting as text, truncated to fit a cell of a table; a dash for None."""
-    value_text = "–" if setting_value is None else str(setting_value)
+def format_setting(key: str, setting_value: Any) -> str:
+    """Return a setting as text without secrets, truncated to fit a cell of a table; a dash for None."""
+    value_text = "–" if setting_value is None else str(mask_settings(setting_value, key))
     return value_text if len(value_text) <= _MAX_VALUE_LENGTH else f"{value_text[: _MAX_VALUE_LENGTH - 1]}…"
 
 

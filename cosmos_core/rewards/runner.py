@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.config.source_weights import reward_weights_of_source
-from cosmos_core.environment import mask_text
+from cosmos_core.environment import find_secrets, mask_secrets, mask_text
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.registry import is_import_path
@@ -241,6 +241,7 @@ _logged_errors: set[tuple[str, type]] = set()
 def _start_worker(names: Sequence[str], field_values: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process and load the rewards; ignore `RewardError`, which `_load_rewards` raises again."""
     init_worker(env, parent_pid)
+    mask_secrets(values=find_secrets(field_values["custom"]))
     _constant_fields.update(field_values)
     with suppress(RewardError):
         _load_rewards(names)

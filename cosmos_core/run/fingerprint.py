@@ -26,6 +26,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.rl import REASONING_GYM_REWARD
 from cosmos_core.config.schema.table import flatten_nonempty_tables, result_values
 from cosmos_core.config.unread import disabled_keys
+from cosmos_core.environment import mask_settings
 from cosmos_core.machine_properties import MachineProperties, measure_worker_machine
 from cosmos_core.registry import compute_code_digest
 from cosmos_core.run.content import list_data_files, list_model_files
@@ -71,7 +72,8 @@ class Fingerprint:
             if old_value == new_value or (both_have_inputs and is_input_digest):
                 continue
             is_upstream = key.startswith("inputs.")
-            change_text = f"{key.removeprefix('config.')} {_shorten_value(old_value)} -> {_shorten_value(new_value)}"
+            shown_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
+            change_text = f"{key.removeprefix('config.')} {' -> '.join(shown_values)}"
             messages.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text)
         if both_have_inputs:
             messages += _describe_input_changes(older_fingerprint.inputs, self.inputs)

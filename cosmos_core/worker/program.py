@@ -66,7 +66,7 @@ def main() -> int:
     try:
         with raise_disk_full(stage_path):
             stage = load_stage(stage_path)
-            mask_secrets(stage.config.env, find_secrets(stage.config.arguments))
+            _mask_secrets_of_stage(stage)
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:
@@ -139,6 +139,7 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
     configure_logging("INFO" if is_first_rank() else "WARNING")
     mask_secrets()
     stage = load_stage(stage_path)
+    _mask_secrets_of_stage(stage)
 
     def wait_for_stop_request() -> None:
         rank_messages.wait()
@@ -155,6 +156,10 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
             stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
             stage.metrics = MetricsWriter(Path(scratch_folder) / "metrics.jsonl")
             return program(stage, **stage.config.arguments)
+
+
+def _mask_secrets_of_stage(stage: Stage) -> None:
+    mask_secrets(stage.config.env, find_secrets({**stage.recipe.custom, **stage.config.arguments}))
 
 
 def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:

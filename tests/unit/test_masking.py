@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import environment
-from cosmos_core.environment import find_secrets, mask_error_message, mask_file, mask_log_records, mask_text
+from cosmos_core.environment import (
+    environment_for_user_code,
+    find_secrets,
+    mask_error_message,
+    mask_file,
+    mask_log_records,
+    mask_settings,
+    mask_text,
+)
 from cosmos_core.errors import StageFailed
 from cosmos_core.masking import mask_secret_spans
 
@@ -123,11 +131,34 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
     assert response.args == ("{'password': '***'}", 3, "b'token=***'") and response.__notes__ == ["sent ***"]
     settings = {"steps": 3, "api_key": "abc", "deep": [{"password": ["x", "y"], "name": "n"}], "secrets": {"a": "z"}}
     assert sorted(find_secrets(settings)) == ["abc", "x", "y", "z"]
+    columns = {"text_key": "instruction", "pad_token": "<|endoftext|>", "key_env": "JUDGE_KEY", "hub_token": "a1b2c3d4"}
+    assert list(find_secrets(columns)) == ["a1b2c3d4"], "no log calls the column of an instruction ***"
+
+
+def test_settings_are_shown_without_what_users_name_a_secret() -> None:
+    custom = {"judge": {"password": "abc", "steps": 3}, "of": [{"accessToken": "d"}, "e"], "url": f"h?k={KNOWN[0]}"}
+    shown = mask_settings({"custom": custom, "train": {"score_key": "f", "seed": None}})
+    masked = {"judge": {"password": "***", "steps": 3}, "of": [{"accessToken": "***"}, "e"], "url": "h?k=***"}
+    assert shown == {"custom": masked, "train": {"score_key": "f", "seed": None}}
+    assert mask_settings("abc", "entry.arguments.api_key") == "***" and mask_settings("abc", "judge.key_env") == "abc"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PGPASSWORD", "correct horse"), ("MYSQL_PWD", "correct horse"), ("SMTP_PASS", "correct horse"),
+     ("REDISCLI_AUTH", "correct horse"), ("http_proxy", "ada:correct-horse@proxy:3128")],
+)  # fmt: skip
+def test_variables_of_common_programs_are_secret(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert mask_text(f"refused {value}").count("horse") == 0 and name not in environment_for_user_code(())
 
 
 def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_READ_BLOCK_BYTES", 64)
     log = tmp_path / "log"
+    log.write_bytes("password=хорошо-сегодня-à-demain\n".encode())  # has the bytes 0x85 and 0xa0
+    mask_file(log)
+    assert set(log.read_bytes().removeprefix(b"password=")) == set(b"*\n")
     log.write_bytes(b"".join(b"\xff" + b"." * gap + KNOWN[0].encode() + b"\n" for gap in range(70)))
     size = log.stat().st_size
     mask_file(log)

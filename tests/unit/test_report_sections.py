@@ -11,7 +11,9 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from cosmos_core.config.difference import _format_differences, flatten_tables
 from cosmos_core.observe import report
+from cosmos_core.observe.overlay import build_comparison_page
 from cosmos_core.observe.previous_run import compare_with_previous
 from cosmos_core.observe.record import read_run
 from cosmos_core.observe.sections import (
@@ -23,6 +25,7 @@ from cosmos_core.observe.sections import (
     make_validation_metrics_table,
 )
 from cosmos_core.observe.trained import decode_sample_rows, list_training_properties
+from cosmos_core.run.fingerprint import Fingerprint
 from tests.unit.observed_runs import STARTED, Page, finished_run, write, write_lines
 from tests.unit.tiny_model import save_tiny_model
 
@@ -46,6 +49,22 @@ def test_the_page_sets_the_run_beside_the_one_before_it(tmp_path: Path) -> None:
     assert compare_with_previous(read_run(old)) is None and "Compared with the previous run" not in report.build_report(
         old
     )
+
+
+def test_no_comparison_shows_a_secret_that_has_changed(tmp_path: Path) -> None:
+    for number, secret in enumerate(("correct horse", "battery staple"), 1):
+        write(tmp_path / f"r{number}" / "run.json", {"pipeline": "x", "started": float(number)})
+        settings = f'arguments.api_key = "{secret}"\noverrides.custom.judge.password = "{secret}"\n'
+        text = f'[pipeline]\nname = "x"\n[[pipeline.stages]]\nname = "a"\nkind = "custom"\n{settings}'
+        (tmp_path / f"r{number}" / "pipeline.toml").write_text(text)
+    changed = {"arguments": {"api_key": "correct horse"}}, {"arguments": {"api_key": "battery staple"}}
+    old, new = (Fingerprint("f", {"entry": each}) for each in changed)
+    shown = [
+        report.build_report(tmp_path / "r2"), build_comparison_page([tmp_path / "r1", tmp_path / "r2"]),
+        *new.describe_difference(old), *_format_differences("", *map(flatten_tables, changed)),
+    ]  # fmt: skip
+    assert not any(word in text for text in shown for word in ("horse", "staple"))
+    assert all("api_key" in text and "***" in text for text in shown)
 
 
 def test_a_hundred_metrics_of_a_stage_are_shown_and_those_of_validation_first(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ def secrets(to_be_evaluated, reference):
     began = open("/proc/self/environ", "rb").read().decode()
     return float(sum(word in began or word in str(os.environ) for word in to_be_evaluated.split()))
 
+def setting(to_be_evaluated, reference, custom):
+    raise ValueError(custom["judge"]["password"])
+
 def nothing(to_be_evaluated, reference):
     pass
 
@@ -187,6 +190,9 @@ def test_a_child_sees_no_secret_but_those_that_are_named_and_shows_none(act, cap
     assert scores[-1].error.startswith("secrets: ValueError: *** (")
     said = capfd.readouterr().err
     assert "the key is ***" in said and "named_secret" not in said
+    setting, custom = f"{act.rpartition(':')[0]}:setting", {"judge": {"password": "battery staple"}}
+    [score] = scored({setting: 1.0}, "1", constant_fields={"custom": custom})
+    assert score.error.startswith("setting: ValueError: *** (") and "staple" not in capfd.readouterr().err
 
 
 def test_a_completion_that_cost_a_child_is_tried_again(act, tmp_path):

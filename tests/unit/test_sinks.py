@@ -105,6 +105,13 @@ def test_a_stage_is_a_run_named_after_recipe_run_and_stage(tmp_path: Path, wandb
     assert wandb.finished == [0, 0]
 
 
+def test_a_service_is_told_no_secret_of_the_settings(tmp_path: Path, wandb: FakeWandB) -> None:
+    stage = make_stage(tmp_path / "r1", "wandb")
+    stage.recipe = stage.recipe.copy_with(custom={"api_key": "correct horse", "steps": 3})
+    train(stage, 1, 1)
+    assert wandb.inits[0]["config"]["custom"] == {"api_key": "***", "steps": 3}
+
+
 @pytest.mark.parametrize(("loggers", "steps"), [(["console"], [1, 2, 3]), (["wandb", "tensorboard"], [])])
 def test_only_the_sinks_that_are_named_are_told_and_none_without_metrics(
     tmp_path: Path, wandb: FakeWandB, loggers: list[str], steps: list[int]

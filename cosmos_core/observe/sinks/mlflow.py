@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cosmos_core.config.difference import flatten_tables
+from cosmos_core.environment import mask_settings
 from cosmos_core.errors import EXIT_OK
 from cosmos_core.observe.sinks.base import name_tracking_run, select_numeric_metrics
 from cosmos_core.run.mlflow import get_or_create_run, open_client, sanitize_metric_name
@@ -31,7 +32,7 @@ class MlflowSink:
         mlflow_run = get_or_create_run(self._client, project, identifier, name, {**tags, "cosmos.group": group})
         self._run_id = mlflow_run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
-        settings = flatten_tables(stage.recipe.model_dump(mode="json"))
+        settings = flatten_tables(mask_settings(stage.recipe.model_dump(mode="json")))
         # Only new parameters are sent, because MLflow refuses to change those of a resumed run.
         texts = [(sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()]
         params = [Param(name, text) for name, text in texts if name not in mlflow_run.data.params]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cosmos_core.environment import mask_settings
 from cosmos_core.observe.sinks.base import name_tracking_run, select_numeric_metrics
 from cosmos_core.run.stage import Stage
 
@@ -24,7 +25,8 @@ class TrackioSink:
         project, group, name, identifier = name_tracking_run(stage, "trackio")
         self._run = trackio.init(
             project=project, name=f"{name}-{identifier[:6]}", group=group, resume="allow",
-            config=stage.recipe.model_dump(mode="json"), embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            config=mask_settings(stage.recipe.model_dump(mode="json")), embed=False, auto_log_gpu=False,
+            auto_log_cpu=False,
         )  # fmt: skip
         self.starting_step = int(self._run._next_step)
 

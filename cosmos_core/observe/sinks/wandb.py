@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cosmos_core.environment import mask_settings
 from cosmos_core.observe import gallery
 from cosmos_core.observe.sinks.base import name_tracking_run, select_numeric_metrics
 from cosmos_core.run.stage import Stage
@@ -29,7 +30,7 @@ class WandbSink:
         project, group, name, identifier = name_tracking_run(stage, "wandb")
         self._run = wandb.init(
             project=project, group=group, job_type=stage.kind.name, name=name, id=identifier,
-            resume="allow", config=stage.recipe.model_dump(), dir=str(stage.path),
+            resume="allow", config=mask_settings(stage.recipe.model_dump()), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
                 x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT_TIMEOUT_SECONDS,
