@@ -90,7 +90,9 @@ def run(stage: Stage) -> Outcome:
         column_readers = "only rewards can read" if has_rewards else "nothing reads"
         lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, column_readers)
         lines += cast(list[str], prepare_outcome.info.get("notices", []))
-        lines += filter(None, [check_rows(config, stage.path / "data", make_model)])
+        # A server of `sample.endpoint` has positions of its own.
+        are_completed = stage.recipe.train.train_policy.has_rollouts and not stage.recipe.sample.endpoint
+        lines += filter(None, [check_rows(config, stage.path / "data", make_model, are_completed=are_completed)])
         num_rows, train, group_size = split_statistics["train"]["rows"], stage.recipe.train, stage.recipe.group_size
         info |= _check_row_counts(train, group_size, num_rows, split_statistics, lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}

@@ -161,6 +161,20 @@ def test_a_prompt_that_leaves_a_completion_no_position_is_refused_before_the_tra
                 check_rows(config, tmp_path, lambda: None, are_completed=True)
 
 
+@pytest.mark.parametrize("endpoint", ["", "http://host:8000/v1"])
+def test_a_check_refuses_such_prompts_unless_a_server_completes_them(tmp_path: Path, endpoint: str) -> None:
+    save_tiny_model(tmp_path / "model")  # of 256 positions
+    recipe = grpo(rows(tmp_path / "a.jsonl", {"prompt": "1" * 300, "answer": "2"}))
+    recipe["policy"] = {**recipe["policy"], "model_max_length": 400, "chat_template": "plain"}
+    recipe["sample"] = {"endpoint": endpoint, "endpoint_model": "m" if endpoint else ""}
+    stage = make_stage(tmp_path / "s", tmp_path / "model", recipe)
+    if endpoint:
+        assert "tokens are longer than the 256 positions of the model" in check.run(stage).info["found"]
+    else:
+        with pytest.raises(ModelError, match=r"leaves none of the 256 .*policy.model_max_length to 256"):
+            check.run(stage)
+
+
 def test_a_training_names_the_rows_that_fill_no_batch_where_it_ends(tmp_path: Path) -> None:
     at = tiny(tmp_path, 3, 2)
     run(at)
