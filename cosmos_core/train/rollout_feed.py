@@ -1,5 +1,6 @@
 """Feed of scored groups of completions, and the order of the prompts."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from cosmos_core.rollout.groups import (
 from cosmos_core.train.feeds import SampleFeed, rows_per_step, total_steps, unused_rows_message
 from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.types import Prompt, Sampling, ScoredGroup
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutFeed(SampleFeed):
@@ -56,8 +59,8 @@ class RolloutFeed(SampleFeed):
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
-        before the last planned step if the source drops groups. Raise the errors of `check_scores`, or `ProgramError`
-        if all groups of the step were dropped."""
+        before the last planned step if the source drops groups. A step whose groups were all dropped has no samples.
+        Raise the errors of `check_scores`, or `ProgramError` if the data has ended before anything was learned."""
         if self._group_source.is_exhausted or self.step == self.total_steps:
             return None
         scored_groups, metrics = self._next_groups()
@@ -82,12 +85,16 @@ class RolloutFeed(SampleFeed):
     def _assign_credit(
         self, scored_groups: Sequence[ScoredGroup], metrics: dict[str, float]
     ) -> tuple[list[Any], dict[str, float]]:
-        """Return the samples that the algorithm makes of the scored groups of a train step, and their metrics."""
+        """Return the samples that the algorithm makes of the scored groups of a train step, and their metrics; no
+        samples if all groups of the step were dropped."""
         if not scored_groups:
-            raise ProgramError(
-                f"step {self.step + 1}: the rewards inside each of {metrics['rollout/sampled_groups']:.0f} groups are "
-                f"equal; raise train.train_policy.max_retry_for_on_policy, or take other prompts or rewards"
-            )
+            num_groups, remedy = metrics["rollout/sampled_groups"], "take other prompts or rewards"
+            problem = f"step {self.step + 1}: the rewards inside each of {num_groups:.0f} groups are equal"
+            if self._group_source.is_exhausted:
+                raise ProgramError(f"{problem}; {remedy}")
+            remedy = f"raise train.train_policy.max_retry_for_on_policy, or {remedy}"
+            logger.warning("%s, so nothing is learned; %s", problem, remedy)
+            return [], {}
         check_scores(self.step, scored_groups)
         samples_and_metrics = self._algorithm.credit(scored_groups)
         self.log_groups(self.step + 1, scored_groups)

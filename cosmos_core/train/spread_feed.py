@@ -54,7 +54,9 @@ class SampleQueue:
         in the metrics are those of the groups that were added last, because a group is spread over several steps."""
         entries, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
         lags = [step - version for version, _ in entries]
-        lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
+        lag_metrics = {}
+        if lags:
+            lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
         return [sample for _, sample in entries if sample is not None], self._group_metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +80,8 @@ class SplitGroupFeed(RolloutFeed):
         return SampleQueue()
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples and metrics of a train step; None: the data has ended. The last step may be smaller."""
+        """Return the samples and metrics of a train step, without samples if all groups were dropped; None: the data
+        has ended. The last step may be smaller."""
         if self.step == self.total_steps or (self._group_source.is_exhausted and not self._sample_queue):
             return None
         num_missing_completions = max(0, self._group_plan.completions_per_step - len(self._sample_queue))

@@ -20,15 +20,16 @@ from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.order import epoch_order
 from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError
-from cosmos_core.rollout.groups import GroupPlan, SyncGroupSource
+from cosmos_core.rollout.groups import FilteredGroupSource, GroupFilter, GroupPlan, SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import unused_rows_message
-from cosmos_core.train.rollout_feed import training_sampling
+from cosmos_core.train.rollout_feed import RolloutFeed, training_sampling
 from cosmos_core.train.spread_feed import SampleQueue, SplitGroupFeed
 from cosmos_core.types import Completion, Group, ImageRef, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.effects.change import GRPO, recipe
 from tests.feeds import filtered, prompt_order, rollout_feed
 from tests.unit.replicas import Drawing, Threaded, fleet_of, source_of, weights
+from tests.unit.test_rollout_groups import Shuffling, sync_of
 
 PROMPTS = [Prompt(i, (i, 7), "", "") for i in range(5)]
 SEED = {**GRPO, "train.seed": 3, "rollout.backend": "hf"}
@@ -221,3 +222,20 @@ def test_prompts_that_fill_no_step_are_left_out_unless_a_filter_takes_them_in_th
     settings = {**SEED, "train.train_batch_per_replica": 8, "rollout.n_generation": 4}
     assert "1 of 5 rows fill no batch of 2" in unused_rows_message(recipe(settings).train, 4, 5)
     assert unused_rows_message(recipe({**settings, "train.train_policy.variant": "dapo"}).train, 4, 5) == ""
+
+
+@pytest.mark.parametrize(("batch", "feed"), [(4, RolloutFeed), (3, SplitGroupFeed)])
+def test_a_step_without_any_difference_learns_nothing_and_the_next_one_goes_on(
+    batch: int, feed: type[RolloutFeed], tmp_path: Path
+) -> None:
+    """With dynamic sampling and a limit of retries; of the prompts only the last has completions that differ."""
+    config = recipe({
+        **GRPO, "train.train_policy.variant": "dapo", "train.train_policy.max_retry_for_on_policy": 1,
+        "train.train_batch_per_replica": batch, "rollout.n_generation": 2,
+    })  # fmt: skip
+    sync = sync_of(Shuffling(), tmp_path, lambda group: float(group.prompt.id < 4), 2)
+    source = FilteredGroupSource(sync, lambda start, count: (2 * PROMPTS)[start : start + count], 2, GroupFilter((), 1))
+    steps = rollout_feed(PROMPTS, source, config, algorithm=Grpo(GrpoConfig()), feed=feed)
+    (nothing, metrics), (samples, _) = steps.next_samples() or ([], {}), steps.next_samples() or ([], {})
+    assert nothing == [] and metrics["rollout/sampled_groups"] == 4.0 and metrics["rollout/filtered_positive"] == 1.0
+    assert [sample.input_ids[0] for sample in samples] == [4, 4] and steps.step == 2
