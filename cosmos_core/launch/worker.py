@@ -133,9 +133,10 @@ def run_attempt(settings: AttemptSettings) -> Result:
     stage_path = settings.stage_path
     for stale_file in ("error.json", "progress.json"):
         (stage_path / stale_file).unlink(missing_ok=True)
+    _mask_log_of_killed_launcher(stage_path, settings.secrets)
     previous_state = read_state(stage_path)
     attempt_number = previous_state.attempt + 1
-    log_path = stage_path / "logs" / f"attempt_{attempt_number}.log"
+    log_path = _locate_log(stage_path, attempt_number)
     get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
     command = [settings.python_path or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
     child = SupervisedProcess(
@@ -180,7 +181,20 @@ def reap_attempt(stage_path: Path) -> bool:
     if state.mark and (killed_pids := kill_attempt(state.mark)):
         record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed_pids}")
     remove_scratch_folder(state.mark)
+    _mask_log_of_killed_launcher(stage_path)
     return True
+
+
+def _mask_log_of_killed_launcher(stage_path: Path, secret_names: Sequence[str] = ()) -> None:
+    """Mask secrets in the log of the last attempt if its launcher was killed before it did so."""
+    state = read_state(stage_path)
+    log_path = _locate_log(stage_path, state.attempt)
+    if state.spans and state.spans[-1][1] is None and log_path.is_file():
+        mask_file(log_path, secret_names)
+
+
+def _locate_log(stage_path: Path, attempt_number: int) -> Path:
+    return stage_path / "logs" / f"attempt_{attempt_number}.log"
 
 
 def _build_environment(settings: AttemptSettings) -> dict[str, str]:

@@ -240,6 +240,21 @@ def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_b
         stray.wait()
 
 
+def test_a_log_whose_launcher_was_killed_shows_no_secret_once_the_stage_is_reaped_or_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE", "battery staple")
+    log = tmp_path / "logs" / "attempt_3.log"
+    log.parent.mkdir()
+    log.write_text("password=correcthorse\nasks battery staple\n")  # of a program that a reward has started
+    update_state(tmp_path, state="running", attempt=3, spans=[(1.0, 2.0), (3.0, None)])
+    assert worker.reap_attempt(tmp_path)
+    assert log.read_text() == f"password={'*' * 12}\nasks battery staple\n", "nobody says yet that JUDGE is a secret"
+    with pytest.raises(StageFailed):
+        worker.run_attempt(worker.AttemptSettings(tmp_path, python_path="/bin/false", secrets=("JUDGE",)))
+    assert log.read_text() == f"password={'*' * 12}\nasks {'*' * 14}\n"
+
+
 def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count")
     assert worker.reap_attempt(run.stage_path("s")), "a stage that nobody started has no owner"
