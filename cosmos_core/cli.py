@@ -16,7 +16,7 @@ import typer  # noqa: E402
 
 from cosmos_core import cli_flow  # noqa: E402
 from cosmos_core.cli_agents import agent_docs, mcp  # noqa: E402
-from cosmos_core.cli_config import config_app, describe_usage_error, print_notices  # noqa: E402
+from cosmos_core.cli_config import config_app, describe_system_error, describe_usage_error, print_notices  # noqa: E402
 from cosmos_core.cli_models import check_model, promote, rollback  # noqa: E402
 from cosmos_core.cli_runs import OutputDirOption, RunArgument, compare, lineage, report, runs, samples, status, watch  # noqa: E402
 from cosmos_core.cli_server import bootstrap, clean, doctor, reap, serve_reports, worker  # noqa: E402
@@ -323,8 +323,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)
-    except OSError as error:
-        _exit_with_message(f"{error.filename or 'the system'}: {error.strerror or error}", EXIT_CRASH)
+    except Exception as error:  # noqa: BLE001 - an error of unknown kind is raised again
+        _exit_with_message(mask_text(describe_system_error(error)), EXIT_CRASH)
 
 
 def _exit_with_message(message: str, exit_code: int) -> None:

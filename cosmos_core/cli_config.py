@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -110,6 +111,16 @@ def describe_usage_error(error: Any) -> str:
             remedy = "; a setting of the recipe is given as --set KEY=VALUE, such as --set train.epoch=2"
     help_command = getattr(context, "command_path", "cosmos")
     return f"{error.format_message().rstrip('.')}{remedy}; see {help_command} --help"
+
+
+def describe_system_error(error: Exception) -> str:
+    """Return the message for an error of the operating system or of the Prefect server; raise any other error again."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'the system'}: {error.strerror or error}"
+    # The classes are compared by name, because most commands do not import Prefect.
+    if type(error).__module__.partition(".")[0] not in {"httpx", "prefect"}:
+        raise error
+    return f"the Prefect server {os.environ.get('PREFECT_API_URL', 'of the profile')}: {error}"
 
 
 def _load_pipeline(file: Path) -> Pipeline:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cosmos_core.cli_runs import OutputDirOption
+from cosmos_core.environment import mask_text
 
 if TYPE_CHECKING:
     from cosmos_core.launch.doctor import Diagnosis
@@ -72,7 +73,8 @@ def doctor(
     is_healthy = True
     for diagnosis in _diagnose_cluster(output_dir) if checks_cluster else check_machine(output_dir.absolute()):
         is_healthy &= diagnosis.is_healthy
-        typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {diagnosis.message}")
+        message = mask_text(diagnosis.message)  # an address may have a password
+        typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {message}")
     if not is_healthy:
         raise typer.Exit(EXIT_CRASH)
 

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.environment import mask_text
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
     EXIT_CRASH,
@@ -198,7 +199,7 @@ def _print_failures(run: Run, exit_code: int) -> None:
 
 
 def _print_message(message: str) -> None:
-    sys.stderr.write(f"cosmos: {' '.join(message.split())}\n")
+    sys.stderr.write(f"cosmos: {mask_text(' '.join(message.split()))}\n")  # it may quote an error of a user's flow
 
 
 def _run_until_ended(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:

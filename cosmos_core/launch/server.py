@@ -3,6 +3,7 @@
 This server replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """
 
+import itertools
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,12 +74,12 @@ def _wait_for_server(url: str) -> None:
             return
         except urllib.error.HTTPError:
             return  # an error response shows that a server runs; Prefect reports wrong credentials later
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, ssl.SSLError):
                 return  # the server responds; Prefect verifies its certificate later, with other settings
             wait_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
-            if time.monotonic() > start_time + wait_seconds or isinstance(error, ValueError):
+            if time.monotonic() > start_time + wait_seconds or not isinstance(error, OSError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
                     "start it, or unset the variable to run with a server of our own"
@@ -88,11 +90,17 @@ def _wait_for_server(url: str) -> None:
 def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
     numbered folder is used, because this folder is likely to have a database."""
-    server_number = 1
-    while not (lock := FileLock(folder / f"server-{server_number}" / "lock")).try_acquire():
+    for prefect_home in (folder / f"server-{number}" for number in itertools.count(1)):
+        try:
+            lock = FileLock(prefect_home / "lock")
+        except PermissionError:
+            if not prefect_home.is_dir():
+                raise
+            continue  # the folder of another user
+        if lock.try_acquire():
+            return prefect_home, lock
         lock.release()
-        server_number += 1
-    return folder / f"server-{server_number}", lock
+    raise AssertionError("there are more folders than servers")
 
 
 def _locate_empty_database() -> Path:
@@ -225,5 +233,5 @@ class _ServerProcess:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1) as response:
                 return bool(response.status == 200)
-        except OSError:
+        except (OSError, HTTPException):  # another program may use the port
             return False

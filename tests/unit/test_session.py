@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from cosmos_core import session
 from cosmos_core.cli import app
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch.server import _claim_prefect_home, _wait_for_server
 from cosmos_core.run.lock import FileLock
+from tests.command_line import InProcess
 
 
 def test_a_termination_is_not_swallowed_by_a_library_that_logs_any_error_of_its_plugins() -> None:
@@ -46,6 +51,55 @@ def test_a_server_whose_certificate_only_prefect_trusts_is_there() -> None:
     _wait_for_server(f"https://127.0.0.1:{server.server_port}/api")
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("response", [None, b"-ERR this is no HTTP\r\n"])
+def test_an_address_that_is_no_server_of_prefect_is_one_line(response: bytes | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def respond() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(response or b"")
+
+        if response:
+            threading.Thread(target=respond, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1] if response else 'PORT'}/api"
+        with pytest.raises(ConfigError, match=rf"^PREFECT_API_URL = '{url}': no server answers there"):
+            _wait_for_server(url)
+
+
+def test_an_error_of_the_flow_of_a_user_is_printed_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    session._print_message("Flow run encountered an exception: ValueError:\npassword=correcthorse")
+    assert capsys.readouterr().err == "cosmos: Flow run encountered an exception: ValueError: password=***\n"
+
+
+def test_a_server_that_does_not_respond_is_one_line_of_any_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, run = "http://127.0.0.1:1/api", InProcess(tmp_path, monkeypatch, capsys)
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    (tmp_path / "outputs" / ".cosmos" / "flow_runs").mkdir(parents=True)
+    (tmp_path / "outputs" / ".cosmos" / "flow_runs" / str(uuid.UUID(int=1))).write_text("r1")
+    with temporary_settings({PREFECT_API_URL: url}):
+        assert run.cosmos("reap", code=1).stderr.startswith(f"cosmos: the Prefect server {url}: ")
+
+
+def test_a_server_beside_that_of_another_user_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def open_own_file(path: Path, flags: int, *mode: int) -> int:
+        if Path(path) == tmp_path / "server-1" / "lock":  # the folder has mode 0700
+            raise PermissionError
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_own_file)
+    home, lock = _claim_prefect_home(tmp_path)
+    lock.release()
+    assert home == tmp_path / "server-2"
 
 
 def test_a_server_beside_others_has_a_folder_of_its_own_and_keeps_no_file_of_theirs_open(tmp_path: Path) -> None:
