@@ -11,7 +11,7 @@ import torch
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.hf import load_config
-from cosmos_core.rollout.vllm import check_head_size, import_vllm, set_environment
+from cosmos_core.rollout.vllm import check_heads, import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
 
@@ -33,7 +33,8 @@ def check_engine(stage: Stage) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("evaluate.engine = 'vllm': vLLM is not installed; install it, or set it to 'auto'")
         config = load_config(stage.model, stage.recipe.policy.model_revision)
-        check_head_size(config, stage.model, "set evaluate.engine = 'hf'")
+        tp_size = stage.recipe.rollout.parallelism.tp_size
+        check_heads(config, stage.model, "set evaluate.engine = 'hf'", tp_size=tp_size)
 
 
 def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:

@@ -25,14 +25,15 @@ _ARCHITECTURES_REMOVED_FROM_VLLM = frozenset({"MllamaForConditionalGeneration"})
 logger = logging.getLogger(__name__)
 
 
-def check_engine(backend: str, config: PretrainedConfig, folder: str) -> None:
-    """Check that the engine that `rollout.backend` names can run a model; raise a `ConfigError` if not."""
+def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size: int = 1) -> None:
+    """Check that the engine that `rollout.backend` names can run a model on `tp_size` ranks; raise a `ConfigError` if
+    not."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is not None:
-        from cosmos_core.rollout.vllm import check_head_size
+        from cosmos_core.rollout.vllm import check_heads
 
         if removed_names := [name for name in config.architectures or () if name in _ARCHITECTURES_REMOVED_FROM_VLLM]:
             raise ConfigError(f"vLLM has no {removed_names[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
-        check_head_size(config, folder)
+        check_heads(config, folder, tp_size=tp_size)
     elif not is_import_path(backend) and (model_class := find_model_class(config)) is not AutoModelForCausalLM:
         from cosmos_core.rollout.hf import find_cache_argument
 

@@ -86,7 +86,7 @@ class VllmEngine:
         set_environment()
         with vllm_process.restore_process_state():
             self._vllm = import_vllm()
-            check_head_size(settings.model.config, settings.folder)
+            check_heads(settings.model.config, settings.folder, tp_size=settings.rollout.parallelism.tp_size)
             self._adapter = open_adapter(settings)
             self.weight_format: WeightFormat = "adapter" if self._adapter else "checkpoint"
             try:
@@ -305,8 +305,20 @@ def find_head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
     return f"vLLM on CPU has no attention for head_dim = {head_size} of {folder!r}, only for {supported_head_sizes}"
 
 
-def check_head_size(model_config: PretrainedConfig, folder: str, remedy: str = "set rollout.backend = 'hf'") -> None:
-    """Raise a `ConfigError` if vLLM's CPU attention does not support the head size; the first request would crash."""
+def check_heads(
+    model_config: PretrainedConfig, folder: str, remedy: str = "set rollout.backend = 'hf'", *, tp_size: int = 1
+) -> None:
+    """Raise a `ConfigError` if vLLM's CPU attention does not support the head size of a model, since the first request
+    would crash, or if the attention heads cannot be split over `tp_size` ranks."""
+    text_config = model_config.get_text_config()
+    head_counts = [getattr(text_config, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
+    num_heads, num_kv_heads = (count if isinstance(count, int) else 0 for count in head_counts)
+    # With fewer key-value heads than ranks, several ranks hold the same head.
+    if num_heads % tp_size or (num_kv_heads % tp_size and tp_size % num_kv_heads):
+        raise ConfigError(
+            f"rollout.parallelism.tp_size = {tp_size}: vLLM cannot split the {num_heads} attention heads and "
+            f"{num_kv_heads or num_heads} key-value heads of {folder!r} over as many ranks; lower it"
+        )
     if problem := find_head_size_problem(model_config, folder):
         raise ConfigError(f"{problem}; {remedy}")
 

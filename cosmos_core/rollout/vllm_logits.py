@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.hf import load_config
-from cosmos_core.rollout.vllm import check_head_size, find_head_size_problem, import_vllm, set_environment
+from cosmos_core.rollout.vllm import check_heads, find_head_size_problem, import_vllm, set_environment
 
 _MIN_COMPUTE_CAPABILITY = 75
 """Lowest compute capability, times ten, of vLLM's kernels for quantised weights on CUDA."""
@@ -53,7 +53,7 @@ def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Ten
     an unsupported head size, and a `StageFailed` if the logits disagree with vLLM's log-probabilities."""
     set_environment()
     vllm = import_vllm()
-    check_head_size(load_config(str(folder)), str(folder), "leave the format out of export.formats")
+    check_heads(load_config(str(folder)), str(folder), "leave the format out of export.formats")
     max_length = max(map(len, token_rows)) + 1
     llm = vllm.LLM(
         model=str(folder), dtype="bfloat16", max_model_len=max_length, max_num_batched_tokens=max(max_length, 2048),

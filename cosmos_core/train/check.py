@@ -108,7 +108,8 @@ def run(stage: Stage) -> Outcome:
                 "remove it there"
             )
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
-            check_engine(stage.recipe.rollout.backend, config, stage.model)
+            rollout = stage.recipe.rollout
+            check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
         if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, processor_contents)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
 from cosmos_core.config.capabilities import unique_notices
 from cosmos_core.errors import ConfigError, RewardError
@@ -138,6 +139,17 @@ def test_a_model_that_vllm_has_no_more_is_refused_with_the_engine_that_has_it() 
     with pytest.raises(ConfigError, match=r"'llama' is; set rollout\.backend = 'hf'"):
         check_engine("vllm", config, "llama")
     check_engine("hf", config, "llama")
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_heads_that_vllm_cannot_split_over_the_ranks_of_an_engine_are_refused() -> None:
+    cases = ((14, 2, 4, True), (12, 2, 3, True), (12, 2, 4, False), (9, 3, 3, False))
+    for heads, kv_heads, tp_size, is_refused in cases:
+        config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 64)
+        message = rf"^rollout.parallelism.tp_size = {tp_size}: .* {heads} attention heads and {kv_heads} key-value"
+        with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
+            check_engine("vllm", config, "qwen", tp_size=tp_size)
+        check_engine("hf", config, "qwen", tp_size=tp_size)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

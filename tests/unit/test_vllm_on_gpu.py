@@ -146,7 +146,7 @@ def test_logits_of_a_prompt_are_those_of_its_tokens_also_with_the_position_that_
 
     fake = SimpleNamespace(LLM=Llm, SamplingParams=dict, TokensPrompt=dict)
     monkeypatch.setattr(vllm_logits, "import_vllm", lambda: fake)
-    for name in ("set_environment", "load_config", "check_head_size"):
+    for name in ("set_environment", "load_config", "check_heads"):
         monkeypatch.setattr(vllm_logits, name, lambda *_: None)
     [found] = vllm_logits.prompt_logits(tmp_path, [row])
     assert torch.equal(found, logits_TV[:2])
