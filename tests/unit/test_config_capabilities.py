@@ -146,6 +146,10 @@ CLIPPING = "'grpo' or 'dapo' or 'gspo' or 'dppo_tv' or 'dppo_kl'"
            [f"train.train_batch_per_replica = {batch}: groups of rollout.n_generation = {size} completions are "
             "compared as a whole and spread over train steps"]) for batch, size in ((16, 3), (8, 16), (2, 16))),
         (CHAIN, "sft.timeout=1h", []),
+        (SFT, "validation.dataset={name='org/rows', split='test'}", []),
+        (SFT, "validation.dataset.name='org/rows'",
+         [f"validation.dataset.name = 'org/rows': its rows are trained on too ({P}.dataset); name other rows or "
+          "another split, or leave it out and hold rows out with test_size"]),
         (CHAIN + GATED, "gate.timeout=1h",
          ["stage 'gate': timeout = '1h' has no effect here: kind gate has no worker that could be ended"]),
         (SFT, "pipeline.output_dir=a; train.output_dir=b",

@@ -22,6 +22,9 @@ from cosmos_core.config.schema.value_types import (
     TopP,
 )
 
+_ROW_KEYS = {"name", "arguments", "subset", "revision", "split"}
+"""Keys of a data set that determine its rows."""
+
 
 class HeldOutDatasetConfig(DatasetConfig):
     """Data set of held-out rows, with the keys of `train.train_policy.dataset`."""
@@ -91,6 +94,13 @@ class ValidationConfig(Table):
                 f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
             )
         policy = stage.recipe.train.train_policy
+        trained_rows = {key: source.dataset for key, source in policy.tables_by_dataset.items() if self.dataset.name}
+        for key, rows in trained_rows.items() if stage.kind.trains_model else ():
+            if rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
+                yield (
+                    f"validation.dataset.name = {self.dataset.name!r}: its rows are trained on too ({key}); name other "
+                    f"rows or another split, or leave it out and hold rows out with test_size"
+                )
         is_default_reward = "reward_function" not in policy.model_fields_set and not self.reward_function
         has_dataset_rewards = any(source.reward_function for source in policy.datasets) and policy.validation_rewards
         if has_prompts and self.dataset.name and is_default_reward and has_dataset_rewards:
