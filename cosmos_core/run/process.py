@@ -61,8 +61,10 @@ class Launcher(JsonDocument):
 
     @property
     def has_ended(self) -> bool:
-        """Return True if the process ran on this machine and has ended."""
-        return self.is_local and not is_alive(self.launcher_pid, self.launcher_started)
+        """Return True if the process ran on this machine and has ended, at the latest when the machine restarted."""
+        if not self.is_local:  # only the boot differs; a container has another host name or pid namespace
+            return self.launcher_machine.split("/")[::2] == identify_machine().split("/")[::2]
+        return not is_alive(self.launcher_pid, self.launcher_started)
 
 
 def is_alive(pid: int | None, start_time: float | None) -> bool:

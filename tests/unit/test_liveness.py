@@ -216,6 +216,22 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
     assert read_run(run.path).outcome == "stopped", "a flow in Python that was stopped in its own code"
 
 
+def test_a_flow_whose_machine_was_restarted_died(tmp_path: Path) -> None:
+    """A process of another container, or of another machine, may be alive."""
+    run = counting_run(tmp_path)
+    claim_run(run).release()
+    record_flow_state(run.path, "running")
+    holder = json.loads((file := run.path / "locks" / "holder.json").read_text())
+    host, boot, namespace = holder["launcher_machine"].split("/")
+    for machine, is_dead in (
+        (f"{host}/{boot}/{namespace}", False), (f"{host}/before/{namespace}", True),
+        (f"{host}/before/pid:[1]", False), (f"node-3/before/{namespace}", False),
+    ):  # fmt: skip
+        file.write_text(json.dumps(holder | {"launcher_machine": machine}))
+        assert read_run(run.path).outcome == ("died" if is_dead else "running")
+        assert _may_be_running(run.path) is not is_dead
+
+
 def test_a_flow_in_python_that_has_completed_is_done_whatever_stage_has_failed_before(tmp_path: Path) -> None:
     """The stage may be one that the flow does not call any more, or a gate whose refusal the flow has caught."""
     run = counting_run(tmp_path)
