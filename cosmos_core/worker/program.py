@@ -172,8 +172,11 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
         return ConfigError(f"{stage_description} raised {error_text}; traceback in the log")
 
-    with convert_errors(convert_user_error):
-        stage_outcome = program(stage, **stage.config.arguments)
+    try:
+        with convert_errors(convert_user_error):
+            stage_outcome = program(stage, **stage.config.arguments)
+    except SystemExit as error:  # the user's function ends as a script does
+        raise ProgramError(f"{stage_description} exited with {error.code!r} instead of returning") from error
     if not isinstance(stage_outcome, Outcome):
         result_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
         raise ConfigError(f"{stage_description} returned {result_text}; return a cosmos_core.types.Outcome")
