@@ -40,7 +40,7 @@ class _ChildRegistry:
     """Registry of the worker processes that threads of this process follow, so that the main thread can stop them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler calls `stop_all`
         self._children: dict[SupervisedProcess, Callable[[], float]] = {}
         self._num_active_runs = 0
         self.stop_event = threading.Event()

@@ -168,6 +168,16 @@ def test_a_publication_waits_for_a_server_that_is_away_and_ends_where_the_proces
             make_publication_check()()
 
 
+def test_a_signal_while_a_run_is_registered_stops_the_workers() -> None:
+    """The handler runs in the main thread, which may hold the lock of the registry at that moment."""
+    lock = worker._child_registry._lock
+    with worker.register_active_run(), lock:
+        assert lock.acquire(blocking=False)
+        lock.release()
+        worker.stop_all()
+        assert worker.is_stopping()
+
+
 def begun(outputs: Path, name: str, *flow_runs: str) -> Path:
     """A run on which flow runs have worked, the last one now."""
     (outputs / name / "locks").mkdir(parents=True)
