@@ -128,3 +128,9 @@ def batch_positions(
     epoch, batch_index = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
     order = epoch_order(seed, epoch, rows, shuffle)
     return order[batch_index * batch_size : (batch_index + 1) * batch_size]
+
+
+def rows_at_positions(seed: int, positions: Sequence[int], rows: int | Mixture, shuffle: bool) -> list[int]:
+    """Return the row numbers at `positions`, which are counted from 0 over all epochs, without rows left out."""
+    num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
+    return [int(epoch_order(seed, position // num_rows, rows, shuffle)[position % num_rows]) for position in positions]

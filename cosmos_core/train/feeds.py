@@ -23,6 +23,7 @@ from cosmos_core.data.order import (
     batches_per_epoch,
     epoch_order,
     mixture_or_num_rows,
+    rows_at_positions,
     unused_rows_notice,
 )
 from cosmos_core.data.sample import batch_within_token_limit
@@ -225,9 +226,9 @@ def make_sft_loss(
     max_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:
-        seed = train_config.order_seed + DATA_TERM_SEED_OFFSET
-        row_positions = batch_positions(seed, update_index, sft_loss_config.batch_size, len(rows), shuffle=True)
-        samples = rows.samples(row_positions.tolist())
+        seed, batch_size = train_config.order_seed + DATA_TERM_SEED_OFFSET, sft_loss_config.batch_size
+        positions = range(update_index * batch_size, (update_index + 1) * batch_size)
+        samples = rows.samples(rows_at_positions(seed, positions, len(rows), shuffle=True))
         return make_sft_update(batch_within_token_limit(samples, max_tokens), sft_loss_config.weight)
 
     return make_update

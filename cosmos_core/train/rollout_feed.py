@@ -12,7 +12,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.order import batch_positions, epoch_order, mixture_or_num_rows
+from cosmos_core.data.order import batch_positions, mixture_or_num_rows, rows_at_positions
 from cosmos_core.errors import ProgramError
 from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.rewards.base import full_reward
@@ -127,14 +127,12 @@ class PromptOrder:
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
         """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at the end."""
-        mixture_or_size, shuffle = mixture_or_num_rows(self._prompts), self._train.train_policy.dataloader_shuffle
+        seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
         num_positions = self._train.epoch * len(self._prompts)
-        prompts = []
         end_position = num_positions if end_position is None else min(end_position, num_positions)
-        for position in range(start_position, min(start_position + num_prompts, end_position)):
-            epoch, i = divmod(position, len(self._prompts))
-            prompts.append(self._prompts[int(epoch_order(self._train.order_seed, epoch, mixture_or_size, shuffle)[i])])
-        return prompts
+        positions = range(start_position, min(start_position + num_prompts, end_position))
+        row_numbers = rows_at_positions(seed, positions, mixture_or_num_rows(self._prompts), shuffle)
+        return [self._prompts[i] for i in row_numbers]
 
 
 def make_group_filter(policy: AlgorithmConfig) -> GroupFilter | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,6 +143,13 @@ def test_each_optimizer_step_has_rows_of_its_own_and_each_row_comes_once_an_epoc
     assert epochs[0] != epochs[1]
 
 
+def test_every_row_comes_before_any_comes_again_whatever_their_number_in_a_step() -> None:
+    steps = learned(beside(batch_size=5), 6)
+    rows = [row for step in steps for row in step]
+    assert [len(step) for step in steps] == [5] * 12
+    assert [sorted(rows[start : start + 12]) for start in range(0, 60, 12)] == [list(range(12))] * 5
+
+
 def test_a_resumed_training_goes_on_with_the_rows_behind_those_it_has_learned() -> None:
     whole = learned(beside(), 3)
     first = beside()
@@ -175,10 +181,10 @@ def test_fewer_rows_than_a_step_has_are_told() -> None:
         beside(batch_size=13)
     term = {"name": "a.jsonl", "weight": 0.5, "batch_size": 13}
     recipe = Recipe.model_validate({"train": {"train_policy": {"type": "grpo", "data_term": term}}})
-    stage: Any = SimpleNamespace(recipe=recipe)
     for num_rows, expected in ((12, "data_term has 12 rows, fewer than"), (13, "None")):
         splits = {"validation": {}, "data_term": {"rows": num_rows}}
-        assert expected in str(check._check_row_counts(stage, 10_000, splits, []).get("too_few")), num_rows
+        errors = check._check_row_counts(recipe.train, recipe.group_size, 10_000, splits, [])
+        assert expected in str(errors.get("too_few")), num_rows
 
 
 @pytest.mark.parametrize(
