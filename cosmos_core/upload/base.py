@@ -8,6 +8,7 @@ from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.registry import is_import_path, load_class
+from cosmos_core.run.hub import call_with_timeout
 
 PUBLICATION_FILE = "publication.json"
 """Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
@@ -16,6 +17,7 @@ RECORD_FILE = "published.json"
 """File name of the record of a published version, which is stored next to the files of the model."""
 JOURNAL_FILE = "upload.jsonl"
 """File name of the journal of an upload in the folder of the stage, with which an interrupted upload continues."""
+_READ_TIMEOUT_SECONDS = 30.0
 _MAX_VERSIONS = 100
 """Maximum number of versions in the history of a pointer."""
 
@@ -72,16 +74,19 @@ def append_version(saved_history: list[str], version: str, history: list[str] | 
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Raise ConfigError if a built-in publication target of a pipeline has a method `check` and cannot be written."""
+    """Raise ConfigError if a built-in publication target of a pipeline cannot be written by the stage that publishes,
+    or cannot be read by a gate that compares with it."""
     for stage in pipeline.stages:
         # User code of a publication target is imported only when its stage runs.
-        is_user_target = is_import_path(split_publication_target(stage.target)[0])
-        if is_user_target or pipeline.stage_kind(stage).makes != "publication":
+        if not stage.target or is_import_path(split_publication_target(stage.target)[0]):
             continue
-        check_target: Callable[[], None] = getattr(open_target(stage.target), "check", lambda: None)
+        target: Any = open_target(stage.target)
         try:
-            check_target()
-        except (ConfigError, UploadError) as error:
+            if pipeline.stage_kind(stage).makes == "publication":
+                target.check()
+            else:
+                call_with_timeout(_READ_TIMEOUT_SECONDS, target.published)
+        except (ConfigError, UploadError, TimeoutError) as error:
             raise ConfigError(
                 f"{pipeline.source_path}: stage {stage.name!r}: target = {stage.target!r}: {error}"
             ) from error

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,6 +93,8 @@ class FileTarget:
             if read_json(version_folder / RECORD_FILE) != record or self.damage(folder, version, record):
                 with replace_folder(version_folder) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
+                    for path, *_ in os.walk(temporary_folder):  # the copy of a read-only folder is read-only
+                        os.chmod(path, os.stat(path).st_mode | stat.S_IRWXU)
                     write_json(temporary_folder / RECORD_FILE, record)
             if damage_message := self.damage(folder, version, record):
                 raise UploadError(f"{version_folder}: {damage_message} after the copy; the pointer was not moved")

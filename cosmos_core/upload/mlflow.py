@@ -150,8 +150,9 @@ class MlflowTarget:
 
     def _list_artifact_sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
         size_by_path: dict[str, int] = {}
-        for each in self.client.list_artifacts(run_id, path):
-            size_by_path |= self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size}
+        for each in self.client.list_artifacts(run_id, path):  # a server tells no size of an empty file
+            sizes = self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size or 0}
+            size_by_path |= sizes
         return size_by_path
 
     def _find_registered_model(self) -> Any:

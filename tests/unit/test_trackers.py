@@ -279,6 +279,19 @@ def test_a_version_that_was_created_before_the_kill_or_twice_is_one(mlflow: Any,
     assert target.published() == record
 
 
+def test_an_empty_file_is_complete_on_a_server_which_tells_no_size_of_it(mlflow: Any, tmp_path: Path) -> None:
+    from mlflow.entities import FileInfo
+
+    target, (folder, record) = MlflowTarget("sums"), model(tmp_path / "model")
+    (folder / "empty.txt").touch()
+    record["files"]["empty.txt"] = sha256(folder / "empty.txt")
+    list_files = target.client.list_artifacts
+    target.client.list_artifacts = lambda *arguments: [
+        FileInfo(each.path, each.is_dir, each.file_size or None) for each in list_files(*arguments)
+    ]
+    assert target.publish(folder, "r1-abc", record) == "mlflow://sums@1"
+
+
 def test_files_that_are_missing_or_short_are_sent_again(mlflow: Any, tmp_path: Path) -> None:
     target, (folder, record) = MlflowTarget("sums"), model(tmp_path / "model")
     target.publish(folder, "r1-abc", record)

@@ -184,6 +184,15 @@ def test_read_only_files_are_published(tmp_path: Path) -> None:
     assert (tmp_path / "published" / "v1" / "model.safetensors").read_text() == "weights"
 
 
+def test_the_copy_of_a_read_only_folder_can_be_completed_and_removed_by_its_owner(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    for folder in (source / "sub", source):
+        folder.chmod(0o555)
+    FileTarget(tmp_path / "published").publish(source, "v1", record_of(source))
+    version = tmp_path / "published" / "v1"
+    assert [folder.stat().st_mode & 0o777 for folder in (version, version / "sub")] == [0o755, 0o755]
+
+
 @pytest.mark.parametrize(("below", "reason"), [("file/x", "Not a directory"), ("file", "File exists")])
 def test_a_target_that_cannot_be_written_is_one_line(tmp_path: Path, below: str, reason: str) -> None:
     source = model(tmp_path / "model")
@@ -337,6 +346,19 @@ def test_a_target_that_cannot_be_written_is_found_before_anything_runs(tmp_path:
         check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
     said = f"target = '{below}': {below} cannot be written: {tmp_path / 'file'} is no folder"
     assert str(caught.value) == f"{tmp_path}/p.toml: stage 'up': {said}"
+
+
+def test_a_target_that_a_gate_cannot_read_is_found_before_anything_runs(tmp_path: Path) -> None:
+    target = published(tmp_path, "v1").folder
+    (tmp_path / "p.toml").write_text(
+        "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n[[pipeline.stages]]\nname = 'g'\n"
+        f"kind = 'gate'\nafter = 'm'\nrequire = ['m.accuracy >= published']\ntarget = '{target}'\n"
+    )
+    pipeline = load_pipeline(tmp_path / "p.toml", [], all_kinds())
+    check_targets(pipeline)
+    (target / "v1" / "published.json").write_text("{")
+    with pytest.raises(ConfigError, match=f"stage 'g': target = '{target}': .*published.json is missing or damaged"):
+        check_targets(pipeline)
 
 
 def test_a_target_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
