@@ -95,7 +95,8 @@ def test_each_function_and_method_that_the_architecture_names_exists() -> None:
 def test_what_the_documents_say_of_a_stage_of_ones_own_is_there() -> None:
     page = (DOCS / "how-to/custom-code.md").read_text(encoding="utf-8")
     table = page.partition("The stage has:")[2].partition("The outcome has:")[0]
-    stage, progress = ((ROOT / f"cosmos_core/run/{name}.py").read_text() for name in ("stage", "progress"))
+    stage = "".join((ROOT / f"cosmos_core/run/{name}.py").read_text() for name in ("stage", "workspace"))
+    progress = (ROOT / "cosmos_core/run/progress.py").read_text()
     names, methods = re.findall(r"`stage\.(\w+)", table), re.findall(r"`(\w+)\(", table)
     assert len(names) > 8 and [name for name in names if not re.search(rf"    (?:def )?{name}[:(]", stage)] == []
     assert len(methods) > 3 and [name for name in methods if f"def {name}(" not in progress] == []
