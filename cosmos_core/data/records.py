@@ -139,8 +139,9 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
             except SkippedRow as skipped:
                 error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
                 skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
-            except DataError as error:
-                skipped_rows.append(SkippedRowEntry("that cannot be read", str(error), str(error)))
+            except (DataError, RecursionError) as error:
+                problem = str(error) if isinstance(error, DataError) else f"{location}: nested too deeply"
+                skipped_rows.append(SkippedRowEntry("that cannot be read", problem, problem))
     schema = row_spec.schema
     column_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
     record_batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)

@@ -18,7 +18,7 @@ from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.prepare import run
 from cosmos_core.errors import EXIT_USAGE, DataError, ModelError
 from cosmos_core.types import Outcome
-from tests.effects.change import SFT, recipe, stage_of
+from tests.effects.change import GRPO, SFT, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -189,6 +189,18 @@ def test_it_is_one_line_that_names_the_place(
     assert said.startswith(message) and said.isprintable() and len(said) < 600
     assert caught.value.exit_code == EXIT_USAGE
     assert not (tmp_path / "stage" / "data").exists()
+
+
+def test_a_row_that_is_nested_too_deeply_to_be_handed_to_rewards_is_skipped_and_named(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q"}\n{"prompt": "q", "more": ' + "[" * 800 + "]" * 800 + "}\n")
+    dataset = {"name": str(tmp_path / "a.jsonl"), "max_skipped_fraction": 0.5}
+    settings = {**GRPO, "train.train_policy.dataset": dataset, "rollout.max_response_length": 8}
+    outcome = run(stage_of(tmp_path / "stage", recipe(settings), kind="prepare", model=model))
+    assert outcome.info["notices"] == [
+        "train: 1 of 2 rows skipped: 1 that cannot be read (first: a.jsonl:2: nested too deeply)"
+    ]
 
 
 RIGHT = {
