@@ -111,10 +111,21 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     if lora.lora_path is not None:
         load_adapter_weights(model, lora)
     if needs_base_weights(lora):
-        for layer in layers_by_name.values():
-            for factor_name in ("A", "B"):
-                initial_factor = getattr(layer, f"lora_{factor_name}")[_ADAPTER_NAME].weight.detach().clone()
-                layer.register_buffer(f"initial_{factor_name}", initial_factor, persistent=False)
+        _store_initial_factors(layers_by_name)
+
+
+def _store_initial_factors(layers: Mapping[str, Any]) -> None:
+    """Store the initial factors of adapted layers, by name, whose initialisation changed the base weights. Raise
+    ConfigError if a rank exceeds a dimension of its layer: PEFT would not load the factors, which are smaller."""
+    for name, layer in layers.items():
+        if (rank := layer.r[_ADAPTER_NAME]) > (max_rank := min(layer.get_base_layer().weight.shape)):
+            raise ConfigError(
+                f"policy.lora.r = {rank}: init_lora_weights decomposes {name}, whose rank is at most {max_rank}; "
+                f"lower r, or give this layer a rank in r_pattern"
+            )
+        for factor_name in ("A", "B"):
+            initial_factor = getattr(layer, f"lora_{factor_name}")[_ADAPTER_NAME].weight.detach().clone()
+            layer.register_buffer(f"initial_{factor_name}", initial_factor, persistent=False)
 
 
 def has_lora_adapter(model: nn.Module) -> bool:

@@ -204,7 +204,8 @@ def test_a_tied_head_that_is_trained_whole_stays_tied(tied_folder: Path, tmp_pat
          "did you mean 'lm_head'?"),
         ({"r_pattern": {"qproj": 2}}, "policy.lora.r_pattern = 'qproj' matches no module; did you mean 'q_proj'?"),
         ({"alpha_pattern": {"mlp": 2.0}}, "policy.lora.alpha_pattern = 'mlp' matches no module; known: q_proj, v_proj"),
-        ({"r_pattern": {"(": 2}}, "policy.lora"),
+        ({"r": 65, "r_pattern": {"q_proj": 8}, "init_lora_weights": "pissa"}, "policy.lora.r = 65: init_lora_weights "
+         "decomposes model.layers.0.self_attn.v_proj, whose rank is at most 32; lower r"),
         ({"target_modules": ["self_attn"]}, "policy.lora: PEFT refuses Qwen3ForCausalLM: Target module Qwen3Attention"),
         ({"target_modules": ["lm_head"], "lora_dropout": 0.1}, "policy.lora.lora_dropout = 0.1 excludes an adapter on "
          "the head"),
@@ -214,6 +215,13 @@ def test_what_cannot_be_adapted_is_refused_by_name(folder: Path, settings: dict[
     with pytest.raises(ConfigError) as error:
         ours(folder, settings)
     assert str(error.value).startswith(message)
+
+
+def test_patterns_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
+        LoraConfig.model_validate({"r_pattern": {"(": 2}})
+    with pytest.raises(ValueError, match="greater than 0"):  # the adapter would change nothing
+        LoraConfig.model_validate({"alpha_pattern": {"q_proj": 0.0}})
 
 
 def test_a_tied_head_gets_no_adapter_of_its_own(tied_folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -33,7 +33,7 @@ class LoraConfig(Table):
     """Scale the output of the adapters by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
     modules_to_save: StringList | None = None
     """Suffixes of the names of modules that are trained fully; None: no modules."""
-    alpha_pattern: dict[str, float] | None = None
+    alpha_pattern: dict[str, PositiveFloat] | None = None
     """Alpha by a regular expression of module names; None: `lora_alpha` for all modules."""
     r_pattern: dict[str, PositiveInt] | None = None
     """Rank by a regular expression of module names; None: `r` for all modules."""
@@ -52,6 +52,16 @@ class LoraConfig(Table):
         if isinstance(modules, str) and modules != "all-linear":
             raise ValueError(f"target_modules = {modules!r} must be 'all-linear' or a list of name fragments")
         return modules
+
+    @field_validator("r_pattern", "alpha_pattern")
+    @classmethod
+    def _check_regular_expressions(cls, patterns: dict[str, Any] | None) -> dict[str, Any] | None:
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns
 
     @field_validator("init_lora_weights")
     @classmethod
