@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from cosmos_core.environment import mask_error_message
+from cosmos_core.environment import mask_error_message, mask_text
 from cosmos_core.errors import EXIT_CRASH, EXIT_REFUSED, CosmosError, OverBudget, Preempted, ProgramError
 from cosmos_core.run.files import JsonDocument, UnixSeconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.manifest import read_result
@@ -122,7 +122,7 @@ def record_event(stage_path: Path, event: str, detail: str = "") -> None:
     """Append an event to `events.jsonl`, the history of a stage."""
     stage_path.mkdir(parents=True, exist_ok=True)
     with open(stage_path / "events.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), "event": event, "detail": detail}) + "\n")
+        file.write(json.dumps({"time": time.time(), "event": event, "detail": mask_text(detail)}) + "\n")
 
 
 def record_failure(stage_path: Path, error: CosmosError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import logging
 import random
 import string
@@ -25,6 +26,7 @@ from cosmos_core.environment import (
 )
 from cosmos_core.errors import StageFailed
 from cosmos_core.masking import mask_secret_spans
+from cosmos_core.run.state import record_event
 
 KNOWN = [
     "hf_AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGh", "ghp_0123456789abcdefABCDEF0123456789abcd", "glpat-abcdefgh12345678wxyz",
@@ -133,6 +135,11 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
     assert sorted(find_secrets(settings)) == ["abc", "x", "y", "z"]
     columns = {"text_key": "instruction", "pad_token": "<|endoftext|>", "key_env": "JUDGE_KEY", "hub_token": "a1b2c3d4"}
     assert list(find_secrets(columns)) == ["a1b2c3d4"], "no log calls the column of an instruction ***"
+
+
+def test_an_event_quotes_an_error_without_secrets(tmp_path: Path) -> None:
+    record_event(tmp_path, "not sent", "Could not connect to http://ada:correct-horse@store:9000/bucket")
+    assert json.loads((tmp_path / "events.jsonl").read_text())["detail"].endswith("http://ada:***@store:9000/bucket")
 
 
 def test_settings_are_shown_without_what_users_name_a_secret() -> None:
