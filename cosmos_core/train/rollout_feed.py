@@ -60,7 +60,7 @@ class RolloutFeed(SampleFeed):
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
         before the last planned step if the source drops groups. A step whose groups were all dropped has no samples.
-        Raise the errors of `check_scores`, or `ProgramError` if the data has ended before anything was learned."""
+        Raise the errors of `check_scores`, or `ProgramError` if that is the first step."""
         if self._group_source.is_exhausted or self.step == self.total_steps:
             return None
         scored_groups, metrics = self._next_groups()
@@ -90,9 +90,10 @@ class RolloutFeed(SampleFeed):
         if not scored_groups:
             num_groups, remedy = metrics["rollout/sampled_groups"], "take other prompts or rewards"
             problem = f"step {self.step + 1}: the rewards inside each of {num_groups:.0f} groups are equal"
-            if self._group_source.is_exhausted:
+            if not self._group_source.is_exhausted:
+                remedy = f"raise train.train_policy.max_retry_for_on_policy, or {remedy}"
+            if self.step == 0:  # probably no completion is better than another, whatever the prompt
                 raise ProgramError(f"{problem}; {remedy}")
-            remedy = f"raise train.train_policy.max_retry_for_on_policy, or {remedy}"
             logger.warning("%s, so nothing is learned; %s", problem, remedy)
             return [], {}
         check_scores(self.step, scored_groups)

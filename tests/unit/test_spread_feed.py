@@ -19,7 +19,7 @@ from cosmos_core.checkpoint.state import TrainState, json_values, named_tensors,
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.data.order import epoch_order
 from cosmos_core.data.sample import Sample
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.rollout.groups import FilteredGroupSource, GroupFilter, GroupPlan, SyncGroupSource
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import unused_rows_message
@@ -225,17 +225,20 @@ def test_prompts_that_fill_no_step_are_left_out_unless_a_filter_takes_them_in_th
 
 
 @pytest.mark.parametrize(("batch", "feed"), [(4, RolloutFeed), (3, SplitGroupFeed)])
-def test_a_step_without_any_difference_learns_nothing_and_the_next_one_goes_on(
+def test_a_later_step_without_any_difference_learns_nothing_and_the_next_one_goes_on(
     batch: int, feed: type[RolloutFeed], tmp_path: Path
 ) -> None:
     """With dynamic sampling and a limit of retries; of the prompts only the last has completions that differ."""
     config = recipe({
         **GRPO, "train.train_policy.variant": "dapo", "train.train_policy.max_retry_for_on_policy": 1,
-        "train.train_batch_per_replica": batch, "rollout.n_generation": 2,
+        "train.train_batch_per_replica": batch, "rollout.n_generation": 2, "train.epoch": 2,
     })  # fmt: skip
     sync = sync_of(Shuffling(), tmp_path, lambda group: float(group.prompt.id < 4), 2)
     source = FilteredGroupSource(sync, lambda start, count: (2 * PROMPTS)[start : start + count], 2, GroupFilter((), 1))
     steps = rollout_feed(PROMPTS, source, config, algorithm=Grpo(GrpoConfig()), feed=feed)
+    with pytest.raises(StageFailed, match="step 1: the rewards inside each of 4 groups are equal; raise train"):
+        steps.next_samples()
+    steps.load_state_dict({"step": 1, "source": {"drawn": 0}})
     (nothing, metrics), (samples, _) = steps.next_samples() or ([], {}), steps.next_samples() or ([], {})
     assert nothing == [] and metrics["rollout/sampled_groups"] == 4.0 and metrics["rollout/filtered_positive"] == 1.0
-    assert [sample.input_ids[0] for sample in samples] == [4, 4] and steps.step == 2
+    assert [sample.input_ids[0] for sample in samples] == [4, 4] and steps.step == 3

@@ -111,8 +111,8 @@ class RlConfig(AlgorithmConfig):
     max_inflight_steps: Annotated[int | None, FieldUnit("train steps")] = None
     """Maximum number of train steps whose prompts are in flight or waiting; None: unlimited."""
     max_retry_for_on_policy: int = -1
-    """With variant = 'dapo': maximum number of additional rounds of sampling in a train step, which learns nothing if
-    all its groups are dropped; 0 or less: until the prompts are used up."""
+    """With variant = 'dapo': maximum number of additional rounds of sampling in a train step. A step whose groups are
+    all dropped learns nothing, and the first step fails. 0 or less: until the prompts are used up."""
     temperature: PositiveFloat = 1.0
     """Temperature by which the trainer divides logits before log-softmax; should equal the sampling temperature."""
     rollout_as_token_ids: bool = False
