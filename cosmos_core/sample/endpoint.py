@@ -76,14 +76,16 @@ class EndpointClient:
             )  # fmt: skip
         except ValueError as error:  # the reply is declared as JSON, but is not JSON
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
-        if not getattr(reply, "choices", None):  # a reply that is not JSON is a string, without choices
-            raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no choices: {str(reply)[:100]}")
-        choice = reply.choices[0]
+        # A reply that is not JSON is a string, without choices, and a proxy may write an error in place of a message.
+        choice = next(iter(getattr(reply, "choices", None) or ()), None)
+        if (message := getattr(choice, "message", None)) is None:
+            raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no message: {str(reply)[:100]}")
         # Replace lone surrogates, which tokenizers refuse.
-        text = _make_reply_text(choice.message).encode(errors="replace").decode()
+        text = _make_reply_text(message).encode(errors="replace").decode()
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         segment = Segment(ids, True, (0.0,) * len(ids), 0)  # placeholder log-probabilities: servers may return none
-        return Completion((segment,), "stop" if choice.finish_reason in {"stop", "tool_calls"} else "length", text)
+        is_finished = getattr(choice, "finish_reason", None) in {"stop", "tool_calls"}
+        return Completion((segment,), "stop" if is_finished else "length", text)
 
 
 def _make_tools_argument(prompt: Prompt) -> dict[str, Any]:

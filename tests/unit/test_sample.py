@@ -382,6 +382,8 @@ def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, 
     ("server", "error", "message"),
     [
         ({"complete": lambda request: b"<html>"}, StageFailed, "the reply is no JSON: "),
+        ({"complete": lambda request: b'{"choices": [{"message": null}]}'}, StageFailed, "the reply has no message: "),
+        ({"complete": lambda request: b'{"choices": [{"text": "5"}]}'}, StageFailed, "the reply has no message: "),
         ({"status": 404}, ConfigError, ".*no such model"),
     ],
 )
