@@ -60,6 +60,7 @@ def run(stage: Stage) -> Outcome:
         for other_model in models[1:]:
             _check_same_tensors(models[0], other_model)
         if base_model is not None:
+            base_model.add_missing_prefixes(models[0])
             _check_same_tensors(models[0], base_model, allows_extra=True)
         for file_number, (weight_file, names) in enumerate(models[0].files.items(), start=1):
             tensors = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
@@ -91,16 +92,26 @@ class _TensorReader:
         self.files: dict[str, list[str]] = {}
         """Names of the tensors in each safetensors file, by path."""
         self._readers: dict[str, Any] = {}
+        self._stored_names: dict[str, str] = {}
+        """Names in the files of tensors that `add_missing_prefixes` has given another name."""
         for file in files:
             reader = exit_stack.enter_context(safe_open(file, framework="pt"))
             self.files[file] = list(reader.keys())
             self._readers |= dict.fromkeys(self.files[file], reader)
 
+    def add_missing_prefixes(self, model: _TensorReader) -> None:
+        """Give tensors the names that they have in `model` if theirs lack the first component, as in files of GPT-2 and
+        BLOOM, which transformers loads and saves with it."""
+        for name in model._readers.keys() - self._readers.keys():
+            if (stored_name := name.partition(".")[2]) in self._readers:
+                self._readers[name], self._stored_names[name] = self._readers[stored_name], stored_name
+
     def get_shapes(self) -> dict[str, list[int]]:
-        return {name: reader.get_slice(name).get_shape() for name, reader in self._readers.items()}
+        stored_names = self._stored_names
+        return {name: file.get_slice(stored_names.get(name, name)).get_shape() for name, file in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name].get_tensor(name)  # type: ignore[no-any-return]
+        return self._readers[name].get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
 
 
 def combine_tensors(

@@ -145,6 +145,18 @@ def test_a_base_may_store_tensors_that_the_models_do_not(folder: Path, tmp_path:
     assert weights(tmp_path / "merge/model").keys() == weights(folder / "stages/a/model").keys()
 
 
+def test_a_base_may_store_names_without_their_first_component(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "base", tmp_path / "base")
+    [file] = (tmp_path / "base").glob("*.safetensors")
+    run(stage_of(folder, tmp_path / "merge", method="ties"))
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    stage = stage_of(folder, tmp_path / "short", method="ties")
+    stage.model = str(tmp_path / "base")
+    run(stage)
+    expected, merged = (weights(tmp_path / name / "model") for name in ("merge", "short"))
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[name], expected[name]) for name in merged)
+
+
 def test_a_stop_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     stage = stage_of(folder, tmp_path / "merge")
     stage.stop_requested = True
