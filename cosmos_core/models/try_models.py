@@ -51,7 +51,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
     def render_turns(turns: list[dict[str, Any]]) -> Any:
         text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        if is_turn_missing(turns[-1], text):  # templates of some vision models expect a list as content of a turn
+        # Templates of some vision models expect a list as content of a turn, and render nothing for a string.
+        if renderer is not tokenizer and is_turn_missing(turns[-1], text):
             turns = make_list_contents(turns)
             text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False, return_tensors="pt")
