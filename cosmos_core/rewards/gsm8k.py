@@ -13,9 +13,12 @@ _DIGIT_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5.
 
-    A reference without `#### number` raises `ValueError`; in Cosmos-RL, a completion without a number is then right.
+    The reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`; in
+    Cosmos-RL, a completion without a number is then right.
     """
-    reference_number = _extract_number(reference)
+    marked_reference = f"#### {reference.strip()}"
+    is_number_alone = _NUMBER_PATTERN.fullmatch(marked_reference) is not None
+    reference_number = _extract_number(marked_reference if is_number_alone else reference)
     if reference_number is None:
         raise ValueError(f"the reference {reference[-80:]!r} has no '#### number'")
     return float(_extract_number(to_be_evaluated) == reference_number)

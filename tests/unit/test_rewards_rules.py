@@ -62,6 +62,9 @@ def test_single_choice_compares_the_first_answer_tags_without_blanks_and_case(an
         ("#### -1 1/2", "#### -3 / 2", 1),
         (f"#### -{'1' * 40}", f"#### -{'1' * 39}2", 0),
         *[(f"#### {number}", "#### 42", 1) for number in ("$\\boxed{42}$", "`42`", "__42__", "(42)", "€42")],
+        *[("#### 1234", number, 1) for number in ("1234", " 1,234\n", "$1,234.00")],
+        ("1234", "1234", 0),
+        ("#### 1234", "1235", 0),
         *[(f"#### {number}", "#### -1234", 1) for number in ("\u22121,234", "-1\\,234", "-1{,}234")],
     ],
 )
@@ -201,7 +204,7 @@ def test_exact_match_ignores_blanks_around_only(answer, reference, value):
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        *[("gsm8k", each) for each in ("", "no number here", "#### ,", "#### ...")],
+        *[("gsm8k", each) for each in ("", "no number here", "2 + 2 = 4", "5 apples", "#### ,", "#### ...")],
         *[("single_choice", each) for each in (" ", "<answer> </answer>")],
         *[("direct_math", each) for each in ("", "ways", "square")],
         ("boxed_math", ""),
