@@ -63,6 +63,8 @@ def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[dict[s
     if not path.is_file():
         return []
     values = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
+    # A record that is missing, as after a damage, would shift the prompts that are still to be completed.
+    values = values[: next((i for i, value in enumerate(values) if value.get("id") != i), None)]
     values = values[: num_prompts if len(values) >= num_prompts else len(values) // batch_size * batch_size]
     with raise_disk_full(folder):
         write_text(path, "".join(json.dumps(value) + "\n" for value in values))

@@ -293,6 +293,10 @@ def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(
     program.run(stage)  # which needs no reward
     (task / "moved.py").rename(task / "reward.py")
     assert contents(stage.path) == contents(whole[0].path), "nothing is sampled twice"
+    first, _, *others = (stage.path / COMPLETIONS_FILE).read_text().splitlines(keepends=True)
+    (stage.path / COMPLETIONS_FILE).write_text("".join([first, *others]))
+    program.run(stage)
+    assert contents(stage.path) == contents(whole[0].path), "a lost line is sampled again"
 
 
 def test_a_selection_without_rows_is_one_line(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
