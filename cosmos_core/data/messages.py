@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from cosmos_core.data.columns import find_column, has_column_value, is_filled
@@ -92,14 +93,14 @@ class ColumnTrackingRow(Row):
         return [name for name in self._filled_columns if name not in read_columns]
 
 
-def read_plain_texts(row: Row, *columns: tuple[str, ...]) -> list[str] | None:
+def read_plain_texts(row: Row, location: str, *columns: tuple[str, ...]) -> list[str] | None:
     """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
     Each tuple lists alternative names of one column. The texts are meant to be concatenated as they are."""
     if any(is_filled(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
     present_columns = [find_column(row, aliases) for aliases in columns]
-    column_values: list[Any] = [_read_column(row, name) if name else None for name in present_columns]
+    column_values: list[Any] = [_read_column(row, name, location) if name else None for name in present_columns]
     return column_values if all(isinstance(value, str) for value in column_values) else None
 
 
@@ -235,7 +236,7 @@ def _read_reference_response(row: Row, column: str, location: str) -> str | None
 def read_column_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
     """Return the turns in a column, or its text as one turn of `role`. The columns `input` or `context` of Alpaca are
     appended to its `instruction`, and the turns in `history` are inserted before it."""
-    value = _read_column(row, column)
+    value = _read_column(row, column, location)
     if not isinstance(value, str):
         return read_turns(value, column, location, with_images)
     history = row.get("history") if _is_column_named(row, column, "instruction", "query") else None
@@ -247,17 +248,21 @@ def _is_column_named(row: Row, column: str, *names: str) -> bool:
     return (row.column_names if isinstance(row, ColumnTrackingRow) else {}).get(column, column) in names
 
 
-def _read_column(row: Row, column: str) -> Any:
-    """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`."""
+def _read_column(row: Row, column: str, location: str) -> Any:
+    """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`. Raise
+    DataError if one of these is no text, as a number."""
     value = decode_conversation(row[column])
     if isinstance(value, str) and _is_column_named(row, column, "instruction"):
+        for name in filter(partial(has_column_value, row), _INSTRUCTION_INPUT_COLUMNS):
+            if not isinstance(row[name], str) and row[name] != []:
+                raise DataError(f"{location}: column {name!r} holds {str(row[name])[:40]!r}; write it as text")
         value = "\n\n".join(filter(None, [value, *(_get_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value
 
 
 def _get_text(row: Row, column: str) -> str:
-    value = row.get(column)
-    return value if isinstance(value, str) and value.strip() else ""
+    value = row.get(column) if isinstance(dict.get(row, column), str) else ""  # other values count as unread
+    return value if value.strip() else ""
 
 
 def read_turns(value: Any, column: str, location: str, with_images: bool = False) -> list[Message]:

@@ -71,8 +71,13 @@ def test_what_an_instruction_is_about_stands_behind_it():
         assert read_conversation({**row, "output": "a"}, "row") == [asked, ANSWERED]
         assert read_prompt(row, "row", "instruction") == ([asked], "")
         named = ColumnTrackingRow({**row, "output": "a"}, {"prompt": "instruction", "response": "output"}, "row")
-        assert read_plain_texts(named, ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
+        assert read_plain_texts(named, "rows:1", ("prompt",), ("response",)) == ["Add.\n\n1 2", "a"]
         assert (read_conversation(named, "row"), named.unread_columns) == ([asked, ANSWERED], [])
+
+
+def test_a_system_column_without_text_is_not_read():
+    row = ColumnTrackingRow({"system": ["S"], "instruction": "q", "input": [], "output": "a"}, {}, "row")
+    assert (read_conversation(row, "row"), row.unread_columns) == ([ASKED, ANSWERED], ["system"])
 
 
 def test_the_history_of_an_instruction_precedes_it_and_repeated_turns_are_read_once():
@@ -130,6 +135,11 @@ def test_what_a_template_may_read_beside_role_and_content_is_kept():
         ({"messages": ["hi"]}, "a.jsonl:4, turn 1 of 'messages': 'hi' is not a turn"),
         ({"messages": {"role": "user"}}, "a.jsonl:4: column 'messages' holds .* write text, or a list of turns"),
         ({"prompt": "q", "answer": 4}, "a.jsonl:4: column 'answer' holds '4'; write text"),
+        (
+            {"instruction": "Double it.", "input": 5, "output": "10"},
+            "a.jsonl:4: column 'input' holds '5'; write it as text",
+        ),
+        ({"instruction": "q", "context": {"a": 1}, "response": "a"}, "a.jsonl:4: column 'context' holds .* as text"),
         ({"messages": [{"role": "user", "content": 3}]}, "turn 1 of 'messages': content '3' is not text; write it as"),
         ({"messages": [{"role": None, "content": "x"}]}, "unknown role None; known"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content .* is not text"),

@@ -90,7 +90,7 @@ class PairsKind(TokenisedKind):
         preference = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
         # Plain texts are concatenated without a chat template, which images and a system prompt would require.
         is_plain_text = not (tokenizer.chat_template or has_images or row_spec.conversation_settings[1])
-        if is_plain_text and (texts := read_plain_texts(row, ("prompt",), ("chosen",), ("rejected",))):
+        if is_plain_text and (texts := read_plain_texts(row, location, ("prompt",), ("chosen",), ("rejected",))):
             preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
         prompt, *completions = preference
         tools = read_tools(row, location)
