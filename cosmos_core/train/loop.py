@@ -32,7 +32,7 @@ from cosmos_core.train.stop import StopRequested, check_stop
 from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.tuning import SpeedTuning
 from cosmos_core.train.validation import Validation
-from cosmos_core.train.weight_sets import EMA_WEIGHTS, MovingAverage
+from cosmos_core.train.weight_sets import MovingAverage
 
 _PRESTART_SECONDS = 15.0
 """Remaining time of a training at which the process that verifies its export is started."""
@@ -107,7 +107,7 @@ class TrainLoop:
             self._save_checkpoint()
             self.checkpointer.wait()
         if self.moving_average:
-            self.trainer.weight_sets.copy_to_policy(EMA_WEIGHTS)
+            self.moving_average.copy_to_policy(self._num_updates)
         hooks("post_training_hook", final_step=self.step, total_steps=self.feed.total_steps, **self._last_metrics)
         return self._last_metrics
 

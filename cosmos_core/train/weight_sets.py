@@ -6,6 +6,7 @@ rounds updates with a decay of 0.9999 to 0. `use_weights` exchanges the policy's
 one model can compute with any set.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from cosmos_core.checkpoint.state import POLICY_COPY_NAMES
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.fsdp import local_shard
+
+logger = logging.getLogger(__name__)
 
 EMA_WEIGHTS = "ema"
 """Name of the weight set with the moving average of the policy's weights, which is validated and exported."""
@@ -99,6 +102,17 @@ class MovingAverage:
         if (num_updates + 1) % self._update_interval == 0:
             decay = min((1 + num_updates) / (10 + num_updates), self._decay)
             self._weight_sets.move_towards_policy(EMA_WEIGHTS, 1 - decay)
+
+    def copy_to_policy(self, num_updates: int) -> None:
+        """Overwrite the policy's weights with the average after `num_updates` optimizer steps. Log a warning if the
+        training was too short to update the average, which then has the weights from which it began."""
+        if num_updates + 1 < self._update_interval:
+            logger.warning(
+                "train.ema_update_step_interval = %d: %d optimizer steps never updated the moving average, so the "
+                "exported weights are those of the start; lower it, or set train.ema_enable = false",
+                self._update_interval, num_updates,
+            )  # fmt: skip
+        self._weight_sets.copy_to_policy(EMA_WEIGHTS)
 
 
 def _swap_tensors(first_tensor: Tensor, second_tensor: Tensor) -> None:

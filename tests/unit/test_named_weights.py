@@ -71,6 +71,20 @@ def test_the_model_has_the_averages_inside_the_block_and_its_own_weights_after_i
     assert model.weight.item() == pytest.approx(2 - 2 / 11)
 
 
+@pytest.mark.parametrize(("num_updates", "is_told"), [(2, True), (3, False)])
+def test_a_training_that_is_too_short_for_its_average_says_so(
+    num_updates: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = single_weight()
+    average = MovingAverage(WeightSets(model), TrainConfig(ema_enable=True, ema_update_step_interval=4))
+    for count in range(1, num_updates + 1):
+        move(model, 2.0)
+        average.update(count)
+    average.copy_to_policy(num_updates)
+    assert (model.weight.item() == 1.0) == is_told
+    assert ("ema_update_step_interval = 4: 2 optimizer steps never updated" in caplog.text) == is_told
+
+
 def test_an_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     model = single_weight(torch.bfloat16)
     named = WeightSets(model)
