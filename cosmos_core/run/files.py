@@ -223,11 +223,16 @@ def sha256(path: Path, *, fsync: bool = False) -> str:
 
 
 def list_files_below(root: Path) -> list[Path]:
-    """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`, `.x.old`)."""
+    """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`, `.x.old`). Follow links to
+    folders, except those that lead back."""
     if root.is_file():
         return [root]
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    return [path for path in files if not any(map(_is_temporary_name, path.relative_to(root).parts))]
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        location = Path(folder).resolve()
+        subfolders[:] = [each for each in subfolders if not location.is_relative_to(Path(folder, each).resolve())]
+        files += (path for name in names if (path := Path(folder, name)).is_file())
+    return sorted(path for path in files if not any(map(_is_temporary_name, path.relative_to(root).parts)))
 
 
 def parse_step(name: str) -> int:

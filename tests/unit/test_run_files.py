@@ -17,7 +17,15 @@ import pytest
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run import digests
-from cosmos_core.run.files import copy_file, link_or_copy, read_document, read_json, replace_folder, write_json
+from cosmos_core.run.files import (
+    copy_file,
+    link_or_copy,
+    list_files_below,
+    read_document,
+    read_json,
+    replace_folder,
+    write_json,
+)
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.progress import MetricsReader, MetricsWriter, ProgressRecord
 from tests.conftest import wait_until
@@ -39,6 +47,20 @@ def test_a_lock_that_the_umask_shares_with_a_group_is_writable_for_the_group(tmp
     finally:
         os.umask(umask)
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
+def test_files_in_linked_folders_are_listed_and_circles_have_an_end(tmp_path: Path) -> None:
+    """The folder of a model that is published may link to the folders of its parts."""
+    for name in ("parts/unet/weights", "model/index", "model/.half.7.tmp", "model/deep/down/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "model" / "unet").symlink_to(tmp_path / "parts" / "unet")
+    (tmp_path / "model" / "deep" / "back").symlink_to(tmp_path / "model")
+    (tmp_path / "model" / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked").symlink_to(tmp_path / "model")
+    for root in (tmp_path / "model", tmp_path / "linked"):
+        found = [str(file.relative_to(root)) for file in list_files_below(root)]
+        assert found == ["deep/down/x", "index", "unet/weights"]
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
