@@ -261,8 +261,10 @@ def _read_column(row: Row, column: str, location: str) -> Any:
 
 
 def _get_text(row: Row, column: str) -> str:
-    value = row.get(column) if isinstance(dict.get(row, column), str) else ""  # other values count as unread
-    return value if value.strip() else ""
+    if not isinstance(dict.get(row, column), str):  # other values count as unread
+        return ""
+    text = str(row[column])
+    return text if text.strip() else ""
 
 
 def read_turns(value: Any, column: str, location: str, with_images: bool = False) -> list[Message]:

@@ -109,7 +109,7 @@ class MovingAverage:
         if num_updates + 1 < self._update_interval:
             logger.warning(
                 "train.ema_update_step_interval = %d: %d optimizer steps never updated the moving average, so the "
-                "exported weights are those of the start; lower it, or set train.ema_enable = false",
+                "exported weights are those before the training; lower it, or set train.ema_enable = false",
                 self._update_interval, num_updates,
             )  # fmt: skip
         self._weight_sets.copy_to_policy(EMA_WEIGHTS)

@@ -101,11 +101,8 @@ class SequencesKind(TokenisedKind):
         if row.get(TOKENS_COLUMN) is not None:
             return make_text_record(row_spec, _read_packer_tokens(row, location), location)
         has_images = row_spec.image_root is not None
-        texts = (
-            None
-            if tokenizer.chat_template
-            else read_plain_texts(row, location, ("prompt",), ("completion", "response"))
-        )
+        columns = ("prompt",), ("completion", "response")
+        texts = None if tokenizer.chat_template else read_plain_texts(row, location, *columns)
         if texts and not has_images and not row_spec.conversation_settings[1]:  # only templates render system prompts
             check_surrogates(texts, location)
             if not texts[1].strip():
