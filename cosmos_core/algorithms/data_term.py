@@ -1,6 +1,6 @@
 """Data term for text models: the SFT loss on rows of a dataset, added to every optimizer step of an RL algorithm. The
 number of an optimizer step determines its data rows, so that a checkpoint only stores the number. The data term of
-diffusion models is `train.diffusion_setup.data_term`.
+diffusion models is `train.diffusion_setup.make_data_term`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

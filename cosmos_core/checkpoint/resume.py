@@ -129,10 +129,16 @@ def find_damaged_file(
     return None
 
 
+def _read_step(policy_folder: Path) -> int:
+    if match := _STEP_FOLDER_PATTERN.fullmatch(policy_folder.parent.name):
+        return int(match[1])
+    raise ModelError(f"checkpoint {policy_folder}: it is in no folder step_N, which names its step; {_REMEDY}")
+
+
 def check_checkpoint(policy_folder: Path) -> None:
     """Raise the `ModelError` of `load_checkpoint` if a file of the checkpoint is missing or of another size; files are
     not hashed, and tensors are not compared with a model."""
-    step = int(policy_folder.parent.name.removeprefix("step_"))
+    step = _read_step(policy_folder)
     if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
 
@@ -144,7 +150,7 @@ def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Call
     Raises:
         ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
     """
-    step = int(policy_folder.parent.name.removeprefix("step_"))
+    step = _read_step(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -186,7 +186,7 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
     import ray
 
     sigterm_handler = signal.getsignal(signal.SIGTERM)
-    with join_cluster(), _make_socket_folder() as socket_folder:
+    with join_cluster(), _make_socket_folder() if owns_cluster else nullcontext() as socket_folder:
         try:
             if not owns_cluster:
                 ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})

@@ -25,6 +25,7 @@ from cosmos_core.models.model_files import check_weights
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.run.files import write_json, write_text
 from cosmos_core.run.stage import Stage
+from cosmos_core.transient import is_transient
 from cosmos_core.types import Outcome
 
 REPORT_FILE, ITEMS_FILE, SAMPLES_FILE = "evaluation.json", "items.parquet", "samples.jsonl"
@@ -91,7 +92,8 @@ def run(stage: Stage) -> Outcome:
 
 def _make_task_error(error: Exception) -> Exception:
     """Return the error to raise for an error of lm-eval: `ConfigError` if rows or settings do not fit a task."""
-    if not isinstance(error, AssertionError | ValueError | TypeError | LookupError | TemplateError):
+    is_task_error = isinstance(error, AssertionError | ValueError | TypeError | LookupError | TemplateError)
+    if is_transient(error) or not is_task_error:
         return error
     problem = f"evaluate.tasks: lm-eval cannot run them with these rows and settings ({error_on_one_line(error)})"
     return ConfigError(f"{problem}; see the rows of the tasks, evaluate.max_length and evaluate.num_fewshot")

@@ -5,6 +5,7 @@ import logging
 import torch
 
 from cosmos_core.config.media import image_settings
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data.prepared import has_images
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.balance import load_balancing_settings
@@ -53,7 +54,9 @@ def open_model(stage: Stage) -> CausalLM:
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
     prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
-    are_completed = stage.kind.feed == "rollouts"
+    context = StageContext(stage.recipe, stage.kind)
+    has_validation_completions = context.measures_held_out_rows and stage.recipe.has_validation_completions
+    are_completed = stage.kind.feed == "rollouts" or has_validation_completions
     if prepared_folder is not None and (
         warning := check_rows(model.config, prepared_folder, lambda: model, are_completed=are_completed)
     ):

@@ -9,13 +9,18 @@ from torch import Tensor
 from cosmos_core.errors import ModelError
 
 
-def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return one token id per row (shape B): inverse transform sampling with the row's uniform number. Raise ModelError
-    if the log-probabilities are NaN."""
-    cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
-    thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
-    token_ids_B = torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
-    if (token_ids_B == logprobs_BV.shape[-1]).any():  # no probability is above a threshold of NaN
+def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None) -> Tensor:
+    """Return one token id per row (shape B): inverse transform sampling with the row's uniform number, or the most
+    probable token without these numbers. Raise ModelError if the log-probabilities are NaN."""
+    if uniforms_B is None:
+        max_logprobs_B, token_ids_B = logprobs_BV.max(-1)
+        is_finite = not max_logprobs_B.isnan().any()
+    else:
+        cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
+        thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
+        token_ids_B = torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
+        is_finite = not (token_ids_B == logprobs_BV.shape[-1]).any()  # no probability is above a threshold of NaN
+    if not is_finite:
         raise ModelError(
             "the model's logits are not finite (NaN), so that no token can be sampled; set train.param_dtype = "
             "'float32', or take another model"

@@ -93,8 +93,8 @@ def run(stage: Stage) -> Outcome:
         # A server of `sample.endpoint` has positions of its own.
         are_completed = stage.recipe.train.train_policy.has_rollouts and not stage.recipe.sample.endpoint
         lines += filter(None, [check_rows(config, stage.path / "data", make_model, are_completed=are_completed)])
-        num_rows, train, group_size = split_statistics["train"]["rows"], stage.recipe.train, stage.recipe.group_size
-        info |= _check_row_counts(train, group_size, num_rows, split_statistics, lines)
+        num_rows = split_statistics["train"]["rows"]
+        info |= _check_row_counts(stage.recipe.train, stage.recipe.group_size, num_rows, split_statistics, lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}
         info["prompts"] = read_first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.flow_sample import FlowSample, derive_seed
 from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRows, open_media_prompts
-from cosmos_core.data.order import batch_positions
+from cosmos_core.data.order import rows_at_positions
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.rollout.base import EngineDenoiser, request_seed
 from cosmos_core.rollout.flow_path import SHARED_NOISE_INDEX, get_noise_levels, stochastic_steps
@@ -66,9 +66,10 @@ def make_data_term(
 
     def make_data_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
-            positions = batch_positions(seed + DATA_TERM_SEED_OFFSET, update_index, num_rows, len(rows), True).tolist()
-            noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in positions]
-            return [noise_sampler.sample(rows[i], s) for i, s in zip(positions, noise_seeds, strict=True)]
+            positions = range(update_index * num_rows, (update_index + 1) * num_rows)
+            row_numbers = rows_at_positions(seed + DATA_TERM_SEED_OFFSET, positions, len(rows), shuffle=True)
+            noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in row_numbers]
+            return [noise_sampler.sample(rows[i], s) for i, s in zip(row_numbers, noise_seeds, strict=True)]
         adapter: Any = trainer.adapter
         assert sampling.flow is not None
         completion_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0

@@ -146,7 +146,7 @@ class RowFeed(SampleFeed):
 
     rows_per_pass: int
 
-    def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int = 1) -> None:
+    def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int) -> None:
         """Build the feed; `max_length`: maximum number of tokens of a sequence, `num_dp_ranks`: number of data-parallel
         ranks, each of which gets a micro-batch."""
         self._rows, self._train, self._num_dp_ranks = rows, train, num_dp_ranks

@@ -19,7 +19,7 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.environment import mask_secrets
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.hf import load_tokenizer, model_without_weights
+from cosmos_core.models.hf import check_rows, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.open_causal_lm import open_image_reader
 from cosmos_core.models.processor import ImageReader
@@ -200,6 +200,8 @@ def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)
+    elif stage.data is not None:  # no trainer has checked the prompts
+        check_rows(model.config, stage.data, lambda: model, are_completed=True)
     if generation_config := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation_config
     return make_engine(_make_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))

@@ -251,7 +251,7 @@ class _TrainingSetup:
             return compute_metrics
         if rows.has_sample_pairs:
             self._compute_reference_logprobs(rows, VALIDATION_SPLIT, np.arange(len(rows)))
-        batch_size = recipe.validation.batch_size or recipe.train.rows_per_pass
+        batch_size = recipe.held_out_rows_per_pass
         return lambda step: measure.row_metrics(stage, trainer, algorithm, rows, batch_size) | compute_metrics(step)
 
     def _make_async_validation(self) -> AsyncValidation | None:

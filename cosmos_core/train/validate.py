@@ -46,8 +46,8 @@ def run(stage: Stage) -> Outcome:
             if rows.has_sample_pairs and policy.saves_reference_logprobs:
                 input_folders = [Path(result["path"]) for result in stage.inputs.values()]
                 rows.reference_logprobs = load_earlier_reference(input_folders, rows, VALIDATION_SPLIT)
-            batch_size = recipe.validation.batch_size or recipe.train.rows_per_pass
-            metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows, batch_size)
+            rows_per_pass = recipe.held_out_rows_per_pass
+            metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows, rows_per_pass)
     except StopRequested:
         raise Preempted("stopped while it measured; nothing saved") from None
     stage.metrics.log(0, metrics)

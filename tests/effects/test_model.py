@@ -144,8 +144,7 @@ def test_it_changes_the_rows_of_a_forward_pass_in_validation(change: Change, mod
         rows: Any = Rows(samples())
         logprobs(rank, samples(1), 1.0)
         passes = Passes(rank.adapter.model)
-        batch_size = recipe.validation.batch_size or recipe.train.rows_per_pass
-        row_metrics(stage_of(tmp_path, recipe), rank, sft(), rows, batch_size)
+        row_metrics(stage_of(tmp_path, recipe), rank, sft(), rows, recipe.held_out_rows_per_pass)
         return passes.rows
 
     assert passes(change.before) == [1, 1, 1, 1]

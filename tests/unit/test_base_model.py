@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.kinds.registry import load_row_kind
@@ -19,9 +20,11 @@ from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.hf import check_rows, load_tokenizer
 from cosmos_core.run.files import read_json
 from cosmos_core.train import check, setup
+from cosmos_core.train.generation import open_engine
 from tasks.kinds import all_kinds
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned, unlearned
 from tests.unit.test_data_prepare import grpo, make_stage, sft
+from tests.unit.test_train import make_stage as make_training_stage
 from tests.unit.tiny_model import save_tiny_model
 
 ASKED, ANSWERED = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
@@ -173,6 +176,17 @@ def test_a_check_refuses_such_prompts_unless_a_server_completes_them(tmp_path: P
     else:
         with pytest.raises(ModelError, match=r"leaves none of the 256 .*policy.model_max_length to 256"):
             check.run(stage)
+
+
+def test_a_stage_that_samples_refuses_such_prompts_before_it_opens_an_engine(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")  # of 256 positions
+    schema = load_row_kind("prompts").schema
+    row = {name: [1] * 256 if name == "prompt_ids" else "" for name in schema.names}
+    with pa.ipc.new_file(tmp_path / "train.arrow", schema) as writer:
+        writer.write_table(pa.Table.from_pylist([row], schema=schema))
+    stage = make_training_stage(tmp_path / "sample", "sample", Recipe(), tmp_path / "model", tmp_path)
+    with pytest.raises(ModelError, match=r"of 256 tokens leaves none of the 256 positions"):
+        open_engine(stage, lambda: None)
 
 
 def test_a_training_names_the_rows_that_fill_no_batch_where_it_ends(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from cosmos_core.checkpoint import resume
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step
-from cosmos_core.checkpoint.resume import load_checkpoint, resume_obstacle
+from cosmos_core.checkpoint.resume import check_checkpoint, load_checkpoint, resume_obstacle
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ModelError, StageFailed
@@ -258,3 +258,12 @@ def test_a_checkpoint_that_its_own_run_deletes_is_no_error_where_it_is_only_name
     monkeypatch.setattr(resume_from, "read_manifest", delete_after)
     adopt_checkpoint(later, later.fingerprint)
     assert "so this one starts at step 0" in caplog.text
+
+
+def test_a_checkpoint_in_a_folder_without_a_step_is_refused(tmp_path: Path) -> None:
+    state = make_state()
+    open_checkpoints(tmp_path / "checkpoints", fingerprint="f").save(1, state)
+    policy = (tmp_path / "checkpoints/step_1").rename(tmp_path / "final") / "policy"
+    for read in (check_checkpoint, lambda folder: load_checkpoint(folder, state)):
+        with pytest.raises(ModelError, match="final/policy: it is in no folder step_N"):
+            read(policy)

@@ -204,6 +204,15 @@ def test_settings_that_do_not_fit_a_task_are_one_line(tmp_path: Path, settings: 
         program.run(evaluate_stage(tmp_path, tasks=["copy"], **settings))
 
 
+def test_a_failure_of_the_network_is_no_mistake_of_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**settings: Any) -> None:
+        raise ValueError("no answer") from ConnectionError("reset")
+
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", fail)
+    with pytest.raises(ValueError, match="no answer"):
+        program.run(evaluate_stage(tmp_path, tasks=["copy"]))
+
+
 def pipeline_with(folder: Path, *settings: str) -> Pipeline:
     file = folder / "pipeline.toml"
     file.write_text(

@@ -253,8 +253,10 @@ def test_draws_follow_the_distribution_and_never_take_an_impossible_token() -> N
 def test_logits_that_are_no_numbers_are_refused() -> None:
     logprobs = torch.tensor([[0.0, 1.0, 2.0], [0.0, float("nan"), 0.0]]).log_softmax(-1)
     assert sample_tokens(logprobs[:1], torch.tensor([0.5], dtype=torch.float64)).tolist() == [2]
-    with pytest.raises(ModelError, match=r"not finite \(NaN\).*; set train.param_dtype = 'float32'"):
-        sample_tokens(logprobs, torch.tensor([0.5, 0.0], dtype=torch.float64))
+    assert sample_tokens(logprobs[:1], None).tolist() == [2], "the most probable one"
+    for uniforms in (torch.tensor([0.5, 0.0], dtype=torch.float64), None):
+        with pytest.raises(ModelError, match=r"not finite \(NaN\).*; set train.param_dtype = 'float32'"):
+            sample_tokens(logprobs, uniforms)
 
 
 def test_request_seeds_are_stable_and_all_different() -> None:

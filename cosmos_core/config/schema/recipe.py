@@ -97,6 +97,11 @@ class Recipe(Table):
         return self.train.train_batch_per_replica % self.group_size != 0
 
     @property
+    def held_out_rows_per_pass(self) -> int:
+        """Return the number of held-out rows per forward pass."""
+        return self.validation.batch_size or self.train.rows_per_pass
+
+    @property
     def max_held_out_tokens(self) -> int:
         """Return the maximum number of tokens of a held-out completion."""
         return self.validation.max_response_length or self.rollout.max_response_length
