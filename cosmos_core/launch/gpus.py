@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.machine_properties import map_device_entries_to_uuids
 from cosmos_core.run.files import user_cache_folder
@@ -104,5 +105,5 @@ def _find_lock_error() -> str:
         with FileLock(user_cache_folder() / "gpus" / "tried.lock") as lock:
             lock.try_acquire()
             return ""
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         return str(error)

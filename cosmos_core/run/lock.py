@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -30,8 +31,11 @@ class FileLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
-            raise ConfigError(f"{self.path}: its file system has no locks ({error.strerror}); {remedy}") from error
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                error.filename = str(self.path)
+                raise
+            reason = f"its file system has no locks ({error.strerror})"
+            raise ConfigError(f"{self.path.parent}: {reason}; take a folder on a local disk or NFS 4") from error
         return True
 
     def acquire(self, *, on_poll: Callable[[], object] = lambda: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,18 @@ def test_where_there_are_fewer_than_it_needs_it_has_all_and_without_any_it_waits
     monkeypatch.setattr(gpus, "map_device_entries_to_uuids", dict)
     with hold_gpus(1, refuse) as nothing:
         assert nothing == ({}, ())
+
+
+def test_without_locks_in_the_cache_folder_a_stage_still_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with hold_gpus(1, refuse) as nothing:
+        assert nothing == ({}, ())
+    assert "stages that run at once may take the same GPUs" in caplog.text and "cosmos-posttrain/gpus: " in caplog.text
 
 
 def test_they_are_taken_as_long_as_the_worker_lives_whatever_becomes_of_its_flow() -> None:

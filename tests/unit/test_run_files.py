@@ -28,6 +28,7 @@ from cosmos_core.run.files import (
 )
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.progress import MetricsReader, MetricsWriter, ProgressRecord
+from cosmos_core.transient import is_transient
 from tests.conftest import wait_until
 
 
@@ -63,16 +64,26 @@ def test_files_in_linked_folders_are_listed_and_circles_have_an_end(tmp_path: Pa
         assert found == ["deep/down/x", "index", "unet/weights"]
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "error_class", "message"),
+    [(errno.ENOSYS, ConfigError, "DIR: its file system has no locks .Function not implemented.; take a folder on"),
+     (errno.ESTALE, OSError, "Stale file handle: 'DIR/lock'")],
+)  # fmt: skip
+def test_a_file_system_without_locks_is_named_and_one_that_fails_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error_class: type[Exception], message: str
+) -> None:
     """Lustre has none unless it is mounted with `flock`."""
 
     def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    message = f"{tmp_path / 'lock'}: its file system has no locks .Function not implemented.; set pipeline.output_dir"
-    with FileLock(tmp_path / "lock") as lock, pytest.raises(ConfigError, match=message):
+    with (
+        FileLock(tmp_path / "lock") as lock,
+        pytest.raises(error_class, match=message.replace("DIR", str(tmp_path))) as caught,
+    ):
         lock.try_acquire()
+    assert is_transient(caught.value) is (error_class is OSError)
 
 
 @pytest.mark.parametrize("read", [read_json, lambda path: read_document(path, ProgressRecord)])
