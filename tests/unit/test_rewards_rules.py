@@ -182,6 +182,14 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         *[("\\boxed{1/2}", wanted, 0) for wanted in ("x^2+\\frac{1}{2}", "1\\frac{1}{2}", "\\sqrt{\\frac{1}{2}}")],
         ("\\boxed{1.5}", "1\\frac{1}{2}", 1),
         *[("\\boxed{0.5}", wanted, 1) for wanted in ("so $\\frac{1}{2}$", "\\(\\frac{1}{2}\\)", "0.5$", "\\$0.5")],
+        *[
+            ("\\boxed{\\frac34}", f"{said} \\frac{{3}}{{4}}", 1)
+            for said in ("The probability is", "It is", "\\text{(B)}", "\\textbf{(B)}\\", "(B)")
+        ],
+        *[
+            (f"\\boxed{{{wanted}}}", wanted, 1)
+            for wanted in ("abc+\\frac{1}{2}", "x_{total}+\\frac{1}{2}", "\\sin x+\\frac{1}{2}\\text{ for each } x")
+        ],
         *[(f"\\boxed{{{said} \\cdot 10^3}}", "25000", 1) for said in ("5^2", "5^ 2", "50/2", "5 \\cdot 5")],
         ("\\boxed{100000}", "10^2 \\times 10^{3}", 1),
         ("\\boxed{3 \\times 10^12}", "3 \\times 10^{12}", 1),
