@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -95,7 +93,7 @@ def commit_manifest(
         path = stage_path / output
         if not path.exists():
             raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
-        _replace_folder_links(path)
+        _replace_folder_links(stage_path, path)
         output_records += [_make_file_record(stage_path, file) for file in list_files_below(path)]
     result = {
         "name": name,
@@ -162,6 +160,8 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
 
 def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result:
     """Copy the outputs and metrics of the finished stage in `source_path` to `target_path`; write a manifest there."""
+    for link in _list_folder_links(target_path):  # an unfinished attempt may have linked to folders of others
+        link.unlink()
     for file_record in result["outputs"]:
         file = target_path / file_record["path"]
         if result.get(STORE_URL_KEY) and not (source_path / file_record["path"]).is_file():
@@ -179,13 +179,26 @@ def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result
     return adopted_result
 
 
-def _replace_folder_links(path: Path) -> None:
-    """Replace each link to a folder, at or below an output, by a folder with a link to each of its files: the files are
-    then part of the output, and nothing that is written to the output is written to the other folder."""
-    for link in [each for each in (path, *path.rglob("*")) if each.is_symlink() and each.is_dir()]:
-        if not link.parent.resolve().is_relative_to(folder := link.resolve()):  # a circle has no end
-            link.unlink()
-            shutil.copytree(folder, link, copy_function=os.symlink)
+def _list_folder_links(path: Path) -> list[Path]:
+    """Return the links to folders at or below a path."""
+    return [each for each in (path, *path.rglob("*")) if each.is_symlink() and each.is_dir()]
+
+
+def _replace_folder_links(stage_path: Path, path: Path) -> None:
+    """Replace each link to a folder outside of the stage, at or below an output, by a folder with a link to each of its
+    files: the files are then part of the output, and nothing that is written to the output is written to the other
+    folder."""
+    real_stage_path = stage_path.resolve()
+    for link in _list_folder_links(path):
+        folder = link.resolve()
+        if folder.is_relative_to(real_stage_path) or real_stage_path.is_relative_to(folder):  # a circle has no end
+            continue
+        link.unlink()
+        link.mkdir()
+        for file in list_files_below(folder):
+            file_link = link / file.relative_to(folder)
+            file_link.parent.mkdir(parents=True, exist_ok=True)
+            file_link.symlink_to(file)
 
 
 def _make_file_record(stage_path: Path, file: Path) -> dict[str, Any]:

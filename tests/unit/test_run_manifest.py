@@ -179,16 +179,26 @@ def test_a_linked_folder_is_part_of_an_output_and_stays_as_it_was(tmp_path: Path
     weights.parent.mkdir(parents=True)
     weights.write_text("as it was")
     weights.chmod(0o400)
-    (stage / "model").mkdir(parents=True)
+    (base / "unet" / "part" / "back").symlink_to(base)
+    weights.parent.chmod(0o555)
+    (stage / "model" / "step_10").mkdir(parents=True)
+    (stage / "model" / "step_10" / "own").write_text("trained")
+    (stage / "model" / "latest").symlink_to("step_10")
     (stage / "model" / "index").write_text("own")
     (stage / "model" / "unet").symlink_to(base / "unet")
     (stage / "model" / "circle").symlink_to(stage)
     (stage / "whole").symlink_to(base)
     outcome = Outcome(outputs=("model", "whole"))
     commit_manifest(stage, outcome, kind="custom", fingerprint="f", inputs={})
-    paths = ["model/index", "model/unet/part/weights", "whole/unet/part/weights"]
-    assert [record["path"] for record in result_of(stage)["outputs"]] == paths and problem_of(stage) is None
-    (tmp_path / "t").mkdir()
+    paths = ["index", "latest/own", "step_10/own", "unet/part/weights"]
+    assert [record["path"] for record in result_of(stage)["outputs"]] == [
+        *[f"model/{path}" for path in paths], "whole/unet/part/weights",
+    ]  # fmt: skip
+    assert (stage / "model" / "unet" / "part").stat().st_mode & 0o200, "it can be removed"
+    stage = stage.rename(tmp_path / "moved")
+    assert (stage / "model" / "latest").readlink() == Path("step_10") and problem_of(stage) is None
+    (tmp_path / "t" / "model").mkdir(parents=True)
+    (tmp_path / "t" / "model" / "unet").symlink_to(base / "unet")
     adopt_result(stage, tmp_path / "t", result_of(stage))
     assert (tmp_path / "t" / "model" / "unet" / "part" / "weights").read_text() == "as it was"
     (tmp_path / "t" / "whole" / "unet" / "part" / "weights").chmod(0o600)
