@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from statistics import NormalDist
 
 _PUBLISHED_KEYWORD = "published"
+_MAX_ROUNDING_ERROR = 1e-12
 STANDARD_ERROR_SUFFIX = "_stderr"
 """Suffix of the name of a metric that is the standard error of another metric."""
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -18,8 +19,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
 _NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
-LOWER_IS_BETTER = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
-"""Words in the names of metrics whose lower values are better."""
+_LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class MetricCondition:
         with. `published_value` is the value of the metric of the published model."""
         if not self.needs_published_model:
             return float(self.threshold_text)
-        # The sum is rounded, because 0.1 + 0.2 is above 0.3.
-        return None if published_value is None else round(published_value + self.published_offset, 12)
+        if published_value is None or not self.published_offset:
+            return published_value
+        return round(published_value + self.published_offset, 12)  # for display: 0.1 + 0.2 is above 0.3
 
     def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
@@ -58,6 +59,9 @@ class MetricCondition:
         """Return True if the metric satisfies the condition even if it is worse than `value` by `margin`. If
         `threshold` is None (no model was published yet), any value satisfies it; NaN never does."""
         value_at_margin = value - margin if self.operator.startswith(">") else value + margin
+        # A value that differs from the sum of two numbers by a rounding error only is equal to it.
+        if threshold is not None and self.published_offset and abs(value_at_margin - threshold) <= _MAX_ROUNDING_ERROR:
+            value_at_margin = threshold
         return not math.isnan(value) and (threshold is None or _COMPARISONS[self.operator](value_at_margin, threshold))
 
 
@@ -69,8 +73,7 @@ def parse_condition(text: str) -> MetricCondition:
     """
     if match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
         metric, offset, number = match[1], match[2] or "0", None
-        is_lower_better = any(word in metric.rpartition("/")[2].lower() for word in LOWER_IS_BETTER)
-        comparison_operator, sign = ("<=", "+") if is_lower_better else (">=", "-")
+        comparison_operator, sign = ("<=", "+") if is_lower_better(metric) else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
         metric, comparison_operator, number = match[1], match[2], match[5]
         sign, offset = match[3] or "+", match[4] or "0"
@@ -80,6 +83,13 @@ def parse_condition(text: str) -> MetricCondition:
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
     return MetricCondition(text, metric, comparison_operator, number or _PUBLISHED_KEYWORD, float(f"{sign}{offset}"))
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return True if lower values of a metric are better, by the words in the last part of its name, except for
+    `loss/LABEL`, the loss of one data set of a mixture."""
+    last_part = metric.rpartition("/")[2].lower()
+    return bool(re.search(r"\bloss/", metric)) or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
 
 
 def parse_pass_rate_range(text: str) -> Callable[[float], bool]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cosmos_core.config.conditions import LOWER_IS_BETTER, STANDARD_ERROR_SUFFIX
+from cosmos_core.config.conditions import STANDARD_ERROR_SUFFIX, is_lower_better
 
 _METRIC_SUFFIXES = ("/mean", "_mean", "/avg", "_avg")
 RESOURCE_PREFIXES = ("time/", "throughput/", "memory/")
@@ -102,10 +102,10 @@ def metric_family(metric: str) -> str:
 
 def judge_change(metric: str, metric_change: float | None) -> str:
     """Return whether a change of a metric is `better` or `worse`; empty for no change or no preferred direction."""
-    lower_is_better = any(word in metric.lower() for word in LOWER_IS_BETTER)
-    if not metric_change or not (lower_is_better or metric_family(metric) in _HEADLINE_METRICS):
+    has_direction = is_lower_better(metric) or metric_family(metric) in _HEADLINE_METRICS
+    if not metric_change or math.isnan(metric_change) or not has_direction:
         return ""
-    return "better" if (metric_change < 0) == lower_is_better else "worse"
+    return "better" if (metric_change < 0) == is_lower_better(metric) else "worse"
 
 
 def find_headline_metric(metrics: Mapping[str, Any]) -> tuple[str, float] | None:

@@ -32,6 +32,9 @@ from tasks.stages import gate
         ("m > published + 1e-1", 0.3, 0.2, False), ("m > published + 1e-1", 0.31, 0.2, True),
         ("m >= published - 0.01", 0.1, None, True), ("m not worse than published by 0.02", 0.29, 0.31, True),
         ("m  not worse than published by 0.02", 0.28, 0.31, False), ("m not worse than published", 0.3, 0.31, False),
+        *[(f"m {words} published", n / 9, n / 9, True) for n in range(9) for words in (">=", "<=", "not worse than")],
+        *[(f"m {sign} published", n / 9, n / 9, False) for n in range(9) for sign in "<>"],
+        ("m >= published - 0.01", 197 / 300, 200 / 300, True), ("m > published - 0.01", 197 / 300, 200 / 300, False),
     ],
 )  # fmt: skip
 def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published(
@@ -126,7 +129,9 @@ def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "lowest", "highest"), [("a/kl_free/acc not worse than published by 1", 4, math.inf),
-                                    ("a/word_perplexity not worse than published by 1", -math.inf, 6)]
+                                    ("a/word_perplexity not worse than published by 1", -math.inf, 6),
+                                    ("validation/loss/code not worse than published by 1", -math.inf, 6),
+                                    ("sft.validation/loss/* not worse than published by 1", -math.inf, 6)]
 )  # fmt: skip
 def test_worse_is_higher_for_a_loss_and_lower_for_a_score(text: str, lowest: float, highest: float) -> None:
     condition = parse_condition(text)

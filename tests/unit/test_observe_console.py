@@ -208,6 +208,16 @@ def test_a_line_of_the_summary_shows_few_figures_by_short_names() -> None:
     assert formatting.select_table_metrics(rows) == {"train rows": 7600.0, "train tokens": 140000.0}
 
 
+@pytest.mark.parametrize(
+    ("metric", "rises", "falls"),
+    [("validation/reward", "better", "worse"), ("validation/loss", "worse", "better"), ("lr", "", ""),
+     ("validation/loss/code", "worse", "better"), ("evaluation/kl_free/accuracy", "better", "worse")],
+)  # fmt: skip
+def test_a_change_is_judged_by_what_a_metric_measures(metric: str, rises: str, falls: str) -> None:
+    verdicts = [formatting.judge_change(metric, change) for change in (0.1, -0.1, 0.0, None, float("nan"))]
+    assert verdicts == [rises, falls, "", "", ""]
+
+
 def test_a_sparkline_has_the_first_the_last_the_lowest_and_the_highest_value() -> None:
     assert draw_sparkline([0.0, 7.0]) == "▁█" and draw_sparkline([2.0]) == "" and draw_sparkline([1.0, 1.0]) == "▁▁"
     assert draw_sparkline([float(i) for i in range(8)]) == "▁▂▃▄▅▆▇█"
