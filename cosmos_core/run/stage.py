@@ -11,6 +11,7 @@ import tomli_w
 from cosmos_core.config.load import without_none
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.environment import find_secrets, mask_secrets
 from cosmos_core.errors import ConfigError, DataError, first_line
 from cosmos_core.run.files import read_json, write_text
 from cosmos_core.run.manifest import ExternalSource, read_result
@@ -126,6 +127,11 @@ def load_stage(path: Path) -> Stage:
         remedy = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
         problem = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"another machine or version made stage {path.name!r} ({problem}): {remedy}") from error
+
+
+def mask_stage_secrets(stage: Stage) -> None:
+    """Mask the secrets that the settings of a stage name or contain in everything that this process prints and logs."""
+    mask_secrets(stage.config.env, find_secrets([stage.recipe.custom, stage.config.arguments]))
 
 
 def find_source_stage(path: Path) -> Path:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
-from cosmos_core.environment import mask_secrets
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import check_rows, load_tokenizer, model_without_weights
@@ -32,7 +31,7 @@ from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import EngineReplica
 from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
-from cosmos_core.run.stage import Stage, load_stage
+from cosmos_core.run.stage import Stage, load_stage, mask_stage_secrets
 from cosmos_core.train.diffusion_setup import make_engine_denoiser
 from cosmos_core.train.measure import RewardConfig, open_rewards, score_on_first_rank
 from cosmos_core.train.trainer import Trainer
@@ -186,8 +185,9 @@ def open_replica(stage_folder: Path) -> EngineReplica:
 
 def _open_separate_engine(stage_folder: Path, beat: Callable[[], None]) -> Engine:
     configure_logging("WARNING")
-    mask_secrets()
-    return open_engine(load_stage(stage_folder), beat)
+    stage = load_stage(stage_folder)
+    mask_stage_secrets(stage)
+    return open_engine(stage, beat)
 
 
 def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:

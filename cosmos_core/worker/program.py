@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.environment import find_secrets, mask_secrets, mask_text
+from cosmos_core.environment import mask_secrets, mask_text
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
     EXIT_CRASH,
@@ -42,7 +42,7 @@ from cosmos_core.run.files import raise_disk_full, read_umask, write_json
 from cosmos_core.run.libraries import RECORDED_LIBRARIES
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.progress import MetricsWriter, ProgressWriter
-from cosmos_core.run.stage import Stage, load_stage, read_requested_num_engines
+from cosmos_core.run.stage import Stage, load_stage, mask_stage_secrets, read_requested_num_engines
 from cosmos_core.transient import is_transient
 from cosmos_core.types import Outcome
 
@@ -66,7 +66,7 @@ def main() -> int:
     try:
         with raise_disk_full(stage_path):
             stage = load_stage(stage_path)
-            _mask_secrets_of_stage(stage)
+            mask_stage_secrets(stage)
             _listen_for_stop(stage)
             run_program(stage)
     except CosmosError as error:
@@ -139,7 +139,7 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
     configure_logging("INFO" if is_first_rank() else "WARNING")
     mask_secrets()
     stage = load_stage(stage_path)
-    _mask_secrets_of_stage(stage)
+    mask_stage_secrets(stage)
 
     def wait_for_stop_request() -> None:
         rank_messages.wait()
@@ -156,10 +156,6 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
             stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
             stage.metrics = MetricsWriter(Path(scratch_folder) / "metrics.jsonl")
             return program(stage, **stage.config.arguments)
-
-
-def _mask_secrets_of_stage(stage: Stage) -> None:
-    mask_secrets(stage.config.env, find_secrets({**stage.recipe.custom, **stage.config.arguments}))
 
 
 def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:

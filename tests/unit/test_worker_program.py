@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cosmos_core.errors import ProgramError
+from cosmos_core.run import stage as stage_module
+from cosmos_core.train import generation
 from cosmos_core.worker import program
+
+
+def test_secrets_in_tables_of_custom_and_arguments_are_masked_also_in_processes_of_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(env=("JUDGE",), arguments={"judge": {"model": "m", "password": "two words"}})
+    stage = SimpleNamespace(config=config, recipe=SimpleNamespace(custom={"judge": {"password": "battery staple"}}))
+    masked: list[str] = []
+    monkeypatch.setattr(stage_module, "mask_secrets", lambda names, values: masked.extend((*names, *values)))
+    monkeypatch.setattr(generation, "configure_logging", lambda level: None)
+    monkeypatch.setattr(generation, "load_stage", lambda folder: stage)
+    monkeypatch.setattr(generation, "open_engine", lambda stage, beat: stage)
+    generation._open_separate_engine(tmp_path, lambda: None)
+    assert masked == ["JUDGE", "battery staple", "two words"]
 
 
 def test_a_function_that_exits_as_a_script_does_is_one_line() -> None:
