@@ -8,6 +8,7 @@ from jinja2 import Environment, StrictUndefined
 
 from cosmos_core.config.compat.translate import INEFFECTIVE_KEYS, RENAMED_KEYS
 from cosmos_core.config.describe import KeyDescription, all_keys, find_kinds_that_read_key
+from cosmos_core.config.schema.table import Table
 from cosmos_core.types import StageKind
 
 
@@ -24,13 +25,13 @@ def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
 
 def _group_keys_by_table() -> list[dict[str, object]]:
     """Return the keys of the schema grouped by table, without keys that are tables themselves."""
-    keys_by_table: dict[tuple[str, type], list[KeyDescription]] = {}
+    keys_by_table: dict[tuple[str, type[Table]], list[KeyDescription]] = {}
     for key in all_keys():
         if not key.is_table or key.default:
             keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
     return [
         {
-            "heading": _table_heading(table_path, table.__name__),
+            "heading": _table_heading(table_path, table),
             "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
             "rows": keys,
         }
@@ -38,9 +39,9 @@ def _group_keys_by_table() -> list[dict[str, object]]:
     ]
 
 
-def _table_heading(table_path: str, class_name: str) -> str:
+def _table_heading(table_path: str, table: type[Table]) -> str:
     if table_path == "train.train_policy":
-        return f'`[train.train_policy]` with `trainer_type = "{class_name.removesuffix("Config").lower()}"`'
+        return f'`[train.train_policy]` with `trainer_type = "{table.model_fields["trainer_type"].default}"`'
     return f"`[{table_path}]`" if table_path else "Top level"
 
 

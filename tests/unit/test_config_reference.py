@@ -28,6 +28,12 @@ def test_the_page_is_what_the_schema_makes() -> None:
     )
 
 
+def test_the_table_of_an_algorithm_is_headed_by_the_name_that_chooses_it() -> None:
+    named = re.findall(r"^## .* with `trainer_type = \"(\w+)\"`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    modules = (PAGE.parents[1] / "cosmos_core/algorithms").glob("*.py")
+    assert sorted(named) == sorted(file.stem for file in modules if "\nALGORITHM = " in file.read_text("utf-8"))
+
+
 def test_every_key_has_a_row_of_all_columns() -> None:
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGE.read_text(encoding="utf-8").splitlines()
             if line.startswith("| `")]  # fmt: skip
@@ -77,6 +83,8 @@ def test_the_page_for_users_of_trl_has_every_name_and_key() -> None:
         trl.KEYS_BY_TRL_NAME, True
     )
     known = {key.name for key in all_keys()}
+    leading = {name: keys for name, keys in listed.items() if keys and name.islower()}
+    assert [name for name, keys in leading.items() if not keys & {key.name for key in find_key(name)}] == []
     assert {key for keys in (*trl.KEYS_BY_TRL_NAME.values(), *listed.values()) for key in keys} <= known
     assert [name for name in (*trl.KEYS_BY_TRL_NAME, *trl._ADVICE_BY_TRL_NAME) if name in known] == []
     for name, meaning in trl._ADVICE_BY_TRL_NAME.items():

@@ -64,11 +64,10 @@ class RlConfig(AlgorithmConfig):
     fits into memory, measured on completions of the first train step from which at least half of them are learned, in
     at most a minute."""
     prompt_column_name: str = ""
-    """Column of the prompt, a string or a conversation; empty: the first existing column of `prompt`, `question`,
-    `problem`, `conversations`, `messages`."""
+    """Column of the prompt, a string or a conversation; empty: the first filled column of those in
+    docs/reference/columns.md."""
     response_column_name: str = ""
-    """Column of the reference response; empty: the first existing column of `answer`, `response`, `solution`,
-    `result`."""
+    """Column of the reference response; empty: the first filled column of those in docs/reference/columns.md."""
     system_prompt: str = ""
     """System prompt for prompts without a system turn and without a column `system`; empty: no system prompt."""
     reward_function: RewardWeights = Field(default={"single_choice": 1.0})
