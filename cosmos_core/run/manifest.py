@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,21 +80,34 @@ def commit_manifest(
     inputs: dict[str, Result],
     sources: Sequence[ExternalSource] = (),
 ) -> Result:
-    """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if a metric is no
-    number or `info` holds a value without a TOML type."""
-    name = stage_path.name
-    for key, value in stage_outcome.metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+    """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if an output is
+    not below the folder of the stage, a metric is no number, or `info` holds a value that JSON or TOML lacks."""
+    name, outputs, metrics = stage_path.name, stage_outcome.outputs, dict(stage_outcome.metrics)
+    outputs = (outputs,) if isinstance(outputs, str | Path) else outputs  # a user's function may return one name
+    for key, value in metrics.items():
+        if not isinstance(value, Real) or isinstance(value, bool):
             raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
+        metrics[key] = value if isinstance(value, int) else float(value)  # numbers of NumPy have no JSON form
+    info = _with_relative_paths(stage_path, stage_outcome.info)
     try:
-        tomli_w.dumps(without_none(dict(stage_outcome.info)))
+        tomli_w.dumps(without_none(dict(info)))
+        json.dumps(info)
     except TypeError as error:
         raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
+    relative_paths = [_find_relative_path(stage_path, output) for output in outputs]
+    for output, relative_path in zip(outputs, relative_paths, strict=True):
+        if not relative_path:  # checked for all outputs before links below any of them are replaced
+            raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
+    for path_text in (str(info[key]) for key in ("model", "data") if info.get(key)):
+        relative_path = _find_relative_path(stage_path, path_text)  # what `stage:NAME` means is an output too
+        is_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
+        if relative_path and not is_output and (stage_path / relative_path).exists():
+            relative_paths.append(relative_path)
     output_records = []
-    for output in stage_outcome.outputs:
-        path = stage_path / output
+    for relative_path in relative_paths:
+        path = stage_path / relative_path
         if not path.exists():
-            raise StageFailed(f"stage {name!r} named the output {output!r} but did not write it")
+            raise StageFailed(f"stage {name!r} named the output {relative_path!r} but did not write it")
         _replace_folder_links(stage_path, path)
         output_records += [_make_file_record(stage_path, file) for file in list_files_below(path)]
     result = {
@@ -100,8 +115,8 @@ def commit_manifest(
         "kind": kind,
         "fingerprint": fingerprint,
         "created": time.time(),
-        "metrics": stage_outcome.metrics,
-        "info": stage_outcome.info,
+        "metrics": metrics,
+        "info": info,
         "inputs": {key: {"fingerprint": each["fingerprint"], "digest": each["digest"]} for key, each in inputs.items()},
         "sources": [source.model_dump() for source in sources],
         "outputs": output_records,
@@ -182,6 +197,19 @@ def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result
 def _list_folder_links(path: Path) -> list[Path]:
     """Return the links to folders at or below a path."""
     return [each for each in (path, *path.rglob("*")) if each.is_symlink() and each.is_dir()]
+
+
+def _find_relative_path(stage_path: Path, output: str | Path) -> str:
+    """Return the path of an output relative to the folder of its stage; empty if it is not below the folder."""
+    relative_path = os.path.relpath(stage_path / output, stage_path)
+    return "" if relative_path.split(os.sep)[0] in {os.curdir, os.pardir} else relative_path
+
+
+def _with_relative_paths(stage_path: Path, info: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the info of a stage with absolute paths of its model and data below its folder as relative ones, which
+    still refer to these if another run takes over the outputs."""
+    absolute_paths = {key: str(info[key]) for key in ("model", "data") if os.path.isabs(str(info.get(key)))}
+    return info | {key: _find_relative_path(stage_path, Path(path)) or path for key, path in absolute_paths.items()}
 
 
 def _replace_folder_links(stage_path: Path, path: Path) -> None:

@@ -7,8 +7,11 @@ import hashlib
 import json
 import os
 import shutil
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cosmos_core.config.compose import Pipeline, load_pipeline
@@ -73,6 +76,7 @@ def test_figures_are_numbers_info_is_what_toml_can_say_and_outputs_were_written(
         ({"loss": "low"}, {}, "stage 's' returned the metric loss = 'low'; a metric is a number"),
         ({"ok": True}, {}, "stage 's' returned the metric ok = True; a metric is a number"),
         ({}, {"x": object}, "stage 's' returned info that cannot be kept: "),
+        ({}, {"x": date(2026, 1, 2)}, "stage 's' returned info that cannot be kept: "),
     ):
         with pytest.raises(ConfigError) as caught:
             commit_manifest(tmp_path / "s", Outcome(metrics=metrics, info=info), kind="sft", fingerprint="", inputs={})  # type: ignore[arg-type]
@@ -80,6 +84,32 @@ def test_figures_are_numbers_info_is_what_toml_can_say_and_outputs_were_written(
     with pytest.raises(StageFailed, match=r"^stage 's' named the output 'none' but did not write it$"):
         commit_manifest(tmp_path / "s", Outcome(outputs=("none",)), kind="sft", fingerprint="", inputs={})
     assert read_result(tmp_path) is None
+
+
+@pytest.mark.parametrize("form", [str, Path, lambda path: (path,), lambda path: ("data",), lambda path: ()])
+def test_outputs_and_data_of_a_users_stage_may_be_whole_paths_and_one_name(form: Any, tmp_path: Path) -> None:
+    """`outputs=("data")` is a text, not a tuple."""
+    stage = tmp_path / "s"
+    (stage / "data").mkdir(parents=True)
+    (stage / "data" / "a").write_text("x")
+    outcome = Outcome(form(stage / "data"), {"n": np.int64(3), "x": np.float32(0.5)}, {"data": stage / "data"})  # type: ignore[dict-item]
+    commit_manifest(stage, outcome, kind="custom", fingerprint="", inputs={})
+    found = result_of(stage)
+    assert [record["path"] for record in found["outputs"]] == ["data/a"]
+    assert (found["info"], found["metrics"]) == ({"data": "data"}, {"n": 3, "x": 0.5})
+
+
+@pytest.mark.parametrize("output", ["../other", ".", "{}/other"])
+def test_an_output_that_is_not_below_the_stage_is_refused_and_stays_as_it_is(output: str, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "a").write_text("x")
+    for name in ("s", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "link").symlink_to(tmp_path / "far")
+    outcome = Outcome(("link", output.format(tmp_path)))
+    with pytest.raises(ConfigError, match=r"^stage 's' named the output '.*', which is not below .*/s$"):
+        commit_manifest(tmp_path / "s", outcome, kind="custom", fingerprint="", inputs={})
+    assert all((tmp_path / name / "link").is_symlink() for name in ("s", "other"))
 
 
 def test_a_deleted_a_shortened_and_an_altered_output_are_noticed(tmp_path: Path) -> None:
