@@ -5,6 +5,7 @@ causes of an error are examined too. Classes are matched by name, so that none o
 """
 
 import errno
+import re
 from collections.abc import Iterator
 
 _MACHINE_ERRNOS = {
@@ -22,6 +23,7 @@ _NETWORK_ERROR_NAMES = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
     "DistError",  # base class of the errors of torch.distributed
 }  # fmt: skip
+_GLOO_CONNECTION_LOST = re.compile(r"/gloo/.*Connection (closed|reset) by peer")
 _CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
 _TRANSIENT_HTTP_STATUSES = {408, 425, 429}
@@ -52,8 +54,11 @@ def is_network_error(error: BaseException) -> bool:
 def _is_single_network_error(error: BaseException) -> bool:
     if status := _find_http_status(error):  # an HTTP status means that the server was reached
         return status >= 500 or status in _TRANSIENT_HTTP_STATUSES
-    return not _NETWORK_ERROR_NAMES.isdisjoint(_list_class_names(error)) or (
-        isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS
+    return (
+        not _NETWORK_ERROR_NAMES.isdisjoint(_list_class_names(error))
+        or (isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS)
+        # The backend `gloo` of torch.distributed raises an error with these words if another rank is gone.
+        or (isinstance(error, RuntimeError) and _GLOO_CONNECTION_LOST.search(str(error)) is not None)
     )
 
 

@@ -47,7 +47,7 @@ _MAX_SOCKET_FOLDER_BYTES = 40
 _MAX_RANK_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
 _DEATH_REPORT_SECONDS = 10.0
-"""Seconds to wait for Ray's report that a rank is dead, because others may report a broken connection earlier."""
+"""Seconds to wait for Ray's report that a rank is dead, after another rank has failed."""
 
 
 class RankFailed(StageFailed):
@@ -103,11 +103,13 @@ class WorkerGroup:
                 try:
                     return _wait_for_ranks(ray, rank_actors, run_refs, should_stop, actors, owns_cluster=owns_cluster)
                 except RankFailed as error:
-                    should_restart_ranks = isinstance(error, RanksMustRestart) or _has_dead_rank(ray, run_refs)
+                    # The other ranks may report a broken connection before Ray reports that a rank is dead.
+                    death = None if isinstance(error, RanksMustRestart) else _find_dead_rank(ray, run_refs)
+                    should_restart_ranks = isinstance(error, RanksMustRestart) or death is not None
                     if actors is None or attempt == _MAX_RANK_RESTARTS or not should_restart_ranks:
-                        raise
+                        raise death or error from error.__cause__
                     message = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
-                    logger.warning(message, error)
+                    logger.warning(message, death or error)
                     for rank_actor in rank_actors:
                         ray.kill(rank_actor)
 
@@ -307,7 +309,7 @@ def _wait_for_ranks(
             except ray.exceptions.GetTimeoutError:
                 continue
             except _get_death_errors(ray) as error:
-                raise RankFailed(f"rank {run_refs.index(run_ref)} died: {first_line(error)}") from error
+                raise _make_death_error(run_refs.index(run_ref), error) from error
             if run_result is not None:
                 pending_refs.remove(run_ref)
                 is_successful, value_or_error = run_result
@@ -333,14 +335,18 @@ def _is_cluster_dead(ray: Any) -> bool:
     return bool(ray_nodes) and not any(ray_node["Alive"] for ray_node in ray_nodes)
 
 
-def _has_dead_rank(ray: Any, run_refs: list[Any]) -> bool:
-    """Return True if the process of a rank has died, False if ranks only raised errors; `run_refs` are their calls."""
+def _find_dead_rank(ray: Any, run_refs: list[Any]) -> RankFailed | None:
+    """Return the error of a rank whose process has died; None: ranks only raised errors. `run_refs` are their calls."""
     deadline, pending_refs = time.monotonic() + _DEATH_REPORT_SECONDS, list(run_refs)
     while pending_refs and time.monotonic() < deadline:
         finished_refs, pending_refs = ray.wait(pending_refs, timeout=POLL_SECONDS)
         for run_ref in finished_refs:
             try:
                 ray.get(run_ref)
-            except _get_death_errors(ray):
-                return True
-    return False
+            except _get_death_errors(ray) as error:
+                return _make_death_error(run_refs.index(run_ref), error)
+    return None
+
+
+def _make_death_error(rank: int, error: Exception) -> RankFailed:
+    return RankFailed(f"rank {rank} died: {first_line(error)}")

@@ -23,6 +23,7 @@ from cosmos_core.errors import ModelError
 from cosmos_core.parallel.expert import keep_local_experts
 from cosmos_core.parallel.fsdp import local_shard
 from cosmos_core.parallel.plan import check_head_split, check_split_dim, matches_pattern
+from cosmos_core.transient import is_transient
 
 _MOE_TP_STYLE = "moe_tp_experts"
 _PROBE_TOKENS = 8
@@ -135,9 +136,9 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
             if hidden_BTH.requires_grad:
                 loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * loss_weights_BTH).sum().backward()
-    except (torch.OutOfMemoryError, dist.DistError):
-        raise  # lack of memory and failed collectives say nothing about the plan
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        if is_transient(error):  # lack of memory and failed collectives say nothing about the plan
+            raise
         raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:
         model.train(was_training)

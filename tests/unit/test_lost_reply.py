@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, OutOfMemoryEr
 
 from cosmos_core.cluster import group
 from cosmos_core.cluster.actors import ActorHandle
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, ProgramError
 
 
 class GetTimeoutError(Exception):
@@ -75,7 +76,34 @@ def test_a_rank_that_is_ended_for_lack_of_memory_has_died_and_the_ranks_may_star
     died = r"^rank 0 died: 1 worker\(s\) were killed due to the node running low on memory$"
     with pytest.raises(group.RankFailed, match=died):
         group._wait_for_ranks(Full(), [None], ["call"], lambda: False, None, owns_cluster=True)
-    assert group._has_dead_rank(Full(), ["call"])
+    assert "rank 0 died" in str(group._find_dead_rank(Full(), ["call"]))
+
+
+def test_a_dead_rank_is_named_though_another_one_tells_before_that_its_connection_broke(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stage whose rank was killed is tried again, one whose program raised the same error twice is not."""
+
+    class Broken(Ray):
+        def wait(self, calls: list[object], timeout: float) -> tuple[list[object], list[object]]:
+            return calls[:1], calls[1:]
+
+        def get(self, reply: Any, timeout: float = 0) -> Any:
+            if reply == "call 1":
+                raise ConnectionError("it was killed")
+            return False, group.RankRaised("rank 0: RuntimeError: Connection closed by peer")
+
+        def cluster_resources(self) -> dict[str, float]:
+            return {}
+
+    calls = [SimpleNamespace(), SimpleNamespace()], ["call 0", "call 1"]
+    monkeypatch.setattr(group, "_connect_to_cluster", lambda *_: nullcontext((Broken(), True, 0)))
+    monkeypatch.setattr(group, "resource_bundles", lambda *_, **__: [])
+    monkeypatch.setattr(group, "reserve_bundles", lambda *_: [None, None])
+    monkeypatch.setattr(group, "_make_rank_starter", lambda *_: lambda program: calls)
+    with pytest.raises(group.RankFailed, match=r"^rank 1 died: it was killed$") as caught:
+        group.WorkerGroup(2).run(lambda told: None)
+    assert not isinstance(caught.value, ProgramError)
 
 
 @pytest.mark.parametrize("is_embedded", [True, False])

@@ -53,6 +53,8 @@ def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
         botocore.exceptions.EndpointConnectionError(endpoint_url="http://s3"),
         botocore.exceptions.ReadTimeoutError(endpoint_url="http://s3"), of_s3(503), of_s3(500),
         torch.distributed.DistBackendError("a rank is gone"), torch.distributed.DistNetworkError("reset"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9"),
+        RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:289] Read error [10.0.0.1]:9: Connection reset by peer"),
     ],
 )  # fmt: skip
 def test_networks_and_servers_may_be_well_again(error: Exception) -> None:
