@@ -154,20 +154,18 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 
 
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
-    """Check that the mesh sizes tp, cp, pp and ep divide the heads, vocabulary, layers and experts of the model."""
+    """Check that the mesh sizes tp, cp, pp and ep divide the heads, features, layers and experts of the model. Any
+    vocabulary can be split, also unevenly."""
     key_alternatives = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in key_alternatives)
-    num_kv_heads, vocab_size = model.get("num_key_value_heads"), model.get("vocab_size")
-    if key_prefix == "rollout.parallelism":
-        # The sizes of an engine need not divide these numbers: vLLM pads the vocabulary and copies key-value heads.
-        vocab_size = None
+    num_kv_heads = model.get("num_key_value_heads")
+    if key_prefix == "rollout.parallelism":  # vLLM copies key-value heads
         copies_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
         num_kv_heads = None if copies_kv_heads else num_kv_heads
     item_counts = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model.get("intermediate_size")),
-        ("vocabulary entries", vocab_size),
     )
     for item_name, num_items in item_counts:
         _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, item_name, num_items)

@@ -128,9 +128,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in ("tied", "untied", "deep"):
         config = Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=5 if name == "deep" else 2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-            tie_word_embeddings=name != "untied", initializer_range=0.2,
+            vocab_size=VOCABULARY + (name == "untied"), hidden_size=32, intermediate_size=64,
+            num_hidden_layers=5 if name == "deep" else 2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            max_position_embeddings=64, tie_word_embeddings=name != "untied", initializer_range=0.2,
         )  # fmt: skip
         Qwen3ForCausalLM(config).save_pretrained(folder / name)
     return folder

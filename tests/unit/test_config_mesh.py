@@ -118,6 +118,7 @@ def test_a_mesh_that_cannot_be_is_refused_with_the_nearest_that_can(
 def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary() -> None:
     model = QWEN | {"num_attention_heads": 32, "vocab_size": 151643}
     assert check_mesh(grpo({"dp_shard_size": 8}, {"tp_size": 8}), 8, model) == 8
+    assert check_mesh(sft(tp_size=4), None, model) == 4, "neither does a training need an even vocabulary"
     by_layer = {"num_key_value_heads": [2, 4]}  # as in models whose layers differ
     assert check_mesh(grpo({"tp_size": 2}, {"tp_size": 2}), None, by_layer) == 2
 
