@@ -40,6 +40,7 @@ from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
 from cosmos_core.models.teacher import check_teacher
 from cosmos_core.models.verify_export import check_export_possible
 from cosmos_core.parallel.pipeline import apply_pp
+from cosmos_core.parallel.plan import check_head_split
 from cosmos_core.registry import suggest_names
 from cosmos_core.rewards.base import RewardConfig
 from cosmos_core.rewards.exchange import ping, read_service_endpoints
@@ -162,6 +163,8 @@ def _check_model(policy_config: PolicyConfig, train: TrainConfig, kind: StageKin
             load_balancing_settings(model, policy_config.aux_loss_coeff)
             check_module_paths(model, train)
     report_lines = _describe_adapter(model, policy_config.lora)
+    for axis in ("tp_size", "cp_size") if kind.has_mesh else ():
+        check_head_split(model, axis, getattr(parallelism, axis))
     if is_pipelined:
         apply_pp(model, parallelism, 0)
     return report_lines

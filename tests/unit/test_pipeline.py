@@ -171,6 +171,14 @@ def test_a_check_refuses_a_model_before_a_rank_starts(tmp_path: Path) -> None:
         check.run(vlm)
 
 
+@pytest.mark.parametrize("axis", ["tp_size", "cp_size"])
+def test_a_check_refuses_heads_that_ranks_cannot_split(axis: str, tmp_path: Path) -> None:
+    """Also of a model on the Hub, whose config.json is not read before."""
+    three = recipe({**SFT, f"policy.parallelism.{axis}": 3})
+    with pytest.raises(ModelError, match=f"{axis} = 3 does not divide the 4 num_attention_heads of Qwen3ForCausalLM"):
+        check.run(stage_of_run(tmp_path / "text", three, model=save_family("qwen3", tmp_path / "qwen3")))
+
+
 def test_hidden_states_are_received_on_the_device_that_computes() -> None:
     """The shards of the weights may be elsewhere, in host memory."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
