@@ -93,7 +93,10 @@ def _load_processor_without_video(cls: Any, model_source: str, load_options: dic
         is_video = name == "video_processor"
         return None if is_video else cls.check_argument_for_proper_class(self, name, component)
 
-    overridden_methods = {"check_argument_for_proper_class": check_component}
+    overridden_methods = {
+        "check_argument_for_proper_class": check_component,
+        "apply_chat_template": ProcessorMixin.apply_chat_template,  # that of SmolVLM reads the video processor
+    }
     subclass: Any = type(cls.__name__, (cls,), overridden_methods)
     settings, _ = cls.get_processor_dict(model_source, **load_options)
     components_by_name = {
@@ -148,7 +151,9 @@ class ImageReader:
 
     def _mark_image_tokens(self, ids_BT: Tensor) -> Tensor:
         """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
-        return torch.as_tensor(self._processor.create_mm_token_type_ids(ids_BT.tolist()), dtype=torch.int64)
+        # Idefics3 overrides this method with one for token ids whose images have known lengths.
+        token_types = ProcessorMixin.create_mm_token_type_ids(self._processor, ids_BT.tolist())
+        return torch.as_tensor(token_types, dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Sample], inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
         """Return a mask of the image tiles to which each of the T = `num_tokens` tokens attends: (B, T, images,

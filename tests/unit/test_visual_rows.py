@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import is_torchvision_available
 
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
@@ -51,6 +52,22 @@ def test_a_prompt_that_a_data_set_has_rendered_gets_no_template_around_it(
     policy: dict[str, Any] = {"type": "grpo", "reward_function": "exact_match", "dataset": {"name": "texts.py:Texts"}}
     (prompt,) = open_prompts(prepare(tmp_path / "a", model, [], train_policy=policy), "train")
     assert (prompt.text, prompt.images) == ("USER: hi ASSISTANT: ", ())
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="the library is here")
+def test_smolvlm_renders_turns_without_a_processor_of_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)  # for its text of videos
+    folder = save_vlm("idefics3", tmp_path / "model")
+    for name, value in (("config", "smolvlm"), ("processor_config", "SmolVLM"), ("preprocessor_config", "SmolVLM")):
+        file = folder / f"{name}.json"
+        content = (
+            file.read_text().replace("Idefics3", value).replace('"model_type": "idefics3"', f'"model_type": "{value}"')
+        )
+        file.write_text(content)
+    processor = load_processor(str(folder))
+    assert type(processor).__name__ == "SmolVLMProcessor"
+    text = processor.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])  # type: ignore[union-attr]
+    assert text == "<|endoftext|><|im_start|>user\n<image><|im_end|>\n"
 
 
 def test_pairs_of_text_are_rendered_by_the_template_of_the_processor(tmp_path: Path, model: Path) -> None:

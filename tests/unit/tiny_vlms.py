@@ -48,6 +48,7 @@ _SPECIAL: dict[str, list[str]] = {
     "gemma3-vlm": ["<image_soft_token>", "", "<start_of_image>", "<end_of_image>"],
     "mllama": ["<|image|>", "", "", ""],
     "llama4": ["<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>"],
+    "idefics3": ["<image>", "<global-img>", "<fake_token_around_image>", "<end_of_utterance>"],
 }
 """Tokens 259 to 262: image, video, start and end of an image."""
 VLMS = list(_SPECIAL)
@@ -86,6 +87,10 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "gemma3-vlm": ("Gemma3Processor", {"image_seq_length": 4}, "Gemma3ImageProcessorPil", {"size": _SIDE}),
     "mllama": ("MllamaProcessor", {}, "MllamaImageProcessorPil", {"size": _SIDE, "max_image_tiles": 2}),
     "llama4": ("Llama4Processor", {"patch_size": 4}, "Tiles", {}),
+    "idefics3": (
+        "Idefics3Processor", {"image_seq_len": 1}, "Idefics3ImageProcessorPil",
+        {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}},
+    ),
 }  # fmt: skip
 """Class of the processor and its settings, class of the image processor and its settings."""
 
@@ -120,7 +125,7 @@ def save_vlm(name: str, folder: Path, template: str = MIXED) -> Path:
 def _write(folder: Path, name: str, template: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = _WITH_IMAGES.get(name, FAMILIES[name])()
+        model = (FAMILIES | _WITH_IMAGES)[name]()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
@@ -173,5 +178,19 @@ def _llama4() -> hf.PreTrainedModel:
     return hf.Llama4ForConditionalGeneration(config)
 
 
-_WITH_IMAGES = {"llava-next": _llava_next, "mllama": _mllama, "llama4": _llama4}
-"""Those whose tiny model takes no image, or only one tile of it."""
+def _idefics3() -> hf.PreTrainedModel:
+    own = {"num_attention_heads": 2, "intermediate_size": 32}
+    text = {**own, "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
+    tower = {**own, "hidden_size": 16, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    config = hf.Idefics3Config(
+        text_config={**text, "pad_token_id": 256},
+        vision_config=tower,
+        image_token_id=259,
+        scale_factor=2,
+        pad_token_id=256,
+    )
+    return hf.Idefics3ForConditionalGeneration(config)
+
+
+_WITH_IMAGES = {"llava-next": _llava_next, "mllama": _mllama, "llama4": _llama4, "idefics3": _idefics3}
+"""Those whose tiny model takes no image, or only one tile of it, or that is not among the families of text."""
