@@ -70,7 +70,7 @@ def run(stage: Stage) -> Outcome:
     _send_checkpoints(stage, check_cancellation)
     if address := _find_published_model(stage, publication_target, model_folder, record):
         return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
-    published_address = publication_target.publish(model_folder, version, record)
+    published_address = str(publication_target.publish(model_folder, version, record) or stage.config.target)
     write_json(stage.path / PUBLICATION_FILE, record)
     return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 

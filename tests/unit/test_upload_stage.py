@@ -35,6 +35,18 @@ def test_the_upload_stage_publishes_under_run_and_fingerprint_with_the_metrics_o
     assert published["files"] == record_of(Path(stage.model))["files"]
 
 
+@pytest.mark.parametrize(("returned", "address"), [("Path('v1')", "v1"), ("None", None)])
+def test_a_users_target_may_return_a_path_or_nothing(tmp_path: Path, returned: str, address: str | None) -> None:
+    code = f"class Shelf:\n    def __init__(self, where): ...\n    publish = lambda *others: {returned}\n"
+    (tmp_path / "shelf.py").write_text(f"from pathlib import Path\n{code}")
+    stage = upload_stage(tmp_path)
+    target = f"{tmp_path}/shelf.py:Shelf"
+    stage.config = stage.config.model_copy(update={"target": target})
+    outcome = upload.run(stage)
+    assert outcome.info == dict.fromkeys(("model", "published"), address or target)
+    commit_manifest(stage.path, outcome, kind="upload", fingerprint="f", inputs={})
+
+
 def test_a_model_that_was_altered_since_it_was_made_is_not_published_even_with_its_old_time(tmp_path: Path) -> None:
     stage = upload_stage(tmp_path)
     file = Path(stage.model) / "model.safetensors"
