@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -141,7 +142,7 @@ def _convert_item(item: Any, policy: AlgorithmConfig, location: str) -> Row:
     is_prompt = isinstance(policy, RlConfig)
     column = (policy.prompt_column_name or "prompt") if isinstance(policy, RlConfig) else "messages"
     if isinstance(item, dict):
-        return dict(item)
+        return {name: _convert_array(value) for name, value in item.items()}
     if isinstance(item, str):
         return {RENDERED_COLUMN: item, column: item} if is_prompt else {"text": item}
     if isinstance(item, list | tuple):
@@ -156,13 +157,21 @@ def _convert_item(item: Any, policy: AlgorithmConfig, location: str) -> Row:
     return _convert_item(content, policy, location) | _make_reference_row(response, policy)
 
 
+def _convert_array(value: Any) -> Any:
+    """Return a number or row of numbers of NumPy, pandas or torch as Python numbers, NaN as None; else `value`."""
+    if getattr(value, "ndim", 2) < 2 and hasattr(value, "tolist"):
+        value = value.tolist()
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def _make_reference_row(response: Any, policy: AlgorithmConfig) -> Row:
     """Return a row with the reference answer as text, serialised as in a file; an empty row if there is none."""
+    response = _convert_array(response)
     if response is None:
         return {}
     try:
         text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
-    except (TypeError, ValueError):  # the value has no JSON form, such as a set or a NumPy scalar
+    except (TypeError, ValueError):  # the value has no JSON form, such as a set
         text = str(response)
     return {_get_reference_column(policy): text}
 

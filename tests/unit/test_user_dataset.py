@@ -102,6 +102,21 @@ class Batching(Bytes):
         return samples
 
 
+import numpy as np
+import torch
+
+
+class Table(Talks):
+    def __getitem__(self, index):
+        return {"question": f"q{index}", "answer": np.array([7, np.nan])[index], "level": np.int64(index)}
+
+
+class Tensors(Bytes):
+    def sft_process_sample(self, item):
+        sample = super().sft_process_sample(item)
+        return {"token_ids": np.array(sample["token_ids"]), "label_ids": torch.tensor(sample["label_ids"])}
+
+
 class Unanswered(Sums):
     def get_reference_answer(self, index):
         return (None, [1, "so"], {2})[index]
@@ -130,6 +145,11 @@ def test_a_data_set_class_renders_its_own_prompts_and_gives_their_references(fol
     assert [each.reference for each in found] == ["8", "9", "10"]
     assert found[0].text == "<|im_start|>user\n7 + 1?<|im_end|>\n<|im_start|>assistant\n", "no template around it"
     assert load_tokenizer(str(folder / "model")).decode(found[0].token_ids) == found[0].text
+
+
+def test_numbers_of_numpy_in_an_item_are_those_of_a_file_and_nan_is_none(folder: Path) -> None:
+    found = open_prompts(prepared(folder, {**SHORT, NAME: "mine.py:Table"}), "train")
+    assert [(prompt.reference, prompt.metadata["level"]) for prompt in found] == [("7.0", 0), ("", 1)]
 
 
 def test_a_class_without_a_reference_for_a_prompt_gives_none_of_it(folder: Path) -> None:
@@ -179,8 +199,9 @@ def test_tokens_of_a_packer_that_are_none_are_one_line(folder: Path, tokens: str
         prepared(folder, {**TEXTS, PACKER: "mine.py:Odd"})
 
 
-def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path) -> None:
-    sequences = open_sequences(prepared(folder, {**TEXTS, PACKER: "mine.py:Bytes"}), "train")
+@pytest.mark.parametrize("name", ["Bytes", "Tensors"])
+def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path, name: str) -> None:
+    sequences = open_sequences(prepared(folder, {**TEXTS, PACKER: f"mine.py:{name}"}), "train")
     ids, mask, *_ = sequences[0]
     assert load_tokenizer(str(folder / "model")).decode([*ids]) == "abc"
     assert [*mask] == [0, 1, 1]
