@@ -91,7 +91,7 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
     path, budget = run.stage_path(stage.name), BudgetCheck(run, stage)
     mirror_progress = stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as client:
-        if (child := _find_running_child(client, path)) is None:
+        if (child := _find_running_child(client, path, report_line)) is None:
             budget.raise_if_spent()
             require_second_slot(client, stage, str(flow_run.id or ""))
             child = _start_child(run, stage, stage_sync)
@@ -137,19 +137,30 @@ def require_ended_child(path: Path) -> None:
                 )
 
 
-def _find_running_child(client: SyncPrefectClient, path: Path) -> ChildFlowRun | None:
+def _find_running_child(
+    client: SyncPrefectClient, path: Path, report_line: Callable[[str], None] = logger.info
+) -> ChildFlowRun | None:
     """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown. Wait
-    for the end of a child flow run that is being cancelled, as it still saves a checkpoint."""
+    for the end of a child flow run that is being cancelled, as it still saves a checkpoint; raise StageFailed if it
+    does not end."""
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
-    while child and child.flow_run:
-        try:
-            state_type = client.read_flow_run(UUID(child.flow_run)).state_type
-        except ObjectNotFound:  # the flow run is on another Prefect server
-            return None
-        if state_type != StateType.CANCELLING:
-            return None if state_type in TERMINAL_STATES else child
-        sleep_unless_stopping(_POLL_SECONDS)
-    return None
+    if child is None or not child.flow_run:
+        return None
+    deadline, message = time.monotonic() + max_grace_seconds(path, _MAX_UNREACHABLE_SECONDS), ""
+    try:
+        state_type = client.read_flow_run(UUID(child.flow_run)).state_type
+        while state_type == StateType.CANCELLING:
+            if not message:
+                message = f"stage {path.name!r}: waits until its flow run {child.flow_run} is cancelled"
+                report_line(message)
+            if time.monotonic() > deadline:
+                raise StageFailed(f"{message}; without a live worker it is not, start one of its pool: cosmos worker")
+            sleep_unless_stopping(_POLL_SECONDS)
+            with suppress(httpx.HTTPError):  # a short outage
+                state_type = client.read_flow_run(UUID(child.flow_run)).state_type
+    except ObjectNotFound:  # the flow run is on another Prefect server
+        return None
+    return None if state_type in TERMINAL_STATES else child
 
 
 def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFlowRun:

@@ -274,13 +274,19 @@ def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_mach
 
 
 def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two flow runs would write to one folder; one that is being cancelled saves a checkpoint and ends."""
-    run, states = pooled(tmp_path, "one"), [StateType.RUNNING]
-    server = SimpleNamespace(
-        read_flow_run=lambda _: SimpleNamespace(state_type=states.pop(0) if len(states) > 1 else states[0])
-    )
+    caplog.set_level("INFO")
+    run, states = pooled(tmp_path, "one"), list[Any]([StateType.RUNNING])
+
+    def read_flow_run(_: uuid.UUID) -> Any:
+        state = states.pop(0) if len(states) > 1 else states[0]
+        if isinstance(state, Exception):
+            raise state
+        return SimpleNamespace(state_type=state)
+
+    server = SimpleNamespace(read_flow_run=read_flow_run)
     monkeypatch.setattr(remote_stage, "get_client", lambda sync_client: nullcontext(server))
     monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
     note, child = run.stage_path("first") / "pool.json", str(uuid.uuid4())
@@ -289,9 +295,15 @@ def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(
     with pytest.raises(ConfigError, match=f"'first' still runs on its work pool; .*: prefect flow-run cancel {child}"):
         supersede_stages(run, "first", "parent")
     assert note.is_file() and not read_state(note.parent).forced
-    states[:] = [StateType.CANCELLING, StateType.CANCELLING, StateType.CANCELLED]
+    states[:] = [StateType.CANCELLING]
+    with monkeypatch.context() as patch, pytest.raises(StageFailed, match=f"flow run {child} is .*: cosmos worker$"):
+        patch.setattr(remote_stage, "_MAX_UNREACHABLE_SECONDS", -1.0)
+        supersede_stages(run, "first", "parent")
+    caplog.clear()
+    states[:] = [StateType.CANCELLING, httpx.ConnectError("away"), StateType.CANCELLING, StateType.CANCELLED]
     supersede_stages(run, "first", "parent")
     assert not note.is_file() and read_state(note.parent).forced and states == [StateType.CANCELLED]
+    assert caplog.text.count(f"'first': waits until its flow run {child} is cancelled") == 1
 
 
 def test_an_error_of_this_machine_replaces_the_one_that_an_earlier_attempt_left(
