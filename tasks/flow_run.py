@@ -257,7 +257,8 @@ class PythonFlowState:
             if notice not in earlier_notices:
                 get_run_logger().info("note: %s", notice)
         set_credentials(pipeline)
-        check_targets(pipeline)
+        known_stages = {stage.name for stage in run.pipeline.stages} if run else set()
+        check_targets(pipeline.with_stages(stage for stage in pipeline.stages if stage.name not in known_stages))
         check_store(pipeline)
         if run is not None:
             return extend_run(run, pipeline)

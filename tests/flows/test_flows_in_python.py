@@ -307,7 +307,8 @@ def test_a_map_names_its_stages_in_the_order_of_the_elements_and_a_gate_that_ref
             tagged.submit(f"{PROGRAMS}/counting.py:never_progress", name="never", model=first, retries=0).result()
         made = custom.map(GROW, arguments=[{"by": 1}, {"by": 2}], model=unmapped(first)).result()
         with pytest.raises(GateFailed):
-            gate(made[0], require=["size >= 12"])
+            gate(made[0], require=["size >= 12"], target=f"{folder}/published")
+        (folder / "published" / "latest").mkdir(parents=True)  # cannot be read, but only a gate that is called reads it
         states = custom.map(GROW, arguments=[{"by": 3}], model=[custom.submit(GROW)], return_state=True)
         return [(each.name, each.metrics["size"]) for each in (*made, states[0].result())]
 
