@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from cosmos_core.data.columns import find_column, has_column_value, is_filled
@@ -74,7 +73,7 @@ class ColumnTrackingRow(Row):
         self.update({standard_name: row[name] for standard_name, name in column_names.items()})
         self.original_row, self.column_names, self._read_columns = row, column_names, set[str]()
         self._filled_columns = [
-            name for name, value in row.items() if value is not None and not (isinstance(value, str) and not value)
+            name for name, value in row.items() if not isinstance(value, str | list | None) or value
         ]
 
     def __getitem__(self, name: str) -> Any:
@@ -250,11 +249,11 @@ def _is_column_named(row: Row, column: str, *names: str) -> bool:
 
 def _read_column(row: Row, column: str, location: str) -> Any:
     """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`. Raise
-    DataError if one of these is no text, as a number."""
+    DataError if one of these is a number."""
     value = decode_conversation(row[column])
     if isinstance(value, str) and _is_column_named(row, column, "instruction"):
-        for name in filter(partial(has_column_value, row), _INSTRUCTION_INPUT_COLUMNS):
-            if not isinstance(row[name], str) and row[name] != []:
+        for name in _INSTRUCTION_INPUT_COLUMNS:
+            if isinstance(dict.get(row, name), int | float):
                 raise DataError(f"{location}: column {name!r} holds {str(row[name])[:40]!r}; write it as text")
         value = "\n\n".join(filter(None, [value, *(_get_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value

@@ -80,6 +80,14 @@ def test_a_system_column_without_text_is_not_read():
     assert (read_conversation(row, "row"), row.unread_columns) == ([ASKED, ANSWERED], ["system"])
 
 
+@pytest.mark.parametrize("context", [["a document"], {}, {"title": None}])
+def test_what_only_a_reward_reads_beside_an_instruction_is_no_error_and_counts_as_unread(context):
+    row = ColumnTrackingRow({"instruction": "q", "context": context, "output": "a"}, {}, "row")
+    assert (read_conversation(row, "row"), row.unread_columns) == ([ASKED, ANSWERED], ["context"])
+    prompt = ColumnTrackingRow({"instruction": "q", "context": context}, {"prompt": "instruction"}, "row")
+    assert read_prompt(prompt, "row", "prompt") == ([ASKED], "")
+
+
 def test_the_history_of_an_instruction_precedes_it_and_repeated_turns_are_read_once():
     said = say("u:1", "a:2", "u:q", "a:a")
     for history in ([["1", "2"]], '[["1", "2"]]'):
@@ -139,7 +147,6 @@ def test_what_a_template_may_read_beside_role_and_content_is_kept():
             {"instruction": "Double it.", "input": 5, "output": "10"},
             "a.jsonl:4: column 'input' holds '5'; write it as text",
         ),
-        ({"instruction": "q", "context": {"a": 1}, "response": "a"}, "a.jsonl:4: column 'context' holds .* as text"),
         ({"messages": [{"role": "user", "content": 3}]}, "turn 1 of 'messages': content '3' is not text; write it as"),
         ({"messages": [{"role": None, "content": "x"}]}, "unknown role None; known"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content .* is not text"),
