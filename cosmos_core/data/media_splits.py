@@ -157,8 +157,9 @@ def _read_split(
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
-    if not stage.recipe.train.train_policy.has_rollouts and any(row and row.media_key for row in rows):
-        # The loss is measured on all held-out rows or on none, so one row without media must not prevent it.
+    if not stage.recipe.has_validation_completions and any(row and row.media_key for row in rows):
+        # The loss is measured on all held-out rows or on none, so one row without media must not prevent it; as a
+        # prompt to complete, such a row is of use.
         skip_reasons += [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
         rows = [row if row and row.media_key else None for row in rows]
     return MediaSplit(read_items, rows, skip_reasons, len(rows), config)

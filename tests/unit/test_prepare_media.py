@@ -345,6 +345,15 @@ def test_of_held_out_images_a_row_without_one_is_left_out_and_not_all_images(tmp
     assert "validation: 1 of 3 rows skipped: 0001.json: there is no image or video beside it" in caplog.text
 
 
+def test_of_held_out_images_a_row_without_one_is_a_prompt_to_complete(tmp_path, runs):
+    held_out = write_pairs(tmp_path / "held", 3)
+    (held_out / "0001.png").unlink()
+    validation = {"dataset": {"name": str(held_out)}, "reward_function": {"jpeg": 1.0}}
+    prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 2), validation=validation)
+    rows = open_media_prompts(stage_path(runs) / "data", "validation")
+    assert [rows[i].text for i in range(len(rows))] == ["number 0", "number 1", "number 2"]
+
+
 def test_rows_are_split_off_where_test_size_says(tmp_path, runs):
     prepared(stage_path(runs), write_pairs(tmp_path / "pairs", 5), dataset={"test_size": 2})
     train, held_out = (open_media(stage_path(runs) / "data", split) for split in ("train", "validation"))
