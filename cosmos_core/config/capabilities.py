@@ -233,8 +233,12 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
         name = getattr(dataset, "local_dir", "") or dataset.name
         for key in ("subset", "revision"):
             value, path = getattr(dataset, key), existing_path(name, Path.cwd())
+            # In a folder of media, the stage that prepares rows refuses a subset that is no sub-folder.
+            is_media_folder = path and path.is_dir() and stage.recipe.policy.modality.is_media_decoded_by_checks
             is_subset_read = (
-                key == "subset" and path and (os.path.isdir(path / value) or "configs" in read_card_metadata(path))
+                key == "subset"
+                and path
+                and (is_media_folder or os.path.isdir(path / value) or "configs" in read_card_metadata(path))
             )
             if value and path and not is_subset_read:
                 yield f"{table}.{key} = {short_toml(value)} has no effect here: {name} is on this machine"

@@ -109,29 +109,29 @@ def open_media_items(dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         path = find_prompt_set(name, f"{config_key}.name") or path
-    if dataset.subset and (path / dataset.subset).is_dir():
-        path, dataset = path / dataset.subset, dataset.copy_with(subset="")
-    elif dataset.subset not in {"", "default"} and path.is_dir() and _is_media_folder(path):
-        raise DataError(f"{config_key}.subset = {dataset.subset!r}, but {path} has no folder of that name")
     item_readers = [_make_item_reader(path, split, dataset, config_key) for split in dataset.split]
     return lambda: (item for reader in item_readers for item in reader())
 
 
 def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
-    tar_split = split
+    tar_split, subset = split, dataset.subset
+    parents = [each for each in (path, path / split) if (each / subset).is_dir() or _list_metadata_files(each)]
+    if not parents and subset != "default" and path.is_dir() and _is_media_folder(path):
+        raise DataError(f"{config_key}.subset = {subset!r}, but {path} has no folder of that name")
+    if parents and not _list_metadata_files(parents[0]):  # such a file lists the media of all sub-folders
+        path, tar_split, dataset = parents[0] / subset, split * (parents[0] == path), dataset.copy_with(subset="")
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path, tar_split = path / split, ""
     tar_files = _find_tar_files(path, tar_split)
-    metadata_file = next((path / name for name in _METADATA_FILES if (path / name).is_file()), None)
-    no_split_error = DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
+    metadata_file = next(iter(_list_metadata_files(path)), None)
     split_name = tar_split.partition("[")[0] if metadata_file else tar_split
-    if split_name not in {"", "train"} and path.is_dir() and _is_media_folder(path) and not tar_files:
-        raise no_split_error
     text_files = prompt_files(path, split)
+    lists_media = metadata_file is not None and not text_files
+    if split_name not in {"", "train"} and not tar_files and path.is_dir() and (lists_media or _is_media_folder(path)):
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
     if "[" in split and (tar_files or (text_files and not has_captions)):
-        problem = f"{path} has no rows to take a slice of"
-        raise DataError(f"{config_key}.split = {split!r}: {problem}; name the split alone")
+        raise DataError(f"{config_key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
     if text_files and not has_captions:
         return lambda: _read_prompt_lines(text_files, path)
     if path.is_dir() and (path / "metas").is_dir():
@@ -139,14 +139,15 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     if tar_files:
         return lambda: (item for path in tar_files for item in _iterate_tar_items(path))
     if metadata_file:
-        # A metadata file lists all media of the folder, so read its rows as the data set.
-        if split_name not in {"", "train"}:
-            raise no_split_error
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)
     rows = load_rows(dataset.copy_with(name=str(path) if path.exists() else dataset.name, split=(split,)), config_key)
     return lambda: (_make_media_item(location_and_row, rows.folder) for location_and_row in rows)
+
+
+def _list_metadata_files(folder: Path) -> list[Path]:
+    return [folder / name for name in _METADATA_FILES if (folder / name).is_file()]
 
 
 def _is_media_folder(path: Path) -> bool:
@@ -204,7 +205,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
         if suffix in _UNSUPPORTED_SUFFIXES or is_unknown_media:
             yield _make_error_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
     table_files = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
-    table_files += [folder.parent / name for name in _METADATA_FILES if (folder.parent / name).is_file()]
+    table_files += _list_metadata_files(folder.parent)
     remedy = f"; if its prompt is in {table_files[0]}, give that file in place of the folder" if table_files else ""
     json_files = [file for file in files if file.suffix.lower() == ".json"]
     for file in json_files:
@@ -385,8 +386,7 @@ def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
 
 def _make_item(json_object: Any, location: str, content: MediaContent | None, embedding: Path | None) -> MediaItem:
     if not isinstance(json_object, dict):
-        problem = 'it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
-        return _make_error_item(location, problem)
+        return _make_error_item(location, 'it must be an object such as {"prompt": "..."}; name a file of rows itself')
     # The prompt is the first text that is not empty; if all are empty, the first.
     text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
     if not text_keys:

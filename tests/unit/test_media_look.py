@@ -163,6 +163,24 @@ def test_a_subset_is_a_sub_folder_of_media_and_no_other_is_learned(tmp_path):
         items_of(tmp_path, subset="birds")
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_subset_may_lie_in_the_folder_of_a_split(tmp_path, split):
+    for name in ("cats", "dogs"):
+        write_pairs(tmp_path / split / name, 1)
+        (tmp_path / split / name / "0000.json").write_text(json.dumps({"prompt": name}))
+    assert [item.prompt for item in items_of(tmp_path, split=[split], subset="cats")] == ["cats"]
+
+
+@pytest.mark.parametrize(("subset", "image"), [("a", "1.png"), ("images", "images/1.png")])
+def test_a_folder_that_lists_its_media_is_read_as_listed_whatever_the_subset(tmp_path, subset, image):
+    (tmp_path / image).parent.mkdir(exist_ok=True)
+    (tmp_path / image).write_bytes(png())
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: a}]\n---\n")
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": image, "text": "a cat"}) + "\n")
+    [item] = items_of(tmp_path, subset=subset)
+    assert (item.prompt, item.problem, item.content.path) == ("a cat", "", tmp_path / image)
+
+
 def test_an_image_column_that_names_a_clip_is_a_clip(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"image": "1.png", "text": "a"}\n{"image": "2.MP4", "text": "b"}\n')
     assert [item.content.is_video for item in items_of(tmp_path / "rows.jsonl")] == [False, True]

@@ -265,7 +265,7 @@ def test_a_file_of_rows_beside_images_is_named(tmp_path, name):
     (tmp_path / name).write_text('["file_name"]' if name.endswith("json") else "file_name,text")
     first = items_of(tmp_path)[0].problem
     if name.endswith("json"):
-        assert first == 'captions.json: it must be a JSON object such as {"prompt": "..."}; name a file of rows itself'
+        assert first == 'captions.json: it must be an object such as {"prompt": "..."}; name a file of rows itself'
     else:
         missing = "a.jpg: there is no a.txt, .caption or .json with its prompt"
         assert first == f"{missing}; if its prompt is in {tmp_path / name}, give that file in place of the folder"
