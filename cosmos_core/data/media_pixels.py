@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
@@ -78,14 +79,16 @@ def decode_media(content: MediaContent, frame_settings: FrameSettings, clip_posi
         if content.is_video:
             if not frame_settings.num_frames:
                 raise DataError("it is a video, and the model makes images")
+            # FFmpeg also reports a lack of memory for a damaged size in a file; that does not pass.
+            with suppress(MemoryError):
+                return _decode_clip(content, frame_settings, clip_position)
             return _decode_clip(content, frame_settings, clip_position)
         image = _resize_and_crop(_decode_image(content), frame_settings)
         return image[None] if frame_settings.num_frames else image
 
 
 def _convert_decoder_error(content: MediaContent, error: Exception) -> Exception:
-    # FFmpeg reports an input/output error for a Matroska file that ends within its header, and that memory cannot be
-    # allocated for a damaged size in a file.
+    # FFmpeg reports an input/output error for a Matroska file that ends within its header.
     if type(error).__module__.startswith("av.") and getattr(error, "errno", None) in {errno.EIO, errno.ENOMEM}:
         content.digest()  # read the file again: this raises OSError if the disk is at fault
         return DataError("it cannot be decoded: it is damaged or cut off")

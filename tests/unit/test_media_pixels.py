@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from fractions import Fraction
 from pathlib import Path
 
@@ -85,6 +86,23 @@ def test_a_damaged_size_in_a_clip_is_damage_and_no_lack_of_memory_after_which_to
     content[content.index(b"stts") + 8] = 0xFF  # the first byte of the number of entries, behind version and flags
     with pytest.raises(DataError, match="it cannot be decoded: it is damaged or cut off"):
         decode_media(MediaContent(True, content_bytes=bytes(content)), FrameSettings((32, 32), num_frames=1), 0.0)
+
+
+def test_a_lack_of_memory_that_has_passed_is_no_damage_of_a_clip(tmp_path, monkeypatch):
+    clip = MediaContent(True, write_frames(tmp_path / "1.mp4", [np.zeros((32, 32, 3), np.uint8)] * 2))
+    whole, failures = av.open, [MemoryError, av.error.MemoryError]
+
+    def open_container(file):
+        if failures:
+            raise failures.pop()(errno.ENOMEM, "Cannot allocate memory")
+        return whole(file)
+
+    monkeypatch.setattr(av, "open", open_container)
+    framing = FrameSettings((32, 32), num_frames=1)
+    with pytest.raises(MemoryError):  # both tries fail, the second in Python itself
+        decode_media(clip, framing, 0.0)
+    failures = [av.error.MemoryError]
+    assert decode_media(clip, framing, 0.0).shape == (1, 32, 32, 3)
 
 
 def test_a_clip_has_the_proportions_that_a_player_shows(tmp_path):
