@@ -179,7 +179,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
         raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
     raw_pass_rate = pass_rates_by_key[rate_key]
     try:
-        pass_rate = None if raw_pass_rate in (None, "") else float(raw_pass_rate)  # CSV writes null as an empty text
+        is_unknown = raw_pass_rate is None or not str(raw_pass_rate).strip()  # CSV writes null as a blank text
+        pass_rate = None if is_unknown else float(raw_pass_rate)
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None
     if pass_rate is not None and not parse_pass_rate_range(row_spec.pass_rate_range)(pass_rate):

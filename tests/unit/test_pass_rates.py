@@ -78,7 +78,7 @@ def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
 def test_a_blank_cell_of_a_csv_file_is_an_unknown_rate() -> None:
     spec = RecordSpec(recipe(GRPO), load_row_kind("prompts"), 8, "m", None, pass_rate_range="pass_rate < 1")
     record = Record(([1], "look", "", "{}", "rows:1"), False, {})
-    for rate in ("", None, "0.5"):
+    for rate in ("", " ", None, "0.5"):
         _check_pass_rate(spec, {"pass_rate": rate}, record, "rows:1")
     with pytest.raises(DataError, match=r"rows:1: the pass rate \[0\.5\] of its row is no number or null"):
         _check_pass_rate(spec, {"pass_rate": [0.5]}, record, "rows:1")
@@ -139,9 +139,9 @@ def test_a_missing_file_and_rows_to_learn_are_refused_before_anything_runs(tmp_p
         check_inputs(load_recipe(tmp_path, *settings, kind="grpo"))
     with pytest.raises(ConfigError, match=r"dataset\.pass_rates: the rates of prompts to complete"):
         check_capabilities(load_recipe(tmp_path, *settings))
-    one_of_several = f"[{{name='rows.jsonl', keep='pass_rate < 1', pass_rates='{tmp_path}/none.jsonl'}}]"
-    with pytest.raises(ConfigError, match=r"dataset\.pass_rates: the rates of prompts to complete"):
-        check_capabilities(load_recipe(tmp_path, f"{dataset}.name=''", f"{dataset}s={one_of_several}"))
+    several = f"[{{name='a.jsonl'}},{{name='b.jsonl', keep='pass_rate < 1', pass_rates='{tmp_path}/none.jsonl'}}]"
+    with pytest.raises(ConfigError, match=r" train\.train_policy\.datasets\.1\.pass_rates: the rates of prompts to"):
+        check_capabilities(load_recipe(tmp_path, f"{dataset}.name=''", f"{dataset}s={several}"))
     (tmp_path / "none.jsonl").write_text("one")
     first = fingerprint_of(load_recipe(tmp_path, *settings, kind="grpo"), "prepare")
     (tmp_path / "none.jsonl").write_text("two")

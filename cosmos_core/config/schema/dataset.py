@@ -76,10 +76,11 @@ class RowsConfig(Table):
         return self
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
+        table = next((key for key, dataset in stage.recipe.datasets.items() if dataset is self), "dataset")
         if self.keep and stage.recipe.policy.is_diffusers:
-            yield "dataset.keep: only prompts of text have pass rates; leave it out for a diffusion model"
+            yield f"{table}.keep: only prompts of text have pass rates; leave it out for a diffusion model"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
-            yield "dataset.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
+            yield f"{table}.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
     @field_validator("test_size")
     @classmethod
