@@ -147,6 +147,8 @@ CLIPPING = "'grpo' or 'dapo' or 'gspo' or 'dppo_tv' or 'dppo_kl'"
             "compared as a whole and spread over train steps"]) for batch, size in ((16, 3), (8, 16), (2, 16))),
         (CHAIN, "sft.timeout=1h", []),
         (SFT, "validation.dataset={name='org/rows', split='test'}", []),
+        (SFT, "validation.enable=false; validation.dataset.name='org/rows'", []),
+        (SFT, "validation.dataset={name='org/rows', local_dir='held_out'}", []),
         (SFT, "validation.dataset.name='org/rows'",
          [f"validation.dataset.name = 'org/rows': its rows are trained on too ({P}.dataset); name other rows or "
           "another split, or leave it out and hold rows out with test_size"]),
@@ -190,11 +192,12 @@ def test_a_subset_of_a_folder_is_read_where_it_has_one_and_is_told_to_have_no_ef
         )
         assert any("subset" in notice for notice in notices) != is_read
     (tmp_path / "rows" / "README.md").unlink()
-    local_dir = ("policy.is_diffusers=true", f"{P}.dataset.name=", f"{P}.dataset.local_dir={tmp_path}/rows")
-    for subset, is_read in (("main", True), ("other", False)):
+    (tmp_path / "rows.jsonl").touch()
+    for name, subset, is_read in (("rows", "main", True), ("rows", "other", True), ("rows.jsonl", "other", False)):
+        local_dir = ("policy.is_diffusers=true", f"{P}.dataset.name=", f"{P}.dataset.local_dir={tmp_path}/{name}")
         notices = unique_notices(load(tmp_path, SFT, *local_dir, f"{P}.dataset.subset={subset}"))
         assert [notice for notice in notices if "subset" in notice] == [
-            f"{P}.dataset.subset = 'other' has no effect here: {tmp_path}/rows is on this machine"
+            f"{P}.dataset.subset = 'other' has no effect here: {tmp_path}/rows.jsonl is on this machine"
         ] * (not is_read)
 
 

@@ -95,8 +95,9 @@ class ValidationConfig(Table):
             )
         policy = stage.recipe.train.train_policy
         trained_rows = {key: source.dataset for key, source in policy.tables_by_dataset.items() if self.dataset.name}
-        for key, rows in trained_rows.items() if stage.kind.trains_model else ():
-            if rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
+        for key, rows in trained_rows.items() if stage.kind.scores and stage.measures_held_out_rows else ():
+            has_same_folder = getattr(rows, "local_dir", "") == self.dataset.local_dir
+            if has_same_folder and rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
                 yield (
                     f"validation.dataset.name = {self.dataset.name!r}: its rows are trained on too ({key}); name other "
                     f"rows or another split, or leave it out and hold rows out with test_size"
