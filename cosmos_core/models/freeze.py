@@ -28,7 +28,8 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     quantization = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
-    names_trained_weights = keys == ["trainable_pattern"]  # the other keys train what they do not name
+    # Without a pattern, weights are trained that no key names; a map may also name quantized ones.
+    names_trained_weights = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
     if quantization and quantization not in DEQUANTIZED_FORMATS and not names_trained_weights:
         raise ConfigError(
             f"policy.model_name_or_path: the model's weights are quantized ({quantization}): they are not trained, and "

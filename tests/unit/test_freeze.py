@@ -115,6 +115,8 @@ def test_quantized_weights_are_refused_unless_others_are_named(
     with pytest.raises(ConfigError, match=rf"quantized \({method}\): .*; take the model without quantization"):
         mark_trained_weights(model, PolicyConfig.model_validate(policy))
     mark_trained_weights(model, PolicyConfig.model_validate({"trainable_pattern": ["norm"]}))
+    but_one = {"trainable_pattern": ["norm"], "trainable_map": {"model.norm": False}}
+    mark_trained_weights(model, PolicyConfig.model_validate(but_one))
     projection = model.get_submodule("model.layers.0.mlp.up_proj")
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"policy\.trainable_pattern: 'mlp' matches quantized weights"):
