@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
-    renderer: Any = load_processor(model) or tokenizer
+    renderer: Any = tokenizer
+    with suppress(ModelError):  # without a processor of its images, the model still completes text
+        renderer = load_processor(model) or tokenizer
     loaded_model = load_model(model, dtype=select_dtype(device), device=device)
     conversation: list[dict[str, Any]] = add_system_turn([], system_prompt)
     sampling_options: dict[str, Any] = {"do_sample": bool(temperature)}

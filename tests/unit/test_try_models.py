@@ -118,6 +118,14 @@ def test_a_prompt_reaches_a_template_that_renders_parts_alone(
     assert rendered[-1] == "USER: What is it? ASSISTANT: "
 
 
+def test_a_vision_model_whose_processor_is_damaged_completes_text(tmp_path: Path) -> None:
+    folder = save_vlm("llava", tmp_path / "llava", "{{ messages[-1].content }}")
+    for file in folder.glob("*processor_config.json"):
+        file.write_text("{")
+    complete = try_models.open_chat(str(folder), 1, 0.0, torch.device("cpu"), "")
+    assert isinstance(complete("What is it?", 0), str)
+
+
 def test_a_pipeline_without_a_t5_is_loaded_and_one_that_needs_a_package_is_refused_in_one_line(tmp_path: Path) -> None:
     bare = tiny_pipelines.save("sd3", tmp_path / "bare", has_t5=False)
     assert callable(try_models.open_image_generator(str(bare), "bare", torch.device("cpu")))
