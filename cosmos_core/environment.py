@@ -34,8 +34,11 @@ _SECRET_NAME_PATTERN = re.compile(
     re.I,
 )
 _CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[.-]")
-_CREDENTIAL_PATTERN = re.compile(r"api|access|auth|cred|pass|private|secret", re.I)
-_WORD_PATTERN = re.compile(r"[A-Za-z_<|>/-]+")
+_CREDENTIAL_PATTERN = re.compile(r"api|access|auth|bearer|bot_|cred|encrypt|pass|private|secret|sign", re.I)
+_LOCATION_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
+_WORD_PATTERN = re.compile(
+    r"[A-Za-z_<|>/.-]+|<[\w|/-]{1,30}>|\[\w{1,30}\]|(?=.{1,19}\Z)[A-Za-z]+\d?(?:_[A-Za-z]*\d{0,3})*"
+)
 _USER_SETTING_PATTERN = re.compile(r"(?:^|\.)(?:arguments|custom)\.")
 """Pattern of a dotted key below a table whose keys users choose."""
 _URL_WITH_PASSWORD = re.compile(r"(?:[a-z][a-z0-9+.-]*://|^)[^/@\s]*:([^/@\s]+)@", re.I)
@@ -192,10 +195,10 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
 
 
 def _is_secret_setting(key: str, value: str) -> bool:
-    """Return True if the key of a setting is the name of a secret, and its value is not a word such as the name of a
-    column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`."""
+    """Return True if the key of a setting is the name of a secret, and its value is neither a word such as the name of
+    a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the place of a secret."""
     is_word = _WORD_PATTERN.fullmatch(value) and not _CREDENTIAL_PATTERN.search(key)
-    return _is_secret_name(key) and not is_word
+    return _is_secret_name(key) and not (is_word or _LOCATION_PATTERN.search(key))
 
 
 @lru_cache(maxsize=1024)

@@ -134,7 +134,21 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
     settings = {"steps": 3, "api_key": "abc", "deep": [{"password": ["x", "y"], "name": "n"}], "secrets": {"a": "z"}}
     assert sorted(find_secrets(settings)) == ["abc", "x", "y", "z"]
     columns = {"text_key": "instruction", "pad_token": "<|endoftext|>", "key_env": "JUDGE_KEY", "hub_token": "a1b2c3d4"}
+    columns |= {
+        "answer_key": "prompt_v2",
+        "image_key": "image1",
+        "image_token": "<IMG_CONTEXT_1>",
+        "unk_token": "[UNK]",
+    }
+    columns |= {"eos_token": "<|extra_0|>", "token_file": "/home/ada/.token2", "label_key": "extra_info.answer"}
     assert list(find_secrets(columns)) == ["a1b2c3d4"], "no log calls the column of an instruction ***"
+    letters = {
+        "bot_token": "abcdefgh",
+        "signing_key": "ijklmnop",
+        "encryption_key": "qrstuvwx",
+        "bearer_token": "yz_ab",
+    }
+    assert list(find_secrets(letters)) == list(letters.values())
 
 
 def test_an_event_quotes_an_error_without_secrets(tmp_path: Path) -> None:
