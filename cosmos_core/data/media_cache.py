@@ -28,7 +28,7 @@ from cosmos_core.run.files import apply_umask, read_json, remove_temporary_files
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 3  # version of the cache, to increase if the same bytes are decoded to other pixels or tokens
+_TEXT_VERSION, _MEDIA_VERSION = 2, 3  # to increase if the same bytes are decoded to other tokens or other pixels
 _MIN_LEFTOVER_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
@@ -75,9 +75,9 @@ class MediaCache:
         # Processes on other machines may write to the cache too; their files have a recent modification time.
         remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
 
-    def compute_shard_key(self, entry_keys: Sequence[str]) -> str:
-        """Return the key of the shard whose entries have the keys `entry_keys`."""
-        return compute_digest(_CACHE_VERSION, self._encoders_digest, list(entry_keys))
+    def compute_shard_key(self, entry_keys: Sequence[str], *, is_media: bool) -> str:
+        """Return the key of the shard of texts or media whose entries have the keys `entry_keys`."""
+        return compute_digest(_MEDIA_VERSION if is_media else _TEXT_VERSION, self._encoders_digest, list(entry_keys))
 
     def has_shard(self, shard_key: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""

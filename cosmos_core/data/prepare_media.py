@@ -251,7 +251,7 @@ class _SplitEncoder:
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
         item_keys = [keyed_item.key for keyed_item in shard]
-        shard_key = self._cache.compute_shard_key(item_keys)
+        shard_key = self._cache.compute_shard_key(item_keys, is_media=is_media)
         # Refused media are decoded again, because a codec may have been installed since.
         refused_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
         retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in refused_keys]

@@ -90,13 +90,16 @@ def test_with_a_complete_cache_no_encoder_is_opened_and_the_files_are_the_same(t
     assert digests[0] == digests[1] and Path("statistics.json") in digests[0]
 
 
-def test_another_caption_encodes_one_text_and_no_image(tmp_path, runs):
+def test_another_caption_encodes_one_text_and_another_decoder_encodes_images_alone(tmp_path, runs, monkeypatch):
     source = write_pairs(tmp_path / "pairs", 3)
     prepared(stage_path(runs, 1), source)
     (source / "0001.json").write_text('{"prompt": "another"}')
     _, encoders = prepared(stage_path(runs, 2), source)
     assert encoders.media == 0
     assert "another" in encoders.texts
+    monkeypatch.setattr("cosmos_core.data.media_cache._MEDIA_VERSION", 0)
+    _, encoders = prepared(stage_path(runs, 3), source)
+    assert (encoders.texts, encoders.media) == ([], 3)
 
 
 def test_a_row_in_the_middle_changes_one_shard_or_two():
