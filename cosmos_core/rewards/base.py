@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cosmos_core.config.source_weights import reward_weights_of_source
@@ -230,16 +231,21 @@ def _to_finite_float(number: Any, message_start: str) -> float:
     return float(number)
 
 
-def full_reward(rewards: RewardConfig, data_source: str = "") -> float | None:
+def full_reward(
+    rewards: RewardConfig, data_source: str = "", metrics: Mapping[str, float] = MappingProxyType({})
+) -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
-    reward function distinguishes completions."""
+    reward function distinguishes completions. `metrics`: those of the completion's score, without the functions that
+    do not apply to it; empty: unknown. A function of negative weight counts with the value that it returned."""
     if not isinstance(rewards, dict):
         return rewards.max_total_reward
-    weight_by_name = reward_weights_of_source(rewards, data_source)
-    weights = [weight for name, weight in weight_by_name.items() if name not in PENALTY_REWARDS]
-    return sum(weights) if any(weights) else None
+    name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
+    weights = {name_by_reward[each]: w for each, w in weight_by_reward.items() if each not in PENALTY_REWARDS}
+    positive_weights = [w for name, w in weights.items() if w > 0 and (not metrics or name in metrics)]
+    deductions = [w * metrics.get(name, 0.0) for name, w in weights.items() if w < 0]
+    return sum(positive_weights) + sum(deductions) if positive_weights else None
 
 
-def has_full_reward(reward: float, full_reward: float) -> bool:
+def has_full_reward(reward: float, full_reward: float | None) -> bool:
     """Return whether a reward reaches the full reward (see `full_reward`), except for a rounding error."""
-    return reward >= full_reward - 1e-9
+    return full_reward is not None and reward >= full_reward - 1e-9

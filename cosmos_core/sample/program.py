@@ -54,7 +54,8 @@ def run(stage: Stage) -> Outcome:
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
     sample_config, rewards = stage.recipe.sample, stage.recipe.training_rewards
-    pass_rates = [compute_pass_rate(record, full_reward(rewards, prompts[record.id].source)) for record in records]
+    full_rewards = [partial(full_reward, rewards, prompts[record.id].source) for record in records]
+    pass_rates = list(map(compute_pass_rate, records, full_rewards))
     completions_to_keep = [
         select_completions(record, sample_config.keep, pass_rate, stage.seed)
         for record, pass_rate in zip(records, pass_rates, strict=True)

@@ -1,7 +1,7 @@
 """Selection of the completions that become rows for SFT or DPO, and metrics of the selection."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,17 @@ from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
 Message = Mapping[str, Any]
 
 
-def compute_pass_rate(sampled_prompt: SampledPrompt, full_reward: float | None) -> float | None:
-    """Return the fraction of valid completions with `full_reward`; None if it is None or no completion is valid."""
-    rewards = _list_valid_rewards(sampled_prompt.candidates)
-    if full_reward is None or not rewards:
-        return None
-    return sum(has_full_reward(reward, full_reward) for reward in rewards) / len(rewards)
+def compute_pass_rate(
+    sampled_prompt: SampledPrompt, get_full_reward: Callable[[Mapping[str, float]], float | None]
+) -> float | None:
+    """Return the fraction of valid completions with the full reward, which `get_full_reward` returns for the values of
+    the reward functions; None if the full reward of no valid completion is known."""
+    flags = [
+        has_full_reward(each.reward, full_reward)
+        for each in sampled_prompt.candidates
+        if each.reward is not None and (full_reward := get_full_reward(each.rewards)) is not None
+    ]
+    return sum(flags) / len(flags) if flags else None
 
 
 def select_completions(

@@ -5,7 +5,7 @@ Used during training and by stages of kind `validate` (`validate.py`).
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -63,15 +63,15 @@ def row_metrics(
 
 
 def completion_metrics(
-    groups: Sequence[ScoredGroup], get_full_reward: Callable[[str], float | None]
+    groups: Sequence[ScoredGroup], get_full_reward: Callable[[str, Mapping[str, float]], float | None]
 ) -> dict[str, float]:
     """Return mean reward, accuracy and length over valid completions, and the mean of each reward function. Raise
     `RewardError` or `StageFailed` if no completion has a valid reward.
 
     Accuracy is the fraction of completions with the full reward, that is, every reward function returned 1 and no
     penalty applied. With several completions of a prompt, `pass@k` is the unbiased estimate of how often at least one
-    of k completions has the full reward (see `pass_at_k`). `get_full_reward` returns the full reward of a data set, by
-    its name. Prompts whose full reward is None are left out of accuracy and pass@k.
+    of k completions has the full reward (see `pass_at_k`). `get_full_reward` returns the full reward by the name of a
+    data set and the metrics of a score. Completions whose full reward is None are left out of accuracy and pass@k.
     """
     reward_values = np.array([s.value for g in groups for s in g.scores if s.value is not None], dtype=np.float64)
     num_completions = sum(len(group.scores) for group in groups)
@@ -82,9 +82,13 @@ def completion_metrics(
     completion_lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness_metrics: dict[str, float] = {}
     correct_flags = [
-        [has_full_reward(score.value, full_reward) for score in group.scores if score.value is not None]
+        [
+            has_full_reward(score.value, full_reward)
+            for score in group.scores
+            if score.value is not None
+            and (full_reward := get_full_reward(group.group.prompt.source, score.metrics)) is not None
+        ]
         for group in groups
-        if (full_reward := get_full_reward(group.group.prompt.source)) is not None
     ]
     if any(correct_flags):  # the full reward of at least one valid completion is known
         accuracy = float(np.concatenate(correct_flags).mean())

@@ -17,20 +17,22 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and rewards by prompt; `get_full_reward` returns the full reward of a data set."""
+    """Counts of sampled groups and rewards by prompt; `get_full_reward` is `full_reward` of the recipe's rewards."""
 
-    def __init__(self, get_full_reward: Callable[[str], float | None]) -> None:
+    def __init__(self, get_full_reward: Callable[..., float | None]) -> None:
         self._get_full_reward = get_full_reward
         self._counts: dict[str, list[float]] = {}
 
     def add(self, scored_groups: Sequence[ScoredGroup]) -> None:
         """Count sampled groups and their completions with a valid reward."""
         for group in scored_groups:
-            rewards = [score.value for score in group.scores if score.value is not None]
-            full_reward = self._get_full_reward(group.group.prompt.source)
-            full_reward_flags = [full_reward is not None and has_full_reward(reward, full_reward) for reward in rewards]
-            group_counts = (1, len(rewards), sum(rewards), sum(full_reward_flags))
-            prompt_id = str(group.group.prompt.id)
+            prompt = group.group.prompt
+            rewards = [(score.value, score.metrics) for score in group.scores if score.value is not None]
+            full_reward_flags = [
+                has_full_reward(reward, self._get_full_reward(prompt.source, metrics)) for reward, metrics in rewards
+            ]
+            group_counts = (1, len(rewards), sum(reward for reward, _ in rewards), sum(full_reward_flags))
+            prompt_id = str(prompt.id)
             self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 4), group_counts))
 
     def state_dict(self) -> dict[str, Any]:

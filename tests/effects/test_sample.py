@@ -32,7 +32,7 @@ def texts(recipe: Recipe) -> str:
     """Return the texts of the rows of an easy and a hard prompt; of a pair both."""
     rows: list[dict[str, Any]] = []
     for sampled in (EASY, HARD):
-        passing = select_completions(sampled, recipe.sample.keep, compute_pass_rate(sampled, 1.0), 0)
+        passing = select_completions(sampled, recipe.sample.keep, compute_pass_rate(sampled, lambda rewards: 1.0), 0)
         rows += make_rows(sampled, [], recipe.sample, passing, {})
     turns = [row[key] for row in rows for key in ("conversations", "chosen", "rejected") if key in row]
     return "".join(turn["content"] for each in turns for turn in each)

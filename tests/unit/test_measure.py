@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
@@ -11,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.config.schema.dataset import PASS_RATES_FILE
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.base import full_reward
 from cosmos_core.run.workspace import Workspace
+from cosmos_core.sample.records import SampledPrompt, ScoredCompletion
+from cosmos_core.sample.selection import compute_pass_rate
 from cosmos_core.train.measure import (
     CompletionValidation,
     completion_metrics,
@@ -22,6 +26,7 @@ from cosmos_core.train.measure import (
     pass_at_k,
     row_metrics,
 )
+from cosmos_core.train.pass_rates import PassRates
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Score, ScoredGroup, Segment
 from tests.unit.test_train import GRPO, make_stage, recipe
 
@@ -104,20 +109,48 @@ def test_accuracy_is_that_of_a_reward_that_was_named_or_none(
     asked = Recipe.model_validate(recipe({**unnamed, **settings}).model_dump())  # as a worker reads it
     assert asked.held_out_rewards == rewards
     assert full_reward(rewards) == (2.0 if any(rewards.values()) else None)
-    found = completion_metrics([scored(0.0, 0.0)], partial(full_reward, rewards))
+    group = ScoredGroup(scored(0.0, 0.0).group, (Score(0.0), Score(0.0)))
+    found = completion_metrics([group], partial(full_reward, rewards))
     expected = 0.0 if any(rewards.values()) else None
     assert found.get("validation/accuracy") == found.get("validation/pass@2") == expected
 
 
 def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones() -> None:
-    found = completion_metrics([scored(1.0, 0.0, 0.0, 0.0), scored(1.0, 0.5, None, None)], lambda source: 1.0)
+    found = completion_metrics([scored(1.0, 0.0, 0.0, 0.0), scored(1.0, 0.5, None, None)], lambda source, metrics: 1.0)
     assert found["validation/accuracy"] == pytest.approx(2 / 6)
     assert found["validation/pass@2"] == pytest.approx((3 / 6 + 1) / 2)
     assert found["validation/pass@4"] == 1.0 and "validation/pass@8" not in found
     assert found["validation/reward/right"] == pytest.approx(2.5 / 6)
     assert found["validation/reward_stderr"] == pytest.approx(0.25)
-    one = completion_metrics([scored(1.0)], lambda source: 1.0)
+    one = completion_metrics([scored(1.0)], lambda source, metrics: 1.0)
     assert "validation/pass@2" not in one and "validation/reward_stderr" not in one, "one prompt shows no error"
+
+
+@pytest.mark.parametrize(
+    ("weights", "values", "is_right"),
+    [
+        ({"a.py:math": 1.0, "a.py:code": 1.0}, {"math": 1.0}, True),  # the other one returned None, as in TRL
+        ({"a.py:math": 1.0, "a.py:code": 1.0}, {"math": 0.5}, False),
+        ({"a.py:math": 1.0, "a.py:code": 1.0}, {"math": 1.0, "code": 0.0}, False),
+        ({"a.py:right": 1.0, "a.py:repeats": -1.0}, {"right": 0.0, "repeats": 0.0}, False),
+        ({"a.py:right": 1.0, "a.py:repeats": -1.0}, {"right": 1.0, "repeats": 0.3}, True),
+        ({"a.py:right": 1.0, "a.py:form": 1.0, "a.py:long": -1.0}, {"right": 0.0, "form": 1.0, "long": 0.0}, False),
+        ({"a.py:repeats": -1.0}, {"repeats": 0.0}, None),
+    ],
+)
+def test_a_completion_is_right_if_each_reward_that_applies_to_it_is_1_whatever_it_loses(
+    weights: dict[str, float], values: dict[str, float], is_right: bool | None, tmp_path: Path
+) -> None:
+    total = sum(weight * values.get(name.partition(":")[2], 0.0) for name, weight in weights.items())
+    group = ScoredGroup(Group(PROMPTS[0], (COMPLETION,), 0), (Score(total, values),))
+    expected = None if is_right is None else float(is_right)
+    assert completion_metrics([group], partial(full_reward, weights)).get("validation/accuracy") == expected
+    rates = PassRates(partial(full_reward, weights))
+    rates.add([group])
+    rates.write(tmp_path, PROMPTS[:1])
+    assert json.loads((tmp_path / PASS_RATES_FILE).read_text())["pass_rate"] == expected
+    sampled = SampledPrompt(0, [ScoredCompletion("4", [], total, values, "", 0, 1, True)])
+    assert compute_pass_rate(sampled, partial(full_reward, weights, "")) == expected
 
 
 def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_completion() -> None:
@@ -125,7 +158,7 @@ def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_c
         scored(value, prompt=Prompt(0, (1,), "?", "4", source=source))
         for source, value in (("sums", None), ("style", 0.5))
     ]
-    found = completion_metrics(groups, {"sums": 1.0, "style": None}.__getitem__)
+    found = completion_metrics(groups, lambda source, metrics: {"sums": 1.0, "style": None}[source])
     assert "validation/accuracy" not in found and found["validation/reward"] == 0.5
 
 

@@ -224,7 +224,7 @@ def test_pass_rates_count_dropped_groups_and_go_on_from_a_checkpoint(tmp_path: P
 
 @pytest.mark.parametrize(("full", "rate"), [(1.0, 1.0), (None, None)])
 def test_without_a_full_reward_no_pass_rate_is_known(full: float | None, rate: float | None, tmp_path: Path) -> None:
-    rates = PassRates(lambda source: full)
+    rates = PassRates(lambda *score: full)
     rates.add([ScoredGroup(Group(PROMPTS[0], (), 0), (Score(1.0),))])
     rates.write(tmp_path, PROMPTS[:1])
     line = json.loads((tmp_path / "pass_rates.jsonl").read_text())

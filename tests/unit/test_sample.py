@@ -68,7 +68,7 @@ GROUP = SampledPrompt(
     ],
 )
 def test_completions_are_kept_by_reward_text_and_difficulty(keep: dict[str, Any], texts: str) -> None:
-    rate = compute_pass_rate(GROUP, 1.0)
+    rate = compute_pass_rate(GROUP, lambda rewards: 1.0)
     assert rate == 3 / 6
     assert "".join(each.text for each in select_completions(GROUP, KeepConfig(**keep), rate, 0)) == texts
 
@@ -95,7 +95,8 @@ def test_a_pair_is_the_best_that_passed_and_the_worst_of_all() -> None:
 def test_metrics_compare_the_kept_with_a_random_choice() -> None:
     other = SampledPrompt(8, [candidate("x", 0.0), candidate("y", 0.5)])
     passing = [select_completions(each, KeepConfig(best=1), None, 0) for each in (GROUP, other)]
-    metrics = make_metrics([GROUP, other], passing, [compute_pass_rate(each, 1.0) for each in (GROUP, other)], 2)
+    pass_rates = [compute_pass_rate(each, lambda rewards: 1.0) for each in (GROUP, other)]
+    metrics = make_metrics([GROUP, other], passing, pass_rates, 2)
     assert metrics["sample/reward_random"] == pytest.approx((3.5 / 6 + 0.25) / 2)
     assert metrics["sample/reward_best"] == metrics["sample/reward_kept"] == 0.75
     assert metrics["sample/pass_rate"] == 0.25 and metrics["sample/solved"] == 0.5
