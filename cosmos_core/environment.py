@@ -196,7 +196,7 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
 
 def _is_secret_setting(key: str, value: str) -> bool:
     """Return True if the key of a setting is the name of a secret, and its value is neither a word such as the name of
-    a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the place of a secret."""
+    a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the path of a secret."""
     is_word = _WORD_PATTERN.fullmatch(value) and not _CREDENTIAL_PATTERN.search(key)
     return _is_secret_name(key) and not (is_word or _LOCATION_PATTERN.search(key))
 
