@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
-from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.conditions import is_lower_better, parse_condition
 from cosmos_core.config.inputs import existing_path, read_card_metadata, referenced_stage
 from cosmos_core.config.override import IMPLIED_STAGE_SUFFIX
 from cosmos_core.config.schema.field_metadata import SupportedValues, find_metadata
@@ -27,9 +27,13 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggest_names
 
 _VALIDATION_PREFIX = "validation/"
-_LOSS_METRICS = ("loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*")
+_LOSS_METRICS = (
+    "loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*", "logps/*", "kl", "samples",
+    "diversity",
+)  # fmt: skip
 _VALIDATION_METRICS = (
-    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", *_LOSS_METRICS
+    "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", "turns",
+    "tool_calls", "tool_errors", *_LOSS_METRICS
 )  # fmt: skip
 """Metrics of validation: first of completions, then of the loss on held-out rows. User algorithms may report more."""
 _MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
@@ -260,6 +264,11 @@ def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
             yield (
                 f"{location}: confidence = {stage.confidence:g} has no effect here: no condition in require compares "
                 f"with published"
+            )
+        if (sweep := stage.sweep) and is_lower_better(sweep.metric) and "mode" not in sweep.model_fields_set:
+            yield (
+                f"{location}: sweep.metric = {sweep.metric!r}: the branch with its largest value is chosen; set "
+                f"sweep.mode = 'min' for the smallest"
             )
         if stage.data and stage_kind.entry and not stage_kind.reads_data and not stage_kind.reads_key("export.formats"):
             yield f"{location}: data = {stage.data!r} has no effect here: kind {stage.kind} reads no rows"

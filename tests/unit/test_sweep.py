@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -85,6 +85,16 @@ def test_each_point_of_a_grid_is_a_branch_and_what_is_behind_follows_the_choice(
     assert trained["measure-optm_lr-0_5-seed-2"] == trained["sft-data"]  # held-out rows and sampling are the same
     (tmp_path / "again.toml").write_text(tomli_w.dumps(pipeline.as_toml()))
     assert load_pipeline(tmp_path / "again.toml", (), all_kinds()).as_toml() == pipeline.as_toml()
+
+
+def test_a_choice_of_the_largest_loss_that_nobody_asked_for_is_said(tmp_path: Path) -> None:
+    for metric, mode, is_said in (("loss", "", True), ("loss", ', mode = "max"', False), ("accuracy", "", False)):
+        sweep = f'grid = {{ {RATES} }}, metric = "validation/{metric}", through = "measure"{mode}'
+        notices = [notice for notice in unique_notices(swept(tmp_path, sweep)) if "sweep" in notice]
+        assert notices == is_said * [
+            "stage 'sft': sweep.metric = 'validation/loss': the branch with its largest value is chosen; set "
+            "sweep.mode = 'min' for the smallest"
+        ]
 
 
 def test_an_override_of_a_key_in_the_grid_is_said_to_do_nothing(tmp_path: Path) -> None:
