@@ -1,8 +1,9 @@
 """Images of a row: their positions in a conversation, their sources and their pixels.
 
 Supported are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a column
-such as `image` or `images` with paths, bytes, or both as in Hugging Face data sets. The images of a column belong to
-<image> marks, to parts without a source, or precede the first user text. Nothing is fetched from a network.
+such as `image` or `images` with paths, bytes, or both as in Hugging Face data sets. A user's own data set may have
+images of Pillow. The images of a column belong to <image> marks, to parts without a source, or precede the first user
+text. Nothing is fetched from a network.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
             sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
-    num_missing_images, num_unused_images = sum(source is None for source in sources), sum(1 for _ in unused_images)
-    if num_missing_images or num_unused_images:
+    num_missing_images, other_images = sum(source is None for source in sources), list(unused_images)
+    if num_missing_images or (other_images and other_images != sources):  # a column may repeat what the turns name
         raise DataError(
             f"{location}: the turns show {len(sources)} images and the row has "
-            f"{len(sources) - num_missing_images + num_unused_images}; write <image> once for each image"
+            f"{len(sources) - num_missing_images + len(other_images)}; write <image> once for each image"
         )
     texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
     if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, texts), None):
@@ -104,12 +105,19 @@ def open_image(image_ref: ImageRef) -> Image:
 
 
 def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _OTHER_IMAGE_COLUMNS) -> list[Any]:
-    """Return the images in the first of `columns` that a row has a value in; empty if there is none."""
+    """Return the images in the first of `columns` that has not only nulls; empty if there is none."""
     for value in map(row.get, columns):
         images = list(value) if isinstance(value, (list, tuple)) else [value]
-        if images and value is not None and value != "":
+        if not all(map(_is_null, images)):
             return images
     return []
+
+
+def _is_null(image: Any) -> bool:
+    """Return whether a value of a column is no image: columnar formats have an object of nulls for a missing one."""
+    if isinstance(image, dict):
+        return not any(image.values())
+    return image is None or (isinstance(image, str) and not image)
 
 
 def _split_at_image_marks(content: Any) -> Any:
@@ -148,6 +156,8 @@ def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
         source = image_bytes if image_bytes is not None else source.get("url") or source.get("path")
     if isinstance(source, (bytes, bytearray)):
         return None, bytes(source)
+    if is_pillow_image(source):
+        return None, _encode_image(source, location)
     if not isinstance(source, str) or not source:
         raise DataError(f"{location}: {str(source)[:40]!r} is no image; give a path, bytes or a data: URI")
     if source.startswith("data:"):
@@ -162,12 +172,28 @@ def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     return source, None
 
 
+def is_pillow_image(value: Any) -> bool:
+    """Return whether a value is an image of Pillow, without its import."""
+    return hasattr(value, "getexif")
+
+
+def _encode_image(image: Image, location: str) -> bytes:
+    """Return an image of Pillow as a PNG file; raise DataError if its own file is damaged."""
+    from PIL import ImageOps
+
+    try:
+        convert_to_rgb(ImageOps.exif_transpose(image)).save(buffer := BytesIO(), "PNG")
+    except _DECODER_ERRORS as error:
+        raise DataError(f"{location}: the image in the row is damaged ({error}); replace it") from error
+    return buffer.getvalue()
+
+
 def _decode_data_uri(uri: str, location: str) -> bytes:
     uri_header, _, encoded_data = uri.partition(",")
     try:
         if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
-        return base64.b64decode(encoded_data, validate=True)
+        return base64.b64decode("".join(encoded_data.split()), validate=True)  # programs break its lines
     except ValueError as error:
         raise DataError(f"{location}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
 

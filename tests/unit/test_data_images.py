@@ -34,6 +34,7 @@ SHOWN = {"role": "user", "content": "<image>\nWhat is it?"}
 ASKED = {"role": "user", "content": "What is it?"}
 ANSWER = {"role": "assistant", "content": "A cat."}
 BARE = {"type": "image"}
+NULL = {"bytes": None, "path": None}
 IN_PARTS = {"role": "user", "content": [BARE, {"type": "text", "text": "\nWhat is it?"}]}
 
 
@@ -44,6 +45,7 @@ def png(image: Image.Image) -> bytes:
 
 
 CAT = png(picture(1))
+BASE64 = (base64.b64encode(CAT).decode(), base64.encodebytes(CAT).decode())
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,12 @@ def prepare(folder: Path, model: Path, rows: list[dict[str, Any]] | Path, **tabl
         ([{**ASKED, "content": [{**BARE, "image_url": {"url": "a.png"}}]}], {}, [{"url": "a.png"}]),
         ([{**ASKED, "content": "<image> or <image>?"}, SHOWN], {"images": ["1", "2", "3"]}, ["1", "2", "3"]),
         ([ASKED, ANSWER], {}, []),
+        ([{**ASKED, "content": [{**BARE, "image": "a.png"}]}], {"images": ["a.png"]}, ["a.png"]),
+        *(
+            ([ASKED, ANSWER], {name: none}, [])
+            for name in ("images", "videos")
+            for none in ([None], [NULL], [""], NULL)
+        ),
     ],
 )
 def test_images_are_found_in_the_order_in_which_the_turns_show_them(turns, row, sources):
@@ -103,6 +111,8 @@ def test_words_around_a_mark_are_kept_and_images_without_a_mark_come_first():
     [
         ([SHOWN], {"images": ["a", "b"]}, "the turns show 1 images and the row has 2"),
         ([SHOWN, SHOWN], {"image": "a"}, "the turns show 2 images and the row has 1"),
+        ([SHOWN, SHOWN], {"images": ["a", None]}, "the turns show 2 images and the row has 1"),
+        ([{**ASKED, "content": [{**BARE, "image": "a"}]}], {"image": "b"}, "show 1 images and the row has 2"),
         ([IN_PARTS], {}, "the turns show 1 images and the row has 0"),
         ([SHOWN], {}, "shows an image, and the row names none"),
         ([ANSWER], {"image": "a"}, "no user turn to show them"),
@@ -132,8 +142,8 @@ def test_a_file_is_kept_by_its_path_below_the_root_and_its_digest(source, tmp_pa
 
 @pytest.mark.parametrize(
     "source",
-    [CAT, {"bytes": CAT, "path": "gone.png"}, f"data:image/png;base64,{base64.b64encode(CAT).decode()}"],
-    ids=["bytes", "dictionary", "data URI"],
+    [CAT, {"bytes": CAT, "path": "gone.png"}, *(f"data:image/png;base64,{text}" for text in BASE64)],
+    ids=["bytes", "dictionary", "data URI", "data URI of lines"],
 )
 def test_bytes_are_kept_themselves(source, tmp_path):
     ref, image = read_image(source, tmp_path, "row")
@@ -164,10 +174,12 @@ def exotic() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", exotic())
 def test_other_kinds_of_pixels_are_read_as_the_processors_of_transformers_read_them(name, tmp_path):
     (tmp_path / "a").write_bytes(exotic()[name])
-    _, image = read_image("a", tmp_path, "row")
     theirs = load_image(str(tmp_path / "a"))
-    assert image.mode == "RGB" and np.array_equal(np.asarray(image), np.asarray(theirs))
-    assert image.size == ((30, 40) if name == "turned" else (40, 30))
+    for source in ("a", Image.open(tmp_path / "a")):
+        ref, image = read_image(source, tmp_path, "row")
+        assert image.mode == "RGB" and np.array_equal(np.asarray(image), np.asarray(theirs))
+        assert image.size == ((30, 40) if name == "turned" else (40, 30))
+        assert (ref.content is None) == (source == "a")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from cosmos_core.data.kinds.prompts import serialise_row_for_rewards
 from cosmos_core.errors import RewardError
@@ -169,7 +170,8 @@ def test_a_name_that_no_column_has_is_named_with_the_columns(tmp_path: Path) -> 
 
 
 def test_the_columns_of_a_row_are_kept_as_json_without_media() -> None:
-    row = {"question": "2 + 3?", "answer": "5", "image": {"bytes": b"x"}, "level": 3, "raw": {"a": b"x", "b": 1}}
+    media = {"image": {"bytes": b"x"}, "img": Image.new("RGB", (2, 2))}
+    row = {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"a": b"x", "b": 1}, **media}
     system = {"role": "system", "content": "Be brief."}
     found = json.loads(serialise_row_for_rewards(row, [system, *ASKED]))
     assert found == {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"b": 1}, "prompt": "2 + 3?"}

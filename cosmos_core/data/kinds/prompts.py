@@ -15,6 +15,7 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.columns import find_column
 from cosmos_core.data.conversation import tokenise_prompt, tokenise_rendered_prompt
+from cosmos_core.data.images import is_pillow_image
 from cosmos_core.data.kinds.base import IDS_TYPE, VALIDATION_SPLIT, HeldOutSet, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -163,11 +164,13 @@ def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: st
 
 
 def _to_plain_json(value: Any) -> Any:
-    """Return a value without bytes and with NumPy types converted to Python types, so that JSON can represent it."""
+    """Return a value without bytes and images, and with Python types in place of NumPy's, so that JSON can represent
+    it."""
     if isinstance(value, dict):
         if is_image_part(value):
             return {"type": "image"}
-        return {str(name): _to_plain_json(element) for name, element in value.items() if not isinstance(element, bytes)}
+        elements = {str(k): v for k, v in value.items() if not (isinstance(v, bytes) or is_pillow_image(v))}
+        return {name: _to_plain_json(element) for name, element in elements.items()}
     if isinstance(value, list | tuple):
         return [_to_plain_json(element) for element in value]
     return value.tolist() if hasattr(value, "tolist") else value
