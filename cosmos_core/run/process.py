@@ -29,6 +29,7 @@ def identify_process() -> dict[str, Any]:
         "launcher_started": read_start_time(pid),
         "launcher_host": socket.gethostname(),
         "launcher_machine": identify_machine(),
+        "launcher_machine_id": _read_machine_id(),
     }
 
 
@@ -42,6 +43,14 @@ def identify_machine() -> str:
     return f"{socket.gethostname()}/{boot_id}/{pid_namespace}"
 
 
+def _read_machine_id() -> str:
+    """Return the id of this machine, which it keeps when it restarts; empty if it has none, as a container may."""
+    try:
+        return Path("/etc/machine-id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 class Launcher(JsonDocument):
     """Process that runs stages: a base class of documents with the fields of `identify_process`."""
 
@@ -51,6 +60,7 @@ class Launcher(JsonDocument):
     """Host name of the process; machines may share the folder of runs."""
     launcher_machine: str = ""
     """Machine and boot within which the pid is valid; see `identify_machine`."""
+    launcher_machine_id: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -63,7 +73,8 @@ class Launcher(JsonDocument):
     def has_ended(self) -> bool:
         """Return True if the process ran on this machine and has ended, at the latest when the machine restarted."""
         if not self.is_local:  # only the boot differs; a container has another host name or pid namespace
-            return self.launcher_machine.split("/")[::2] == identify_machine().split("/")[::2]
+            is_same_host = self.launcher_machine.split("/")[::2] == identify_machine().split("/")[::2]
+            return is_same_host and self.launcher_machine_id == _read_machine_id()
         return not is_alive(self.launcher_pid, self.launcher_started)
 
 

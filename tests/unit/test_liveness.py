@@ -24,6 +24,7 @@ from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import compute_time_breakdown, read_run
 from cosmos_core.observe.resuming import make_resume_instructions
 from cosmos_core.observe.runs import is_run_inactive
+from cosmos_core.run import process
 from cosmos_core.run.directory import Run, claim_run, create_run
 from cosmos_core.run.liveness import (
     LEASE_SECONDS,
@@ -216,18 +217,20 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
     assert read_run(run.path).outcome == "stopped", "a flow in Python that was stopped in its own code"
 
 
-def test_a_flow_whose_machine_was_restarted_died(tmp_path: Path) -> None:
+def test_a_flow_whose_machine_was_restarted_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of another container, or of another machine, may be alive."""
+    monkeypatch.setattr(process, "_read_machine_id", lambda: "here")
     run = counting_run(tmp_path)
     claim_run(run).release()
     record_flow_state(run.path, "running")
     holder = json.loads((file := run.path / "locks" / "holder.json").read_text())
     host, boot, namespace = holder["launcher_machine"].split("/")
-    for machine, is_dead in (
-        (f"{host}/{boot}/{namespace}", False), (f"{host}/before/{namespace}", True),
-        (f"{host}/before/pid:[1]", False), (f"node-3/before/{namespace}", False),
+    for machine, machine_id, is_dead in (
+        (f"{host}/{boot}/{namespace}", "here", False), (f"{host}/before/{namespace}", "here", True),
+        (f"{host}/before/pid:[1]", "here", False), (f"node-3/before/{namespace}", "here", False),
+        (f"{host}/before/{namespace}", "another of this name", False),
     ):  # fmt: skip
-        file.write_text(json.dumps(holder | {"launcher_machine": machine}))
+        file.write_text(json.dumps(holder | {"launcher_machine": machine, "launcher_machine_id": machine_id}))
         assert read_run(run.path).outcome == ("died" if is_dead else "running")
         assert _may_be_running(run.path) is not is_dead
 
