@@ -25,6 +25,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
     EXIT_CRASH,
     EXIT_OK,
+    EXIT_PREEMPTED,
     ConfigError,
     CosmosError,
     Preempted,
@@ -172,6 +173,8 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         with convert_errors(convert_user_error):
             stage_outcome = program(stage, **stage.config.arguments)
     except SystemExit as error:  # the user's function ends as a script does
+        if error.code == EXIT_PREEMPTED:
+            raise Preempted(f"{stage_description} exited with {EXIT_PREEMPTED}") from error
         raise ProgramError(f"{stage_description} exited with {error.code!r} instead of returning") from error
     if not isinstance(stage_outcome, Outcome):
         result_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.errors import ProgramError
+from cosmos_core.errors import Preempted, ProgramError
 from cosmos_core.run import stage as stage_module
 from cosmos_core.train import generation
 from cosmos_core.worker import program
@@ -35,3 +35,5 @@ def test_a_function_that_exits_as_a_script_does_is_one_line() -> None:
     for code in (0, "no rows left"):
         with pytest.raises(ProgramError, match=f"^stage 'mine': mine.py:main exited with {code!r} instead of"):
             program._call_program(lambda _, code=code: sys.exit(code), stage)
+    with pytest.raises(Preempted):
+        program._call_program(lambda _: sys.exit(75), stage)  # it has saved, and goes on when the run is resumed
