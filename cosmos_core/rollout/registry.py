@@ -34,7 +34,9 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size
         if removed_names := [name for name in config.architectures or () if name in _ARCHITECTURES_REMOVED_FROM_VLLM]:
             raise ConfigError(f"vLLM has no {removed_names[0]} any more, as {folder!r} is; set rollout.backend = 'hf'")
         check_heads(config, folder, tp_size=tp_size)
-    elif not is_import_path(backend) and (model_class := find_model_class(config)) is not AutoModelForCausalLM:
+    elif is_import_path(backend):
+        import_user_code(backend)
+    elif (model_class := find_model_class(config)) is not AutoModelForCausalLM:
         from cosmos_core.rollout.hf import find_cache_argument
 
         find_cache_argument(model_class)

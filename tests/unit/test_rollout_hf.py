@@ -325,3 +325,9 @@ def test_a_model_without_a_cache_is_refused_by_the_check() -> None:
     config = transformers.RwkvConfig(architectures=["RwkvForCausalLM"])
     with pytest.raises(ConfigError, match="RwkvForCausalLM takes no DynamicCache"):
         check_engine("hf", config, "rwkv")
+
+
+def test_an_engine_of_a_user_that_cannot_be_imported_is_refused_by_the_check(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Engine(:\n")
+    with pytest.raises(ConfigError, match=r"mine.py:Engine' cannot be imported: SyntaxError.*mine.py:1\)"):
+        check_engine(f"{tmp_path}/mine.py:Engine", transformers.LlamaConfig(), "llama")
