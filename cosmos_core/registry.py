@@ -130,6 +130,32 @@ def locate_code(path: str) -> Path:
     return file
 
 
+def read_signature(path: str) -> inspect.Signature | None:
+    """Return the signature of a user's function, without annotations and with the defaults None. The file is not run;
+    None if the signature is known only after it has run, as that of a decorated function."""
+    file, name, namespace = _find_code_file(path), path.rpartition(":")[2], dict[str, Any]()
+    try:
+        with _AST_PARSER_LOCK:
+            nodes = [*ast.walk(module := ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # the later import of the file reports the error
+        return None
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+    is_assigned = any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store) for node in nodes
+    )
+    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_assigned:
+        return None
+    [function], nothing = functions, ast.Constant(None)
+    function.args.defaults = [nothing] * len(function.args.defaults)
+    function.args.kw_defaults = [default and nothing for default in function.args.kw_defaults]
+    for node in ast.walk(function.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    function.body, function.returns = [ast.Pass()], None
+    exec(compile(ast.fix_missing_locations(ast.Module([function], [])), str(file), "exec"), namespace)
+    return inspect.signature(namespace[name])
+
+
 _AST_PARSER_LOCK = threading.Lock()
 """Lock around Python's parser: Python 3.11 counts the depth of the syntax tree once for all threads, so two threads
 that parse at once raise a `SystemError` (CPython issue 106905)."""

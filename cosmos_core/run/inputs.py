@@ -13,11 +13,19 @@ from cosmos_core.config.inputs import EVALUATION_REWARDS_KEY, WEIGHTS_SUFFIXES, 
 from cosmos_core.config.prompt_sets import find_prompt_set
 from cosmos_core.config.schema.dataset import reasoning_gym_generator
 from cosmos_core.config.schema.logging import CONSOLE_SINK, SINKS_FOLDER
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import REASONING_GYM_REWARD
 from cosmos_core.errors import ConfigError, CosmosError, DataError, ModelError, RewardError
 from cosmos_core.machine_properties import measure_worker_machine
-from cosmos_core.registry import is_import_path, list_defined_names, load_class, locate_code, suggest_names
+from cosmos_core.registry import (
+    is_import_path,
+    list_defined_names,
+    load_class,
+    locate_code,
+    read_signature,
+    suggest_names,
+)
 from cosmos_core.run.content import list_model_files
 
 _REWARDS_PACKAGE = "cosmos_core.rewards"
@@ -47,6 +55,8 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_code_location(stage_input)
                 if stage_input.role == "reward" and (stage_kind.scores or stage_input.key == EVALUATION_REWARDS_KEY):
                     _check_reward(stage_input)
+            if stage.entry:
+                _check_arguments(stage)
             if stage_kind.trains_model:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
                     problem = "these kernels need an NVIDIA GPU, and this machine has none"
@@ -138,6 +148,16 @@ def _check_code_location(stage_input: StageInput, error_class: type[CosmosError]
         locate_code(stage_input.location)
     except ConfigError as error:
         raise error_class(f"{stage_input.key}: {error}") from error
+
+
+def _check_arguments(stage: StageConfig) -> None:
+    """Raise ConfigError if the arguments of a user's function do not fit its signature."""
+    if (signature := read_signature(stage.entry)) is None:
+        return
+    try:
+        signature.bind(stage, **stage.arguments)
+    except TypeError as error:
+        raise ConfigError(f"arguments do not fit {stage.entry}: {error}") from error
 
 
 def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:

@@ -6,14 +6,17 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.registry import import_object, locate_code
+from cosmos_core.registry import import_object, locate_code, read_signature
+from cosmos_core.run.inputs import check_inputs
 from cosmos_core.upload.base import open_target
+from tests.unit.run_folder import counting_run
 
 
 def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
@@ -78,6 +81,44 @@ def test_code_that_has_nothing_of_the_name_is_found_without_running_it(tmp_path:
     with pytest.raises(ConfigError) as caught:
         locate_code(f"{file}:make")
     assert str(caught.value) == f"'{file}:make': {file} {said}"
+
+
+@pytest.mark.parametrize(
+    ("text", "signature"),
+    [
+        ("def make(stage, n: int = gone(), /, *more, k: gone, j=[gone], **rest) -> gone: return 1 / 0",
+         "(stage, n=None, /, *more, k, j=None, **rest)"),
+        ("raise SystemExit\ndef make(stage): ...", "(stage)"),
+        ("@wrapped\ndef make(stage): ...", None),
+        ("def make(stage): ...\nmake = print", None),
+        ("if gone:\n    def make(stage): ...", None),
+        ("from gone import make\nclass Other:\n    def make(self): ...", None),
+        ("def make(:", None),
+    ],
+)  # fmt: skip
+def test_a_signature_is_read_without_running_the_file(tmp_path: Path, text: str, signature: str | None) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    found = read_signature(f"{tmp_path}/mine.py:make")
+    assert (found and str(found)) == signature
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("first.arguments.step=9", "got an unexpected keyword argument 'step'"),
+        ("first.entry='{}:none'", "too many positional arguments"),
+        ("first.entry='{}:more'", "missing a required argument: 'other'"),
+        ("first.entry='{}:fits'", ""),
+    ],
+)
+def test_arguments_that_do_not_fit_a_users_stage_are_refused_before_anything_runs(
+    tmp_path: Path, arguments: str, problem: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def none(): ...\ndef more(stage, other, **rest): ...\ndef fits(stage, *, steps, seconds=1): ...\n")
+    said = f"stage 'first': arguments do not fit .*: {problem}"
+    with pytest.raises(ConfigError, match=said) if problem else nullcontext():
+        check_inputs(counting_run(tmp_path, arguments.format(file)).pipeline)
 
 
 @pytest.mark.usefixtures("executed")
