@@ -109,6 +109,12 @@ def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
         require_ended_child(path)
     for path in paths:
         with open_stage_lock(run.path, path.name) as lock:  # the worker of a killed flow may still write to the folder
-            lock.acquire(on_poll=partial(worker.reap_attempt, path))
+            lock.acquire(on_poll=partial(_reap_unless_stopping, path))
+            worker.mask_log_of_killed_launcher(path)
             supersede_stage(path)
             update_state(path, forced=True, forced_by=flow_run_id)
+
+
+def _reap_unless_stopping(path: Path) -> None:
+    worker.sleep_unless_stopping(0)
+    worker.reap_attempt(path)

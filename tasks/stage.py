@@ -233,6 +233,7 @@ def run_stage(
             is_finished = read_state(path).state in FINISHED_STATES
             if not is_finished:
                 worker.reap_attempt(path)
+                worker.mask_log_of_killed_launcher(path)
                 _record_launcher(path)
             expected_fingerprint = compute_local_fingerprint(run, stage)
             local_result = read_result(path) if read_state(path).holds else None

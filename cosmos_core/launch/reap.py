@@ -47,6 +47,7 @@ def reap(output_dir: Path) -> Iterator[str]:
                     abandoned_run_ids.discard(run_path.name)
                 continue
             worker.reap_attempt(stage_path)
+            worker.mask_log_of_killed_launcher(stage_path)
             stop_reason = "its flow is gone; resume the run"
             update_state(stage_path, state="stopped", ended=time.time(), error_type="", error=stop_reason)
             resume_command = f"cosmos resume {shlex.quote(str(run_path))}"

@@ -133,7 +133,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
     stage_path = settings.stage_path
     for stale_file in ("error.json", "progress.json"):
         (stage_path / stale_file).unlink(missing_ok=True)
-    _mask_log_of_killed_launcher(stage_path, settings.secrets)
+    mask_log_of_killed_launcher(stage_path, settings.secrets)
     previous_state = read_state(stage_path)
     attempt_number = previous_state.attempt + 1
     log_path = _locate_log(stage_path, attempt_number)
@@ -181,11 +181,10 @@ def reap_attempt(stage_path: Path) -> bool:
     if state.mark and (killed_pids := kill_attempt(state.mark)):
         record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed_pids}")
     remove_scratch_folder(state.mark)
-    _mask_log_of_killed_launcher(stage_path)
     return True
 
 
-def _mask_log_of_killed_launcher(stage_path: Path, secret_names: Sequence[str] = ()) -> None:
+def mask_log_of_killed_launcher(stage_path: Path, secret_names: Sequence[str] = ()) -> None:
     """Mask secrets in the log of the last attempt if its launcher was killed before it did so."""
     state = read_state(stage_path)
     log_path = _locate_log(stage_path, state.attempt)

@@ -248,7 +248,9 @@ def test_a_log_whose_launcher_was_killed_shows_no_secret_once_the_stage_is_reape
     log.parent.mkdir()
     log.write_text("password=correcthorse\nasks battery staple\n")  # of a program that a reward has started
     update_state(tmp_path, state="running", attempt=3, spans=[(1.0, 2.0), (3.0, None)])
-    assert worker.reap_attempt(tmp_path)
+    text = log.read_text()
+    assert worker.reap_attempt(tmp_path) and log.read_text() == text, "it is called at each poll for a lock"
+    worker.mask_log_of_killed_launcher(tmp_path)
     assert log.read_text() == f"password={'*' * 12}\nasks battery staple\n", "nobody says yet that JUDGE is a secret"
     with pytest.raises(StageFailed):
         worker.run_attempt(worker.AttemptSettings(tmp_path, python_path="/bin/false", secrets=("JUDGE",)))

@@ -6,9 +6,11 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cosmos_core.errors import Preempted
 from cosmos_core.launch import worker
 from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import read_run
@@ -109,6 +111,9 @@ def test_a_stage_is_moved_aside_only_when_the_worker_of_a_killed_flow_has_ended(
         (path / "checkpoint").write_text("saved")
         worker_lock.release()
 
+    with monkeypatch.context() as stopping, pytest.raises(Preempted):
+        stopping.setattr(worker._child_registry, "stop_event", SimpleNamespace(wait=lambda seconds: True))
+        supersede_stages(run, "second", "flow-run")
     monkeypatch.setattr(worker, "reap_attempt", end)
     monkeypatch.setattr(lock, "_POLL_SECONDS", 0.0)
     supersede_stages(run, "second", "flow-run")
