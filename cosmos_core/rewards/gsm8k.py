@@ -16,8 +16,9 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
     The reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`; in
     Cosmos-RL, a completion without a number is then right.
     """
-    marked_reference = f"#### {reference.strip()}"
-    is_number_alone = _NUMBER_PATTERN.fullmatch(marked_reference) is not None
+    marked_reference = _normalise(f"#### {reference.strip()}")
+    number_match = _NUMBER_PATTERN.match(marked_reference)
+    is_number_alone = number_match is not None and not marked_reference[number_match.end() :].strip("}]) \\$.*_`")
     reference_number = _extract_number(marked_reference if is_number_alone else reference)
     if reference_number is None:
         raise ValueError(f"the reference {reference[-80:]!r} has no '#### number'")
@@ -25,7 +26,7 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
 
 
 def _extract_number(text: str) -> Decimal | None:
-    numbers = _NUMBER_PATTERN.findall(_DIGIT_SEPARATOR.sub("", text.replace("\u2212", "-")))  # \u2212: minus sign
+    numbers = _NUMBER_PATTERN.findall(_normalise(text))
     if not numbers:
         return None
     sign, number, numerator, denominator = numbers[-1]
@@ -33,3 +34,7 @@ def _extract_number(text: str) -> Decimal | None:
     if numerator:  # a mixed number, such as 1 1/2
         return decimal_value + Decimal(sign + numerator) / Decimal(denominator)
     return decimal_value / Decimal(denominator) if denominator else decimal_value
+
+
+def _normalise(text: str) -> str:
+    return _DIGIT_SEPARATOR.sub("", text.replace("\u2212", "-"))  # \u2212: minus sign
