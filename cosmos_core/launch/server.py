@@ -3,7 +3,6 @@
 This server replaces Prefect's ephemeral server, which can outlive its flow and hold its standard output open.
 """
 
-import itertools
 import logging
 import os
 import secrets
@@ -90,7 +89,10 @@ def _wait_for_server(url: str) -> None:
 def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
     """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
     numbered folder is used, because this folder is likely to have a database."""
-    for prefect_home in (folder / f"server-{number}" for number in itertools.count(1)):
+    number = 0
+    while True:
+        number += 1
+        prefect_home = folder / f"server-{number}"
         try:
             lock = FileLock(prefect_home / "lock")
         except PermissionError:
@@ -100,7 +102,6 @@ def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
         if lock.try_acquire():
             return prefect_home, lock
         lock.release()
-    raise AssertionError("there are more folders than servers")
 
 
 def _locate_empty_database() -> Path:
