@@ -19,7 +19,8 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
 _NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
-_LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte")
+_LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte", "brier")
+_LOWER_IS_BETTER_NAMES = frozenset({"ter"})  # translation edit rate, which other names contain: filter, character
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def is_lower_better(metric: str) -> bool:
     """Return True if lower values of a metric are better, by the words in the last part of its name, except for
     `loss/LABEL`, the loss of one data set of a mixture."""
     last_part = metric.rpartition("/")[2].lower()
-    return bool(re.search(r"\bloss/", metric)) or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
+    is_named = last_part in _LOWER_IS_BETTER_NAMES or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
+    return is_named or bool(re.search(r"\bloss/", metric))
 
 
 def parse_pass_rate_range(text: str) -> Callable[[float], bool]:

@@ -130,6 +130,9 @@ def test_what_is_published_must_have_the_metric_that_is_compared(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "lowest", "highest"), [("a/kl_free/acc not worse than published by 1", 4, math.inf),
                                     ("a/word_perplexity not worse than published by 1", -math.inf, 6),
+                                    ("evaluation/wmt16-en-ro/ter not worse than published by 1", -math.inf, 6),
+                                    ("a/brier_score not worse than published by 1", -math.inf, 6),
+                                    ("a/character_match not worse than published by 1", 4, math.inf),
                                     ("validation/loss/code not worse than published by 1", -math.inf, 6),
                                     ("sft.validation/loss/* not worse than published by 1", -math.inf, 6)]
 )  # fmt: skip
