@@ -327,7 +327,7 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
 
 def is_image_part(part: Any) -> bool:
     """Return whether a part of a turn is an image."""
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")  # not a set: `type` may be unhashable
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image")  # no set: unhashable
 
 
 def _is_text_part(part: Any) -> bool:

@@ -22,6 +22,7 @@ from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.images import ImageRef, align_images, convert_to_rgb, open_image, read_image
 from cosmos_core.data.kinds.sequences import open_sequences
+from cosmos_core.data.messages import read_content
 from cosmos_core.data.prepare import run
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.models.processor import load_processor
@@ -97,6 +98,11 @@ def test_images_are_found_in_the_order_in_which_the_turns_show_them(turns, row, 
     assert found == sources
     parts = [part for turn in placed if isinstance(turn["content"], list) for part in turn["content"]]
     assert sum(part == BARE for part in parts) == len(sources)
+
+
+def test_an_image_of_the_responses_api_is_read():
+    parts = [{"type": "input_image", "image_url": "a.png"}, {"type": "input_text", "text": "?"}]
+    assert align_images([{**ASKED, "content": read_content(parts, "row", with_images=True)}], {}, "row")[1] == ["a.png"]
 
 
 def test_words_around_a_mark_are_kept_and_images_without_a_mark_come_first():
