@@ -241,7 +241,7 @@ def _make_call(
             stage[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
             predecessors.append(value.name)
         elif key == "entry" and callable(value):
-            stage[key] = f"{inspect.getsourcefile(value)}:{value.__qualname__}"
+            stage[key] = f"{inspect.getsourcefile(inspect.unwrap(value))}:{value.__qualname__}"
         elif value not in ("", None):
             stage[key] = value
     stage["after"] = list(dict.fromkeys(predecessors))

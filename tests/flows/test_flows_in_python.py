@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import contextmanager
 from datetime import date
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -37,7 +40,7 @@ from tasks.flow_identity import derive_name_and_parameters
 from tasks.flow_run import find_newest_flow
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
-from tasks.stage_task import StageHandle
+from tasks.stage_task import StageHandle, _make_call
 from tests.conftest import PROGRAMS, wait_until
 
 GROW = f"{PROGRAMS}/growing.py:grow"
@@ -371,3 +374,11 @@ def test_a_flow_whose_time_is_over_stops_its_stage(folder: Path) -> None:
             with pytest.raises(TimeoutError):
                 late.with_options(timeout_seconds=seconds)()
     assert read_state(stage).state == "stopped"
+
+
+def test_a_decorated_function_is_the_entry_of_the_file_that_defines_it() -> None:
+    decorated = contextmanager(user_name)  # its own code is in contextlib.py
+    for function in (decorated, functools.cache(user_name)):
+        state: Any = SimpleNamespace(entrypoint="flow.py:flow", run=None)
+        call, _ = _make_call(state, all_kinds()["custom"], "stage", {"entry": function}, {})
+        assert call.stage["entry"] == f"{user_name.__code__.co_filename}:user_name"
