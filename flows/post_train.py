@@ -106,7 +106,7 @@ def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
         path for path in map(run.stage_path, names) if not flow_run_id or read_state(path).forced_by != flow_run_id
     ]
     for path in paths:
-        require_ended_child(path)
+        require_ended_child(path, run.pipeline.config.grace_seconds)
     for path in paths:
         with open_stage_lock(run.path, path.name) as lock:  # the worker of a killed flow may still write to the folder
             lock.acquire(on_poll=partial(_reap_unless_stopping, path))

@@ -91,7 +91,8 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
     path, budget = run.stage_path(stage.name), BudgetCheck(run, stage)
     mirror_progress = stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as client:
-        if (child := _find_running_child(client, path, report_line)) is None:
+        grace_seconds = run.pipeline.config.grace_seconds
+        if (child := _find_running_child(client, path, grace_seconds, report_line)) is None:
             budget.raise_if_spent()
             require_second_slot(client, stage, str(flow_run.id or ""))
             child = _start_child(run, stage, stage_sync)
@@ -99,7 +100,7 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
             report_wait_reason = partial(report_worker_wait, client, stage.work_pool, path, report_line)
             return _poll_child(client, stage, UUID(child.flow_run), mirror_progress, report_wait_reason, budget)
         except Preempted:
-            _cancel_child(client, child, max_grace_seconds(path, run.pipeline.config.grace_seconds))
+            _cancel_child(client, child, max_grace_seconds(path, grace_seconds))
             stage_sync.make_progress_mirror()()
             raise
 
@@ -126,11 +127,12 @@ def count_lost_child_run(path: Path) -> int:
     return updated_record.failures
 
 
-def require_ended_child(path: Path) -> None:
-    """Raise ConfigError if the child flow run of a stage still runs: another one would write to the same files."""
+def require_ended_child(path: Path, grace_seconds: float) -> None:
+    """Raise ConfigError if the child flow run of a stage still runs: another one would write to the same files. Wait
+    for one that is being cancelled, which may take `grace_seconds`."""
     if (path / CHILD_RUN_FILE).is_file():
         with get_client(sync_client=True) as client:
-            if child := _find_running_child(client, path):
+            if child := _find_running_child(client, path, grace_seconds):
                 raise ConfigError(
                     f"from_stage: stage {path.name!r} still runs on its work pool; wait for its end, or stop it: "
                     f"prefect flow-run cancel {child.flow_run}"
@@ -138,7 +140,7 @@ def require_ended_child(path: Path) -> None:
 
 
 def _find_running_child(
-    client: SyncPrefectClient, path: Path, report_line: Callable[[str], None] = logger.info
+    client: SyncPrefectClient, path: Path, grace_seconds: float, report_line: Callable[[str], None] = logger.info
 ) -> ChildFlowRun | None:
     """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown. Wait
     for the end of a child flow run that is being cancelled, as it still saves a checkpoint; raise StageFailed if it
@@ -146,7 +148,7 @@ def _find_running_child(
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
     if child is None or not child.flow_run:
         return None
-    deadline, message = time.monotonic() + max_grace_seconds(path, _MAX_UNREACHABLE_SECONDS), ""
+    deadline, message = time.monotonic() + max_grace_seconds(path, max(grace_seconds, _MAX_UNREACHABLE_SECONDS)), ""
     try:
         state_type = client.read_flow_run(UUID(child.flow_run)).state_type
         while state_type == StateType.CANCELLING:

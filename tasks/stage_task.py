@@ -241,7 +241,12 @@ def _make_call(
             stage[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
             predecessors.append(value.name)
         elif key == "entry" and callable(value):
-            stage[key] = f"{inspect.getsourcefile(inspect.unwrap(value))}:{value.__qualname__}"
+            function = inspect.unwrap(value)
+            if function is not value and function.__globals__.get(value.__qualname__) is not value:
+                raise ConfigError(
+                    f"stage {name!r}: {value.__qualname__} was decorated elsewhere; do it where it is defined"
+                )
+            stage[key] = f"{inspect.getsourcefile(function)}:{value.__qualname__}"
         elif value not in ("", None):
             stage[key] = value
     stage["after"] = list(dict.fromkeys(predecessors))

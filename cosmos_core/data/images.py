@@ -61,7 +61,8 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
     num_missing_images, other_images = sum(source is None for source in sources), list(unused_images)
-    if num_missing_images or (other_images and other_images != sources):  # a column may repeat what the turns name
+    repeats_turns = all(isinstance(each, str | dict) for each in other_images) and other_images == sources
+    if num_missing_images or (other_images and not repeats_turns):  # a column may repeat what the turns name
         raise DataError(
             f"{location}: the turns show {len(sources)} images and the row has "
             f"{len(sources) - num_missing_images + len(other_images)}; write <image> once for each image"
@@ -116,7 +117,7 @@ def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _OTH
 def _is_null(image: Any) -> bool:
     """Return whether a value of a column is no image: columnar formats have an object of nulls for a missing one."""
     if isinstance(image, dict):
-        return not any(image.values())
+        return all(value is None or (isinstance(value, str | bytes) and not value) for value in image.values())
     return image is None or (isinstance(image, str) and not image)
 
 

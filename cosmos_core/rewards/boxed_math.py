@@ -29,9 +29,11 @@ _REPEATING_DECIMAL = re.compile(
     r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # \dot is above the first and the last repeating digit
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
-_MATH_DELIMITER = re.compile(r"\A(?:\\boxed|\\text|\([A-E]\))|(?<!\\)(?:\$|\\[(\[])")
-_LATEX_COMMAND = re.compile(r"\\[A-Za-z]+\*?\s*(?:\{[^{}]*\})?")
-_PROSE = re.compile(r"(?<![A-Za-z{])(?:[A-Za-z]{4,}|[A-Za-z]{2,} +[A-Za-z]{2,})")
+_MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
+_TEXT_BEFORE_MATH = re.compile(
+    r"\A\s*[A-Za-z]{2,}(?: +[A-Za-z]+)+[\s:]*(?=[\\\d(-])"  # the answer is \frac{1}{2}
+    r"|\A(?:\\text\w*\{\([A-E]\)\}|\([A-E]\))[\\\s]+(?=[\\\d])"  # (B) \frac{1}{2}
+)
 _BOXED_INTEGER_PATTERN = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 
 
@@ -89,7 +91,7 @@ def _grade_completion(completion_end: str, reference: str) -> float:
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
     texts = [text, f"\\boxed{{{text}}}"]
-    if not (_MATH_DELIMITER.search(text) or _PROSE.search(_LATEX_COMMAND.sub("|", text))):
+    if not (_MATH_DELIMITER.search(text) or _TEXT_BEFORE_MATH.search(text)):
         texts.reverse()  # without delimiters, math-verify would find the fraction alone in x + \frac{1}{2}
     return next(filter(None, (_parse_expressions(each, _LATEX_CONFIG) for each in texts)), [])
 

@@ -31,7 +31,7 @@ class FileLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 error.filename = str(self.path)
                 raise
             reason = f"its file system has no locks ({error.strerror})"

@@ -83,7 +83,7 @@ def commit_manifest(
     """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if an output is
     not below the folder of the stage, a metric is no number, or `info` holds a value that JSON or TOML lacks."""
     name, outputs, metrics = stage_path.name, stage_outcome.outputs, dict(stage_outcome.metrics)
-    outputs = (outputs,) if isinstance(outputs, str | Path) else outputs  # a user's function may return one name
+    outputs = (outputs,) if isinstance(outputs, str | Path) else tuple(outputs)  # a user may return one, or a generator
     for key, value in metrics.items():
         if not isinstance(value, Real) or isinstance(value, bool):
             raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
@@ -98,10 +98,11 @@ def commit_manifest(
     for output, relative_path in zip(outputs, relative_paths, strict=True):
         if not relative_path:  # checked for all outputs before links below any of them are replaced
             raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
-    for path_text in (str(info[key]) for key in ("model", "data") if info.get(key)):
+    for path_text in (text for key in ("model", "data") if isinstance(text := info.get(key), str) and text):
         relative_path = _find_relative_path(stage_path, path_text)  # what `stage:NAME` means is an output too
         is_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
-        if relative_path and not is_output and (stage_path / relative_path).exists():
+        if relative_path and not is_output and os.path.exists(stage_path / relative_path):
+            relative_paths = [each for each in relative_paths if not Path(each).is_relative_to(relative_path)]
             relative_paths.append(relative_path)
     output_records = []
     for relative_path in relative_paths:
@@ -176,7 +177,8 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
 def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result:
     """Copy the outputs and metrics of the finished stage in `source_path` to `target_path`; write a manifest there."""
     for link in _list_folder_links(target_path):  # an unfinished attempt may have linked to folders of others
-        link.unlink()
+        if link != target_path:
+            link.unlink()
     for file_record in result["outputs"]:
         file = target_path / file_record["path"]
         if result.get(STORE_URL_KEY) and not (source_path / file_record["path"]).is_file():

@@ -28,12 +28,13 @@ class PassRates:
         for group in scored_groups:
             prompt = group.group.prompt
             rewards = [(score.value, score.metrics) for score in group.scores if score.value is not None]
-            full_reward_flags = [
-                has_full_reward(reward, self._get_full_reward(prompt.source, metrics)) for reward, metrics in rewards
-            ]
-            group_counts = (1, len(rewards), sum(reward for reward, _ in rewards), sum(full_reward_flags))
+            full_rewards = [(value, self._get_full_reward(prompt.source, metrics)) for value, metrics in rewards]
+            full_reward_flags = [has_full_reward(value, full) for value, full in full_rewards if full is not None]
+            group_counts = (
+                1, len(rewards), sum(value for value, _ in rewards), sum(full_reward_flags), len(full_reward_flags)
+            )  # fmt: skip
             prompt_id = str(prompt.id)
-            self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 4), group_counts))
+            self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 5), group_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
@@ -41,17 +42,18 @@ class PassRates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""
-        self._counts = {name: list(counts) for name, counts in state.items()}
+        # Checkpoints of earlier versions do not count the completions whose full reward is known: all were.
+        self._counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         json_lines = []
         for prompt in prompts:
-            num_sampled, num_valid, reward_sum, num_passed = self._counts.get(str(prompt.id), [0.0] * 4)
-            has_pass_rate = num_valid and self._get_full_reward(prompt.source) is not None
+            num_sampled, num_valid, reward_sum, num_passed, num_judged = self._counts.get(str(prompt.id), [0.0] * 5)
+            has_pass_rate = num_judged and self._get_full_reward(prompt.source) is not None
             record = {
                 "prompt": prompt.text,
-                "pass_rate": num_passed / num_valid if has_pass_rate else None,
+                "pass_rate": num_passed / num_judged if has_pass_rate else None,
                 "mean_reward": reward_sum / num_valid if num_valid else None,
                 "drawn": int(num_sampled),
                 "completions": int(num_valid),

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from enum import Enum
@@ -377,8 +377,19 @@ def test_a_flow_whose_time_is_over_stops_its_stage(folder: Path) -> None:
 
 
 def test_a_decorated_function_is_the_entry_of_the_file_that_defines_it() -> None:
-    decorated = contextmanager(user_name)  # its own code is in contextlib.py
-    for function in (decorated, functools.cache(user_name)):
-        state: Any = SimpleNamespace(entrypoint="flow.py:flow", run=None)
+    state: Any = SimpleNamespace(entrypoint="flow.py:flow", run=None)
+    for function in (in_context, cached):  # the code of the first one is in contextlib.py
         call, _ = _make_call(state, all_kinds()["custom"], "stage", {"entry": function}, {})
-        assert call.stage["entry"] == f"{user_name.__code__.co_filename}:user_name"
+        assert call.stage["entry"] == f"{__file__}:{function.__qualname__}"
+    with pytest.raises(ConfigError, match="user_name was decorated elsewhere; do it where it is defined"):
+        _make_call(state, all_kinds()["custom"], "stage", {"entry": functools.cache(user_name)}, {})
+
+
+@contextmanager
+def in_context() -> Iterator[None]:
+    yield
+
+
+@functools.cache
+def cached() -> None:
+    pass

@@ -125,7 +125,7 @@ def test_a_parent_that_dies_while_it_asks_follows_the_same_flow_run_later(
     with pytest.raises(KeyboardInterrupt):
         server.begin(run)
     nobody: Any = None
-    assert remote_stage._find_running_child(nobody, run.stage_path("first")) is None
+    assert remote_stage._find_running_child(nobody, run.stage_path("first"), 20.0) is None
     server.loses_reply = False
     assert [server.begin(run)] == [str(found) for found in server.begun.values()]
 

@@ -191,6 +191,9 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
             (f"\\boxed{{{wanted}}}", wanted, 1)
             for wanted in ("abc+\\frac{1}{2}", "x_{total}+\\frac{1}{2}", "\\sin x+\\frac{1}{2}\\text{ for each } x")
         ],
+        *[(f"\\boxed{{{wanted}}}", wanted, 1) for wanted in ("\\text{Area} = \\frac{1}{2}bh", "(B)^2 + \\frac{1}{2}")],
+        *[("\\boxed{5.5}", wanted, 1) for wanted in ("5\\frac{1}{2} feet", "5+\\frac{1}{2} units")],
+        *[("\\boxed{0.5}", wanted, 0) for wanted in ("5\\frac{1}{2} feet", "\\text{Re}(z) + \\frac{1}{2}")],
         *[(f"\\boxed{{{said} \\cdot 10^3}}", "25000", 1) for said in ("5^2", "5^ 2", "50/2", "5 \\cdot 5")],
         ("\\boxed{100000}", "10^2 \\times 10^{3}", 1),
         ("\\boxed{3 \\times 10^12}", "3 \\times 10^{12}", 1),

@@ -66,7 +66,8 @@ def test_files_in_linked_folders_are_listed_and_circles_have_an_end(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("number", "error_class", "message"),
-    [(errno.ENOSYS, ConfigError, "DIR: its file system has no locks .Function not implemented.; take a folder on"),
+    [(errno.ENOLCK, ConfigError, "DIR: its file system has no locks .No locks available."),
+     (errno.ENOSYS, ConfigError, "DIR: its file system has no locks .Function not implemented.; take a folder on"),
      (errno.ESTALE, OSError, "Stale file handle: 'DIR/lock'")],
 )  # fmt: skip
 def test_a_file_system_without_locks_is_named_and_one_that_fails_may_be_tried_again(

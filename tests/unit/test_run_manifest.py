@@ -256,8 +256,8 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
     changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
     reason = f"changed since run {run.id}: entry.arguments.steps 4 -> 9"
     assert planned(tmp_path, changed)["second"] == ("run", reason)
-    several = counting_run(tmp_path, "second.arguments={a = 1, b = 2, steps = 3}").pipeline
-    reason = "entry.arguments.a nothing -> 1; entry.arguments.b nothing -> 2 and 1 more"
+    several = counting_run(tmp_path, "second.arguments={crash_at = 1, refuse = 2, steps = 3}").pipeline
+    reason = "entry.arguments.crash_at nothing -> 1; entry.arguments.refuse nothing -> 2 and 1 more"
     assert planned(tmp_path, several)["second"][1].endswith(reason)
 
 
@@ -277,7 +277,7 @@ def test_a_plan_compares_with_the_same_stage_of_the_newest_run_of_the_same_pipel
 def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_more(tmp_path: Path) -> None:
     near = counting_run(tmp_path, "first.arguments.steps=7")
     finish(near, "first")
-    finish(counting_run(tmp_path, "first.arguments={a = 1, b = 2, steps = 8}"), "first")
+    finish(counting_run(tmp_path, "first.arguments={crash_at = 1, refuse = 2, steps = 8}"), "first")
     reason = f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
     assert planned(tmp_path, counting_run(tmp_path).pipeline)["first"] == ("run", reason)
 
@@ -371,3 +371,11 @@ def test_what_is_taken_over_is_on_the_disk_before_its_manifest(tmp_path: Path, m
     synced.clear()
     adopt_result(tmp_path / "s", tmp_path / "t", result)
     assert [Path(name).name.split(".")[1] for name in synced[:3]] == ["a", "c", "result"]
+
+
+def test_outputs_may_come_from_a_generator_and_info_may_hold_a_summary_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/a").write_text("1")
+    outcome = Outcome(outputs=(name for name in ["model/a"]), info={"model": "model", "data": {"rows": "x" * 300}})  # type: ignore[arg-type]
+    result = commit_manifest(tmp_path, outcome, kind="sft", fingerprint="f", inputs={})
+    assert [record["path"] for record in result["outputs"]] == ["model/a"]
