@@ -237,8 +237,9 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
         name = getattr(dataset, "local_dir", "") or dataset.name
         for key in ("subset", "revision"):
             value, path = getattr(dataset, key), existing_path(name, Path.cwd())
-            # In a folder of media, the stage that prepares rows refuses a subset that is no sub-folder.
-            is_media_folder = path and path.is_dir() and stage.recipe.policy.modality.is_media_decoded_by_checks
+            # In a folder of media without a list of them, the stage that prepares rows refuses other subsets.
+            decodes_media = stage.recipe.policy.modality.is_media_decoded_by_checks
+            is_media_folder = path and path.is_dir() and decodes_media and not any(path.glob("metadata.*"))
             is_subset_read = (
                 key == "subset"
                 and path

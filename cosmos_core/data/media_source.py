@@ -118,14 +118,14 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     parents = [each for each in (path, path / split) if (each / subset).is_dir() or _list_metadata_files(each)]
     if not parents and subset != "default" and path.is_dir() and _is_media_folder(path):
         raise DataError(f"{config_key}.subset = {subset!r}, but {path} has no folder of that name")
-    if parents and not _list_metadata_files(parents[0]):  # such a file lists the media of all sub-folders
+    # A file of metadata lists the media of all sub-folders, unless a sub-folder has its own.
+    if parents and (not _list_metadata_files(parents[0]) or _list_metadata_files(parents[0] / subset)):
         path, tar_split, dataset = parents[0] / subset, split * (parents[0] == path), dataset.copy_with(subset="")
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
         path, tar_split = path / split, ""
     tar_files = _find_tar_files(path, tar_split)
-    metadata_file = next(iter(_list_metadata_files(path)), None)
+    metadata_file, text_files = next(iter(_list_metadata_files(path)), None), prompt_files(path, split)
     split_name = tar_split.partition("[")[0] if metadata_file else tar_split
-    text_files = prompt_files(path, split)
     lists_media = metadata_file is not None and not text_files
     if split_name not in {"", "train"} and not tar_files and path.is_dir() and (lists_media or _is_media_folder(path)):
         raise DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")

@@ -191,13 +191,15 @@ def test_a_subset_of_a_folder_is_read_where_it_has_one_and_is_told_to_have_no_ef
             load(tmp_path, SFT, f"{P}.dataset.name={tmp_path}/rows", f"{P}.dataset.subset={subset}")
         )
         assert any("subset" in notice for notice in notices) != is_read
-    (tmp_path / "rows" / "README.md").unlink()
-    (tmp_path / "rows.jsonl").touch()
-    for name, subset, is_read in (("rows", "main", True), ("rows", "other", True), ("rows.jsonl", "other", False)):
+    (tmp_path / "list").mkdir()
+    for name in ("rows.jsonl", "list/metadata.csv"):  # the latter lists media, which are read whatever the subset
+        (tmp_path / name).touch()
+    cases = (("rows", "main", True), ("rows", "other", True), ("rows.jsonl", "other", False), ("list", "other", False))
+    for name, subset, is_read in cases:
         local_dir = ("policy.is_diffusers=true", f"{P}.dataset.name=", f"{P}.dataset.local_dir={tmp_path}/{name}")
         notices = unique_notices(load(tmp_path, SFT, *local_dir, f"{P}.dataset.subset={subset}"))
         assert [notice for notice in notices if "subset" in notice] == [
-            f"{P}.dataset.subset = 'other' has no effect here: {tmp_path}/rows.jsonl is on this machine"
+            f"{P}.dataset.subset = 'other' has no effect here: {tmp_path}/{name} is on this machine"
         ] * (not is_read)
 
 

@@ -181,6 +181,14 @@ def test_a_folder_that_lists_its_media_is_read_as_listed_whatever_the_subset(tmp
     assert (item.prompt, item.problem, item.content.path) == ("a cat", "", tmp_path / image)
 
 
+def test_a_subset_with_a_list_of_its_own_is_read_by_it(tmp_path):
+    for folder, caption in ((tmp_path, "all"), (tmp_path / "cats", "a cat")):
+        folder.mkdir(exist_ok=True)
+        (folder / "1.png").write_bytes(png())
+        (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "1.png", "text": caption}) + "\n")
+    assert [item.prompt for item in items_of(tmp_path, subset="cats")] == ["a cat"]
+
+
 def test_an_image_column_that_names_a_clip_is_a_clip(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"image": "1.png", "text": "a"}\n{"image": "2.MP4", "text": "b"}\n')
     assert [item.content.is_video for item in items_of(tmp_path / "rows.jsonl")] == [False, True]
