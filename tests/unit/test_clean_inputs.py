@@ -56,6 +56,7 @@ def test_a_diffusion_model_has_no_texts_to_compare(tmp_path: Path) -> None:
 
 def test_rows_of_another_stage_are_read_once_it_is_done(tmp_path: Path) -> None:
     make_inputs(tmp_path)
+    (tmp_path / "make.py").write_text("def make(stage): ...")
     (tmp_path / "p.toml").write_text(
         f"""
 [pipeline]
@@ -65,7 +66,7 @@ output_dir = "{tmp_path}/outputs"
 [[pipeline.stages]]
 name = "items"
 kind = "custom"
-entry = "{tmp_path}/mine.py:score"
+entry = "{tmp_path}/make.py:make"
 
 [[pipeline.stages]]
 name = "sft"

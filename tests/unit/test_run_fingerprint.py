@@ -264,7 +264,7 @@ def test_a_stage_depends_on_the_libraries_that_its_kind_computes_with(shared: Pa
 
 
 def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_it_is_handed(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text("def make(stage): ...\n")
+    (tmp_path / "code.py").write_text("def make(stage, **arguments): ...\n")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text("{}")
 
@@ -277,7 +277,7 @@ def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_
     assert value("train.output_dir=x", "first.retries=9") == base
     different = [value("first.arguments.steps=9"), value("train.seed=1"), value("custom.x=1"),
                  value("train.optm_lr=1"), value("first.entry='json:loads'")]  # fmt: skip
-    (tmp_path / "code.py").write_text("def make(stage): pass\n")
+    (tmp_path / "code.py").write_text("def make(stage, **arguments): pass\n")
     different.append(value())
     (tmp_path / "rows" / "a.jsonl").write_text("{ }")
     different.append(value())
