@@ -143,8 +143,9 @@ def test_it_changes_what_engines_get_and_when(
 
 def transfer_of(recipe: Recipe) -> Any:
     """How the weights of a recipe reach its engines."""
-    is_on_trainer_gpu = recipe.mode == "colocated_separated"
-    return generation._make_weight_transfer(recipe.rollout, is_on_trainer_gpu=is_on_trainer_gpu)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "EngineFleet", lambda handles, **settings: settings["weight_transfer"])
+        return generation._make_engine_fleet(recipe.rollout, recipe.mode, [], lambda: None)
 
 
 @changes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from cosmos_core.data.prepared import read_row_kind
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.hf import load_tokenizer
 from cosmos_core.run.stage import Stage
-from cosmos_core.train.reference import reference_logprobs
-from cosmos_core.train.setup import open_trainer
+from cosmos_core.train.setup import _TrainingSetup
 from tests.effects.change import SFT, Change, changes, stage_of
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import Given, NoView, micro_batch
@@ -135,10 +135,15 @@ def test_it_changes_which_responses_are_compared(change: Change, expected: list[
 
 @changes(Change("train.train_policy.dpo.reference_free", True, {**DPO, "train.compile": False}))
 def test_it_changes_whether_there_is_a_reference(change: Change, tmp_path: Path) -> None:
-    assert not change.after.train.train_policy.saves_reference_logprobs
-    stage = prepared(change.before, tmp_path)
-    pairs = open_pairs(stage.path / "data", "train")
-    assert reference_logprobs(stage, open_trainer(stage), pairs, "train", np.arange(1), "f")[0].max() < 0
+    found = []
+    for side in (change.before, change.after):
+        stage = prepared(side, tmp_path)
+        pairs = open_pairs(stage.path / "data", "train")
+        with ExitStack() as exit_stack:
+            _TrainingSetup(stage, exit_stack)._compute_reference_logprobs(pairs, "train", np.arange(1))
+        found.append(pairs.reference_logprobs)
+    assert found[0] is not None and found[0][0].max() < 0
+    assert found[1] is None
 
 
 @changes(Change("train.train_policy.label_column_name", "flag", {**KTO, "policy.chat_template": "chatml"}))

@@ -8,7 +8,13 @@ from pydantic import Field, field_validator
 
 from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
-from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, PositiveInt, StringList
+from cosmos_core.config.schema.value_types import (
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    StringList,
+    check_regular_expressions,
+)
 
 _LORA_INIT_METHODS = {"gaussian", "eva", "olora", "pissa"}
 
@@ -56,11 +62,7 @@ class LoraConfig(Table):
     @field_validator("r_pattern", "alpha_pattern")
     @classmethod
     def _check_regular_expressions(cls, patterns: dict[str, Any] | None) -> dict[str, Any] | None:
-        for pattern in patterns or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        check_regular_expressions(patterns or ())
         return patterns
 
     @field_validator("init_lora_weights")

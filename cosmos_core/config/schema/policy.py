@@ -1,6 +1,5 @@
 """`[policy]`: the model, its trained parameters, and its parallelism."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
@@ -12,7 +11,14 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.modality import CAUSAL_LM, DIFFUSION, Modality
 from cosmos_core.config.schema.parallelism import PolicyParallelismConfig
 from cosmos_core.config.schema.table import StageContext, Table, short_toml
-from cosmos_core.config.schema.value_types import ModelName, NameOrImportPath, NonNegativeFloat, StringList, TokenCount
+from cosmos_core.config.schema.value_types import (
+    ModelName,
+    NameOrImportPath,
+    NonNegativeFloat,
+    StringList,
+    TokenCount,
+    check_regular_expressions,
+)
 
 
 class PolicyConfig(Table):
@@ -124,11 +130,7 @@ class PolicyConfig(Table):
     @field_validator("freeze_pattern", "trainable_pattern")
     @classmethod
     def _check_regular_expressions(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for pattern in patterns or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        check_regular_expressions(patterns or ())
         return patterns
 
     @model_validator(mode="after")

@@ -1,5 +1,7 @@
 """Types of configuration values that several tables have in common."""
 
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -96,3 +98,12 @@ def _require_model_name(name: str) -> str:
 
 ModelName = Annotated[str, AfterValidator(_require_model_name), ResultNeutral, ReferenceKind.PATH]
 """Name of a model in a key `model_name_or_path`, such as a folder or a Hub id; an empty name is refused."""
+
+
+def check_regular_expressions(patterns: Iterable[str]) -> None:
+    """Raise ValueError if one of the patterns is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
