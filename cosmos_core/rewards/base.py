@@ -119,7 +119,8 @@ def make_reward_request(group: Group, k: int) -> dict[str, Any]:
     completion = group.completions[k]
     return {
         "to_be_evaluated": completion.text, "reference": group.prompt.reference, "prompt": group.prompt.text,
-        "media": getattr(completion, "media", None), "metadata": getattr(group.prompt, "metadata", None) or {},
+        "images": group.prompt.images, "media": getattr(completion, "media", None),
+        "metadata": getattr(group.prompt, "metadata", None) or {},
         "turns": [{"role": turn.role, "content": turn.text} for turn in completion.turns]
         or [{"role": "assistant", "content": completion.text}],
         "num_tokens": completion.num_sampled, "completion_ids": list(completion.token_ids),

@@ -18,6 +18,7 @@ REWARD_PARAMETERS = {
     "prompt": "the rendered prompt, a string",
     "media": "the image (PIL.Image) or video (uint8 array of frames, height, width and 3) that was made; None: text",
     "metadata": "the columns of the prompt's row, a dict; of text with the prompt as the row has it under `prompt`",
+    "images": "the images of a text prompt, a list of PIL.Image; passed only to functions that declare it by name",
     "turns": "the turns after the prompt, a list of {'role': 'assistant' or 'tool', 'content': text}",
     "num_tokens": "sampled tokens of the completion, the end token included",
     "completion_ids": "the tokens of the completion, a list of integers",
@@ -75,6 +76,11 @@ class ParameterBinding:
         return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION_PARAMETERS}
 
     @property
+    def takes_images(self) -> bool:
+        """Return True if the function declares `images`, which are not part of `**others`."""
+        return any(parameter.name == "images" for parameter in self.parameters)
+
+    @property
     def declared_parameters(self) -> tuple[str, ...]:
         """Return the keys of `REWARD_PARAMETERS` that the reward function declares or receives as `**others`."""
         parameter_names = {parameter.name for parameter in self.parameters}
@@ -113,8 +119,8 @@ class ParameterBinding:
         if self.takes_any_keyword:
             text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
             declared_names = {parameter.name for parameter in self.parameters}
-            extra_names = [*text_parameters, *REWARD_PARAMETERS, *_row_columns(group[0])]
-            keyword_arguments |= {name: get_argument(name) for name in extra_names if name not in declared_names}
+            extra_names = {*text_parameters, *REWARD_PARAMETERS, *_row_columns(group[0])} - {"images"} - declared_names
+            keyword_arguments |= {name: get_argument(name) for name in extra_names}
         return positional_arguments, keyword_arguments
 
 
@@ -152,6 +158,10 @@ def _get_argument(parameter_name: str, request: RewardFields) -> Any:
         return request["to_be_evaluated"]
     if parameter_name == "reference":
         return request["reference"] or row_columns.get(parameter_name, "")
+    if parameter_name == "images":
+        from cosmos_core.data.images import open_image
+
+        return [open_image(image_ref) for image_ref in request.get("images", ())] or row_columns.get("images", [])
     if parameter_name in REWARD_PARAMETERS:
         return request.get(parameter_name)
     if parameter_name in row_columns:
@@ -175,6 +185,8 @@ def _get_list_argument(name: str, group: Sequence[RewardFields], takes_text: boo
         if name == "prompts":
             return [row_columns.get("prompt", fields.get("prompt")) for fields in group]
         name = _SINGULAR_NAME_BY_PLURAL[name]
+    if name == "images":
+        return [_get_argument(name, group[0])] * len(group)
     return [_get_argument(name, fields) for fields in group]
 
 

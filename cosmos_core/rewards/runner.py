@@ -92,6 +92,7 @@ class RewardRunner(WorkerPool):
         """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
         self._weights = weights
         self._group_functions = {name for name in weights if calls_per_group and is_import_path(name)}
+        self._image_functions: set[str] = set()
         self._metric_names = metric_names(weights)
         self._default_timeout, self._retries, self._has_loaded = timeout_seconds, retries, False
         self._timeout_by_reward = timeout_by_reward or {}
@@ -120,7 +121,8 @@ class RewardRunner(WorkerPool):
         group_weights = list(map(get_weights, data_sources or [""] * len(groups)))
         for group, weights in zip(groups, group_weights, strict=True):
             for name in weights:
-                request_batches = [group] if name in self._group_functions else [[request] for request in group]
+                requests = group if name in self._image_functions else [{**each, "images": ()} for each in group]
+                request_batches = [requests] if name in self._group_functions else [[request] for request in requests]
                 calls += [_RewardCall(name, batch, name in self._group_functions) for batch in request_batches if batch]
         with cleanup_on_error(self.close), self._scoring_lock:  # after an error, kill processes that still run calls
             results = itertools.chain.from_iterable(self._run_reward_calls(calls))
@@ -143,7 +145,8 @@ class RewardRunner(WorkerPool):
                 load_future = pool.schedule(_load_rewards, args=(names,))
                 if not wait_for_futures([load_future], _LOAD_SECONDS, self._on_wait):
                     raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {_LOAD_SECONDS:g} s")
-                self._group_functions |= load_future.result()
+                group_functions, self._image_functions = load_future.result()
+                self._group_functions |= group_functions
         except (BrokenProcessPool, ProcessExpired) as error:
             is_transient_exit = self._has_loaded or getattr(error, "exitcode", 0) < 0
             raise (StageFailed if is_transient_exit else RewardError)(
@@ -247,12 +250,15 @@ def _start_worker(names: Sequence[str], field_values: Mapping[str, Any], env: Se
         _load_rewards(names)
 
 
-def _load_rewards(reward_names: Sequence[str]) -> set[str]:
-    """Load the rewards with their models, and return the names of rewards whose parameters require lists."""
-    group_functions = {name for name in reward_names if _load_cached_reward(name).binding.takes_whole_group}
+def _load_rewards(reward_names: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Load the rewards with their models, and return the names of rewards whose parameters require lists, and of those
+    that take the images of prompts."""
+    bindings = {name: _load_cached_reward(name).binding for name in reward_names}
+    group_functions = {name for name, binding in bindings.items() if binding.takes_whole_group}
+    image_functions = {name for name, binding in bindings.items() if binding.takes_images}
     for name in filter(has_model, reward_names):
         open_model(name, _constant_fields["custom"])
-    return group_functions
+    return group_functions, image_functions
 
 
 _load_cached_reward = cache(load_reward)

@@ -4,6 +4,7 @@ A reward that scores no completion is an error; a reward that scores only some c
 queries remote reward services.
 """
 
+import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -21,7 +22,7 @@ from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import metric_names
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.measure import open_rewards
-from cosmos_core.types import Completion, DiffusionSample, Group, JsonValue, Prompt, ScoredGroup, Segment
+from cosmos_core.types import Completion, DiffusionSample, Group, ImageRef, JsonValue, Prompt, ScoredGroup, Segment
 
 SPLIT_NAMES = ("train", "validation")
 _PROMPTS_PER_DATASET = 2
@@ -36,7 +37,13 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
             dataset_start_indices = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
             ranges = [range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_start_indices]
             prompts_by_split[name] = [
-                {"text": p.text, "reference": p.reference, "metadata": p.metadata, "source": p.source}
+                {
+                    "text": p.text,
+                    "reference": p.reference,
+                    "metadata": p.metadata,
+                    "source": p.source,
+                    "images": [_image_ref_to_json(each) for each in p.images],
+                }
                 for p in [prompts[i] for i in chain(*ranges)]
             ]
     return prompts_by_split
@@ -97,6 +104,7 @@ def make_test_groups(
         for i, row in enumerate(prompts_by_split.get(name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
             metadata, reference_response = row["metadata"], row["reference"]
             prompt_fields = {"metadata": metadata, "source": row.get("source", "")}
+            prompt_fields["images"] = tuple(map(_image_ref_from_json, row.get("images", ())))
             if media_shape is None:
                 completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference_response))
             else:
@@ -104,6 +112,16 @@ def make_test_groups(
                 completions = _make_media_completions(*media_shape)
             test_groups.append(Group(Prompt(i, (0,), row["text"], reference_response, **prompt_fields), completions, 0))
     return test_groups
+
+
+def _image_ref_to_json(image_ref: ImageRef) -> dict[str, JsonValue]:
+    content = None if image_ref.content is None else base64.b64encode(image_ref.content).decode()
+    return {"path": image_ref.path, "content": content, "sha256": image_ref.sha256}
+
+
+def _image_ref_from_json(fields: Mapping[str, Any]) -> ImageRef:
+    content = None if fields["content"] is None else base64.b64decode(fields["content"])
+    return ImageRef(fields["path"], content, fields["sha256"])
 
 
 def _make_text_completion(text: str) -> Completion:

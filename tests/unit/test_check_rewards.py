@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
+from hashlib import sha256
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from PIL import Image
 from transformers import Qwen2Config
 
 from cosmos_core.config.capabilities import unique_notices
+from cosmos_core.data.images import open_image
+from cosmos_core.data.kinds.prompts import PromptsKind
 from cosmos_core.errors import ConfigError, RewardError
 from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.check import check_rewards, run
+from cosmos_core.train.check_rewards import make_test_groups, read_first_prompts
 from tests.conftest import Workspace
 from tests.effects.change import GRPO, SFT, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
@@ -58,6 +65,22 @@ def looked_at(folder: Path, code: str) -> list[str]:
 def test_a_reward_that_scores_nothing_is_refused(code: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=reason):
         looked_at(tmp_path, code)
+
+
+def test_a_reward_is_tried_on_the_images_of_prompts(tmp_path: Path) -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (5, 3), "red").save(buffer, "png")
+    schema = PromptsKind().make_schema(tmp_path)
+    image = {"path": None, "content": buffer.getvalue(), "sha256": sha256(buffer.getvalue()).hexdigest()}
+    values = {"prompt_ids": [1], "prompt_text": "p", "reference": "5", "metadata": "{}", "images": [image]}
+    table = pa.Table.from_pylist([{**dict.fromkeys(schema.names, "row 1"), **values}], schema)
+    (tmp_path / "data").mkdir()
+    with pa.OSFile(str(tmp_path / "data" / "train.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_table(table)
+    prompts = json.loads(json.dumps(read_first_prompts(tmp_path / "data")))
+    [group] = make_test_groups(prompts, ["train"], recipe(GRPO).train.train_policy, None)
+    [opened] = map(open_image, group.prompt.images)
+    assert opened.size == (5, 3)
 
 
 @pytest.mark.parametrize(

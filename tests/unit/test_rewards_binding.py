@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from textwrap import dedent
@@ -14,7 +15,7 @@ from cosmos_core.data.kinds.prompts import serialise_row_for_rewards
 from cosmos_core.errors import RewardError
 from cosmos_core.rewards.base import load_reward, make_reward_request
 from cosmos_core.rewards.runner import RewardRunner
-from cosmos_core.types import Completion, Group, Prompt, Segment
+from cosmos_core.types import Completion, Group, ImageRef, Prompt, Segment
 
 ASKED = [{"role": "user", "content": "2 + 3?"}]
 COLUMNS = {"prompt": "2 + 3?", "answer": "5", "task": "math", "level": 3}
@@ -26,6 +27,7 @@ def completion(text: str) -> Completion:
 
 def scores(folder: Path, code: str, *texts: str, columns: dict[str, Any] = COLUMNS) -> list[Any]:
     """What the function `f` of a file gives to completions of one prompt."""
+    folder.mkdir(exist_ok=True)
     (folder / "mine.py").write_text(code)
     group = Group(Prompt(0, (1,), "<user> 2 + 3?", "5", metadata=columns), tuple(map(completion, texts)), 0)
     fields = [{**make_reward_request(group, k), "custom": {}} for k in range(len(texts))]
@@ -179,6 +181,31 @@ def test_the_columns_of_a_row_are_kept_as_json_without_media() -> None:
     assert json.loads(serialise_row_for_rewards(trl, [system, *ASKED]))["prompt"] == [system, *ASKED]
     talk = {"messages": [*ASKED, {"role": "assistant", "content": "5"}]}
     assert json.loads(serialise_row_for_rewards(talk, ASKED))["prompt"] == ASKED
+
+
+def test_a_function_that_declares_images_gets_those_of_the_prompt_and_others_get_none(tmp_path: Path) -> None:
+    Image.new("RGB", (5, 3), "red").save(tmp_path / "red.png")
+    content = (tmp_path / "red.png").read_bytes()
+    Image.new("RGB", (7, 2), "blue").save(tmp_path / "blue.png")
+    refs = [
+        ImageRef(None, content, hashlib.sha256(content).hexdigest()),
+        ImageRef(str(tmp_path / "blue.png"), None, hashlib.sha256((tmp_path / "blue.png").read_bytes()).hexdigest()),
+    ]
+    code = """
+    def sizes(completion, images): return sum(image.width for image in images)
+    def listed(completions, images, **columns): return [each[1].height + 10.0 * len(each) for each in images]
+    def blind(completion, **others): return float("images" in others)
+    """
+    (tmp_path / "mine.py").write_text(dedent(code))
+    group = Group(Prompt(0, (1,), "p", "a", tuple(refs), metadata=COLUMNS), (completion("a"), completion("four")), 0)
+    weights = {f"{tmp_path}/mine.py:{name}": 1.0 for name in ("sizes", "listed", "blind")}
+    with RewardRunner(weights, timeout_seconds=300, num_workers=1) as runner:
+        [scored] = runner.score_groups([group])
+    assert [score.metrics for score in scored.scores] == [{"sizes": 12.0, "listed": 22.0, "blind": 0.0}] * 2
+    own_column = {**COLUMNS, "images": ["a.png"]}
+    code = "def f(completion, images): return len(images[0]) if images else 0"
+    assert scores(tmp_path / "own", code, "a", columns=own_column) == [5.0]
+    assert scores(tmp_path / "none", code, "a") == [0.0]
 
 
 @pytest.mark.parametrize("name", ["completions", "solution_strs"])
