@@ -34,10 +34,14 @@ _SECRET_NAME_PATTERN = re.compile(
     re.I,
 )
 _CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[.-]")
-_CREDENTIAL_PATTERN = re.compile(r"api|access|auth|bearer|bot_|cred|encrypt|pass|private|secret|sign", re.I)
+_CREDENTIAL_PATTERN = re.compile(
+    r"(?:^|_)(?:api|access|auth|bearer|bot|cred\w*|encrypt\w*|\w*pass(?:word|wd|phrase)|pass|private|secrets?|sign(?:ing)?)"
+    r"(?:key)?(?:_|$)",
+    re.I,
+)
 _LOCATION_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
 _WORD_PATTERN = re.compile(
-    r"[A-Za-z_<|>/.-]+|<[\w|/-]{1,30}>|\[\w{1,30}\]|(?=.{1,19}\Z)[A-Za-z]+\d?(?:_[A-Za-z]*\d{0,3})*"
+    r"[A-Za-z_<|>/.-]+|<[^\s<>]{1,30}>|\[\w{1,30}\](?: \w{1,12})?|(?=.{1,19}\Z)[A-Za-z]+\d?(?:_[A-Za-z]*\d{0,3})*"
 )
 _USER_SETTING_PATTERN = re.compile(r"(?:^|\.)(?:arguments|custom)\.")
 """Pattern of a dotted key below a table whose keys users choose."""
@@ -147,7 +151,10 @@ def mask_settings(settings: Any, key: str = "") -> Any:
         return type(settings)(mask_settings(value, key) for value in settings)
     if not isinstance(settings, str) or not _USER_SETTING_PATTERN.search(key):
         return settings
-    return "***" if _is_secret_setting(key, settings) else mask_text(settings)
+    names = key.split(".")
+    return (
+        "***" if _is_secret_setting(next(filter(_is_secret_name, names), names[-1]), settings) else mask_text(settings)
+    )
 
 
 def mask_file(file: Path, names: Iterable[str] = ()) -> None:
@@ -197,7 +204,7 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
 def _is_secret_setting(key: str, value: str) -> bool:
     """Return True if the key of a setting is the name of a secret, and its value is neither a word such as the name of
     a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the path of a secret."""
-    is_word = _WORD_PATTERN.fullmatch(value) and not _CREDENTIAL_PATTERN.search(key)
+    is_word = _WORD_PATTERN.fullmatch(value) and not _CREDENTIAL_PATTERN.search(_CAMEL_CASE_BOUNDARY.sub("_", key))
     return _is_secret_name(key) and not (is_word or _LOCATION_PATTERN.search(key))
 
 

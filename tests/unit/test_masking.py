@@ -141,12 +141,22 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
         "unk_token": "[UNK]",
     }
     columns |= {"eos_token": "<|extra_0|>", "token_file": "/home/ada/.token2", "label_key": "extra_info.answer"}
+    columns |= {
+        "passage_key": "passage_text",
+        "author_key": "author_name",
+        "design_key": "design",
+        "capital_key": "name",
+    }
+    columns |= {"bos_token": "<｜begin▁of▁sentence｜>", "special_tokens": ["[INST] x", "<｜end▁of▁sentence｜>"]}
     assert list(find_secrets(columns)) == ["a1b2c3d4"], "no log calls the column of an instruction ***"
     letters = {
         "bot_token": "abcdefgh",
         "signing_key": "ijklmnop",
         "encryption_key": "qrstuvwx",
         "bearer_token": "yz_ab",
+        "accessKey": "cdefghij",
+        "apikey": "klmnopqr",
+        "db_password": "stuvwxyz",
     }
     assert list(find_secrets(letters)) == list(letters.values())
 
@@ -161,6 +171,9 @@ def test_settings_are_shown_without_what_users_name_a_secret() -> None:
     shown = mask_settings({"custom": custom, "train": {"score_key": "f", "seed": None}})
     masked = {"judge": {"password": "***", "steps": 3}, "of": [{"accessToken": "***"}, "e"], "url": "h?k=***"}
     assert shown == {"custom": masked, "train": {"score_key": "f", "seed": None}}
+    columns = {"api": {"text_key": "question"}, "signal": {"label_key": "text"}}
+    assert mask_settings({"custom": columns}) == {"custom": columns}
+    assert mask_settings({"custom": {"credentials": {"of": "abc"}}}) == {"custom": {"credentials": {"of": "***"}}}
     assert mask_settings("abc", "entry.arguments.api_key") == "***" and mask_settings("abc", "judge.key_env") == "abc"
 
 
