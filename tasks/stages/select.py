@@ -44,9 +44,12 @@ def run(stage: Stage) -> Outcome:
     # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.
     result_info = {key: value for key, value in source_result["info"].items() if key != "data"}
     outputs: tuple[str, ...] = ()
-    if model_stages:
+    if model_stages and "://" not in str(result_info["model"]):
+        model_path = Path(source_result["path"]) / str(result_info["model"])
+        if not model_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
+            result_info["model"] = "model"
         outputs = (str(result_info["model"]),)
-        model_path, target_path = Path(source_result["path"]) / outputs[0], stage.path / outputs[0]
+        target_path = stage.path / outputs[0]
         for file in list_files_below(model_path):
             link_path = target_path / file.relative_to(model_path) if file != model_path else target_path
             link_path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tomli_w
@@ -227,6 +227,23 @@ def test_the_best_branch_hands_on_its_model_and_its_metrics(
     assert outcome.metrics == {"loss": values[best]}
     assert (tmp_path / "stages/sft/safetensors/step_3/model.safetensors").read_text() == f"weights {best}"
     assert outcome.outputs == ("safetensors/step_3",)
+
+
+@pytest.mark.parametrize("where", ["/published", "../../published", "s3://bucket/v1"])
+def test_a_model_outside_of_the_folder_of_its_stage_stays_where_it_is(tmp_path: Path, where: str) -> None:
+    stage = choice(tmp_path, "max", 1.0)
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "model.safetensors").write_text("published")
+    address = str(published) if where == "/published" else where
+    cast(dict[str, Any], stage.inputs["sft-0"])["info"]["model"] = address
+    outcome = select.run(stage)
+    assert (published / "model.safetensors").read_text() == "published"
+    if where.startswith("s3:"):
+        assert outcome.info["model"] == where and not outcome.outputs
+    else:
+        assert outcome.outputs == ("model",) and outcome.info["model"] == "model"
+        assert (tmp_path / "stages/sft/model/model.safetensors").read_text() == "published"
 
 
 def test_branches_without_a_number_or_without_the_metric_are_not_chosen_among(tmp_path: Path) -> None:
