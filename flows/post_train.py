@@ -110,7 +110,7 @@ def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
     for path in paths:
         with open_stage_lock(run.path, path.name) as lock:  # the worker of a killed flow may still write to the folder
             lock.acquire(on_poll=partial(_reap_unless_stopping, path))
-            worker.mask_log_of_killed_launcher(path)
+            worker.mask_log_of_killed_launcher(path, run.pipeline.secret_env_names(run.pipeline.stage(path.name)))
             supersede_stage(path)
             update_state(path, forced=True, forced_by=flow_run_id)
 

@@ -233,7 +233,7 @@ def run_stage(
             is_finished = read_state(path).state in FINISHED_STATES
             if not is_finished:
                 worker.reap_attempt(path)
-                worker.mask_log_of_killed_launcher(path)
+                worker.mask_log_of_killed_launcher(path, run.pipeline.secret_env_names(stage))
                 _record_launcher(path)
             expected_fingerprint = compute_local_fingerprint(run, stage)
             local_result = read_result(path) if read_state(path).holds else None
@@ -305,7 +305,7 @@ def _make_result_under_lock(
                     get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget.find_budget_error,
                     environment={**gpu_environment, **service_variables},
                     inherited_environment=environment_for_user_code(stage.env) if stage.entry else os.environ,
-                    secrets=(*stage.env, *recipe.secret_env_names, *service_variables),
+                    secrets=(*run.pipeline.secret_env_names(stage), *service_variables),
                 )  # fmt: skip
                 worker.run_attempt(attempt_settings)
             return stage_sync.send_result(_finish_stage(run, stage, expected_fingerprint)), False

@@ -100,6 +100,10 @@ class Pipeline:
         """Return the models, rows, files and code that a stage reads but does not make."""
         return stage_inputs(stage, self.recipes[stage.name], self.stage_kind(stage))
 
+    def secret_env_names(self, stage: StageConfig) -> tuple[str, ...]:
+        """Return the names of the environment variables of a stage whose values are masked in its log."""
+        return (*stage.env, *self.recipes[stage.name].secret_env_names)
+
     def initial_model(self, stage: StageConfig) -> str:
         """Return the name of the model that a stage starts from, the value of its key `model`. For a stage that selects
         a branch of a sweep, return `stage:NAME` of the last stage of the first branch that makes a model."""

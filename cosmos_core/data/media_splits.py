@@ -158,10 +158,11 @@ def _read_split(
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
     no_media_reasons = [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
-    # The loss is measured on all held-out rows or on none, so a few rows without media must not prevent it; many are
-    # prompts to complete.
-    has_prompts = stage.recipe.has_validation_completions
-    has_prompts = has_prompts and len(no_media_reasons) > config.max_skipped_fraction * len(rows)
+    # The loss is measured on all held-out rows or on none, so a few rows without media must not prevent it; many, and
+    # all of RL, are prompts to complete.
+    is_few = len(no_media_reasons) <= config.max_skipped_fraction * len(rows)
+    has_rollouts = stage.recipe.train.train_policy.has_rollouts
+    has_prompts = has_rollouts or (stage.recipe.has_validation_completions and not is_few)
     if not has_prompts and any(row and row.media_key for row in rows):
         skip_reasons += no_media_reasons
         rows = [row if row and row.media_key else None for row in rows]

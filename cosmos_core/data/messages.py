@@ -253,7 +253,7 @@ def _read_column(row: Row, column: str, location: str) -> Any:
     value = decode_conversation(row[column])
     if isinstance(value, str) and _is_column_named(row, column, "instruction"):
         for name in _INSTRUCTION_INPUT_COLUMNS:
-            if isinstance(dict.get(row, name), int | float):
+            if isinstance(dict.get(row, name), int | float) and row[name] == row[name]:  # NaN is a missing value
                 raise DataError(f"{location}: column {name!r} holds {str(row[name])[:40]!r}; write it as text")
         value = "\n\n".join(filter(None, [value, *(_get_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
     return value

@@ -224,13 +224,18 @@ def sha256(path: Path, *, fsync: bool = False) -> str:
 
 def list_files_below(root: Path) -> list[Path]:
     """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`, `.x.old`). Follow links to
-    folders, except those that lead back."""
+    folders, except those that lead back to a folder on the way."""
     if root.is_file():
         return [root]
     files: list[Path] = []
+    folders_on_way: dict[str, tuple[Path, ...]] = {}
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        location = Path(folder).resolve()
-        subfolders[:] = [each for each in subfolders if not location.is_relative_to(Path(folder, each).resolve())]
+        on_way = (*folders_on_way.pop(folder, ()), Path(folder).resolve())
+        targets = {name: Path(folder, name).resolve() for name in subfolders}
+        subfolders[:] = [
+            name for name, target in targets.items() if not any(each.is_relative_to(target) for each in on_way)
+        ]
+        folders_on_way.update((os.path.join(folder, name), on_way) for name in subfolders)
         files += (path for name in names if (path := Path(folder, name)).is_file())
     return sorted(path for path in files if not any(map(_is_temporary_name, path.relative_to(root).parts)))
 

@@ -74,7 +74,7 @@ class Launcher(JsonDocument):
         """Return True if the process ran on this machine and has ended, at the latest when the machine restarted."""
         if not self.is_local:  # only the boot differs; a container has another host name or pid namespace
             is_same_host = self.launcher_machine.split("/")[::2] == identify_machine().split("/")[::2]
-            return is_same_host and self.launcher_machine_id == _read_machine_id()
+            return is_same_host and self.launcher_machine_id == _read_machine_id() != ""
         return not is_alive(self.launcher_pid, self.launcher_started)
 
 

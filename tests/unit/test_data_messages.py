@@ -131,6 +131,11 @@ def test_a_turn_is_learned_or_not(turn):
         read_conversation({"messages": [ASKED, turn]}, "row")
 
 
+def test_a_missing_input_of_a_table_is_no_number():
+    row = {"instruction": "Double 5.", "input": float("nan"), "output": "10"}
+    assert [turn["content"] for turn in read_conversation(row, "row")] == ["Double 5.", "10"]
+
+
 def test_what_a_template_may_read_beside_role_and_content_is_kept():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     assert read_conversation({"messages": [ASKED, call]}, "row")[1] == {**call, "content": ""}

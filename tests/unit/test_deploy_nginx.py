@@ -115,7 +115,8 @@ ID = "0123abcd-0000-4000-8000-000000000000"
 MAY = [("GET", "/api/flow_runs/" + ID), ("GET", "/runs"), ("POST", "/api/flow_runs/filter"), ("POST", "/api/logs/filter"),
        ("POST", "/api/flow_runs/count"), ("POST", "/api/ui/flow_runs/history"), ("POST", "/api/events/filter"),
        ("POST", "/api/deployments/paginate"), ("GET", "/api/events/out"), ("GET", "/api/admin/version"),
-       ("GET", "/api/work_pools/my%20pool?x=%5F"), ("GET", "/api/work_pools/k%C3%BChl")]  # fmt: skip
+       ("GET", "/api/work_pools/my%20pool?x=%5F"), ("GET", "/api/work_pools/k%C3%BChl"),
+       ("GET", "/api/work_pools/a%40b%7Cc"), ("GET", "/api/work_pools/gpu%3Ab")]  # fmt: skip
 MAY_NOT = [
     ("POST", "/api/flow_runs/"), ("POST", f"/api/flow_runs/{ID}/set_state"), ("DELETE", f"/api/flow_runs/{ID}"),
     ("PATCH", f"/api/deployments/{ID}"), ("POST", f"/api/deployments/{ID}/create_flow_run"), ("PUT", "/api/admin/storage"),

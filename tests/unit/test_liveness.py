@@ -219,7 +219,6 @@ def test_a_flow_that_was_killed_in_its_own_code_died_and_one_that_lives_is_kept(
 
 def test_a_flow_whose_machine_was_restarted_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of another container, or of another machine, may be alive."""
-    monkeypatch.setattr(process, "_read_machine_id", lambda: "here")
     run = counting_run(tmp_path)
     claim_run(run).release()
     record_flow_state(run.path, "running")
@@ -228,8 +227,9 @@ def test_a_flow_whose_machine_was_restarted_died(tmp_path: Path, monkeypatch: py
     for machine, machine_id, is_dead in (
         (f"{host}/{boot}/{namespace}", "here", False), (f"{host}/before/{namespace}", "here", True),
         (f"{host}/before/pid:[1]", "here", False), (f"node-3/before/{namespace}", "here", False),
-        (f"{host}/before/{namespace}", "another of this name", False),
+        (f"{host}/before/{namespace}", "another of this name", False), (f"{host}/before/{namespace}", "", False),
     ):  # fmt: skip
+        monkeypatch.setattr(process, "_read_machine_id", lambda machine_id=machine_id: machine_id and "here")
         file.write_text(json.dumps(holder | {"launcher_machine": machine, "launcher_machine_id": machine_id}))
         assert read_run(run.path).outcome == ("died" if is_dead else "running")
         assert _may_be_running(run.path) is not is_dead

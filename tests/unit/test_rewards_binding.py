@@ -173,10 +173,11 @@ def test_a_name_that_no_column_has_is_named_with_the_columns(tmp_path: Path) -> 
 
 def test_the_columns_of_a_row_are_kept_as_json_without_media() -> None:
     media = {"image": {"bytes": b"x"}, "img": Image.new("RGB", (2, 2))}
-    row = {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"a": b"x", "b": 1}, **media}
+    raw = {"a": b"x", "b": 1}
+    row = {"question": "2 + 3?", "answer": "5", "level": 3, "raw": raw, "f": [b"x", media["img"], 2], **media}
     system = {"role": "system", "content": "Be brief."}
     found = json.loads(serialise_row_for_rewards(row, [system, *ASKED]))
-    assert found == {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"b": 1}, "prompt": "2 + 3?"}
+    assert found == {"question": "2 + 3?", "answer": "5", "level": 3, "raw": {"b": 1}, "f": [2], "prompt": "2 + 3?"}
     trl = {"prompt": [system, *ASKED], "question": "2 + 3?"}
     assert json.loads(serialise_row_for_rewards(trl, [system, *ASKED]))["prompt"] == [system, *ASKED]
     talk = {"messages": [*ASKED, {"role": "assistant", "content": "5"}]}

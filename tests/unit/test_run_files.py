@@ -62,6 +62,12 @@ def test_files_in_linked_folders_are_listed_and_circles_have_an_end(tmp_path: Pa
     for root in (tmp_path / "model", tmp_path / "linked"):
         found = [str(file.relative_to(root)) for file in list_files_below(root)]
         assert found == ["deep/down/x", "index", "unet/weights"]
+    for name, other in (("unet", "clip"), ("clip", "unet")):
+        (tmp_path / "pair" / name).mkdir(parents=True)
+        (tmp_path / "pair" / name / "file").write_text(name)
+        (tmp_path / "pair" / name / "other").symlink_to(tmp_path / "pair" / other)
+    found = [str(file.relative_to(tmp_path / "pair")) for file in list_files_below(tmp_path / "pair")]
+    assert found == ["clip/file", "clip/other/file", "unet/file", "unet/other/file"]
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,11 @@ def _to_plain_json(value: Any) -> Any:
     if isinstance(value, dict):
         if is_image_part(value):
             return {"type": "image"}
-        elements = {str(k): v for k, v in value.items() if not (isinstance(v, bytes) or is_pillow_image(v))}
-        return {name: _to_plain_json(element) for name, element in elements.items()}
+        return {str(name): _to_plain_json(element) for name, element in value.items() if not _is_binary(element)}
     if isinstance(value, list | tuple):
-        return [_to_plain_json(element) for element in value]
+        return [_to_plain_json(element) for element in value if not _is_binary(element)]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_binary(value: Any) -> bool:
+    return isinstance(value, bytes) or is_pillow_image(value)
