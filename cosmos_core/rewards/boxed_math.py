@@ -30,9 +30,14 @@ _REPEATING_DECIMAL = re.compile(
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
 _MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
-_TEXT_BEFORE_MATH = re.compile(
-    r"\A\s*[A-Za-z]{2,}(?: +[A-Za-z]+)+[\s:]*(?=[\\\d(-])"  # the answer is \frac{1}{2}
-    r"|\A(?:\\text\w*\{\([A-E]\)\}|\([A-E]\))[\\\s]+(?=[\\\d])"  # (B) \frac{1}{2}
+_WORDS_AROUND_MATH = re.compile(
+    r"\A\s*(?:\\(?:text\w*|mathrm)\{\s*\(?[A-E][):]\s*\}|\([A-E]\)(?= )|[A-E]:)[\\\s~]*(?=[\\\d(-])"  # (B) \frac{1}{2}
+    r"|\A\s*\\text\w*\{[^{}]*:\s*\}"  # \text{John: } \frac{1}{2}
+    r"|\A\s*(?!sqrt|sinh|cosh|tanh|arc)[A-Za-z]{4,}(?::\s*| +(?:- +)?)(?=[\\\d(-]|[a-z] ?=)"  # Therefore \frac{1}{2}
+    r"|\A\s*[A-Za-z]{2,}(?: +[A-Za-z]+)*? +[A-Za-z]{2,}[\s:]+(?=[\\\d(-]|[a-z] ?=)"  # the answer is x = \frac{1}{2}
+    r"|(?<=[\d}%]) +(?:[a-z]{4,}(?: of\b.*)?\W*|of [a-z].*)\Z"  # \frac{1}{2} of the cake
+    r"|(?<=\})(?: or|\s*=)\s*\d*(?:\.\d+(?:\\?%)?|\\?%)\s*\Z",  # \frac{3}{8} or 37.5\%
+    re.S,
 )
 _BOXED_INTEGER_PATTERN = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 
@@ -90,10 +95,13 @@ def _grade_completion(completion_end: str, reference: str) -> float:
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
-    texts = [text, f"\\boxed{{{text}}}"]
-    if not (_MATH_DELIMITER.search(text) or _TEXT_BEFORE_MATH.search(text)):
-        texts.reverse()  # without delimiters, math-verify would find the fraction alone in x + \frac{1}{2}
-    return next(filter(None, (_parse_expressions(each, _LATEX_CONFIG) for each in texts)), [])
+    boxed_texts = [f"\\boxed{{{text}}}"]
+    if _MATH_DELIMITER.search(text):
+        text_groups = [[text], boxed_texts]
+    else:  # math-verify would find the fraction alone in x + \frac{1}{2}, and multiply the letters of words
+        text_groups = [[f"\\boxed{{{_WORDS_AROUND_MATH.sub('', text)}}}", *boxed_texts], [text]]
+    parsed_groups = ([e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in text_groups)
+    return next(filter(None, parsed_groups), [])
 
 
 def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:

@@ -185,8 +185,27 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
         *[("\\boxed{0.5}", wanted, 1) for wanted in ("so $\\frac{1}{2}$", "\\(\\frac{1}{2}\\)", "0.5$", "\\$0.5")],
         *[
             ("\\boxed{\\frac34}", f"{said} \\frac{{3}}{{4}}", 1)
-            for said in ("The probability is", "It is", "\\text{(B)}", "\\textbf{(B)}\\", "(B)")
+            for said in (
+                "The probability is",
+                "It is",
+                "\\text{(B)}",
+                "\\textbf{(B)}\\",
+                "(B)",
+                "Therefore",
+                "Answer:",
+                "B:",
+                "Answer - ",
+                "The answer is x =",
+                "\\textbf{(B) }",
+                "\\mathrm{(B)}",
+                "\\text{John: }",
+            )
         ],
+        *[
+            ("\\boxed{\\frac34}", f"\\frac{{3}}{{4}} {said}", 1)
+            for said in ("dollars", "chance", "of the cake", "or 75\\%", "= 0.75", "probability of rain")
+        ],
+        ("\\boxed{3/4 dollars}", "3/4 dollars", 1),
         *[
             (f"\\boxed{{{wanted}}}", wanted, 1)
             for wanted in ("abc+\\frac{1}{2}", "x_{total}+\\frac{1}{2}", "\\sin x+\\frac{1}{2}\\text{ for each } x")
