@@ -127,16 +127,16 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
             )
 
 
-def find_longest_row_length(folder: Path, suffix: str = "_ids") -> int:
-    """Return the number of tokens of the longest prepared row of text in the columns whose name ends with `suffix`;
-    raise DataError if a file is damaged."""
-    id_columns = (table[name] for table, name in _iterate_id_columns(folder) if name.endswith(suffix))
+def find_longest_row_length(folder: Path, suffix: str = "_ids", split: str = "*") -> int:
+    """Return the number of tokens of the longest prepared row of text in the columns whose name ends with `suffix`, of
+    one split or of all; raise DataError if a file is damaged."""
+    id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(suffix))
     lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
     return max((length or 0 for length in lengths), default=0)
 
 
-def _iterate_id_columns(folder: Path) -> Iterator[tuple[pa.Table, str]]:
-    for table in map(_open_arrow_table, sorted(folder.glob("*.arrow"))):
+def _iterate_id_columns(folder: Path, split: str = "*") -> Iterator[tuple[pa.Table, str]]:
+    for table in map(_open_arrow_table, sorted(folder.glob(f"{split}.arrow"))):
         yield from ((table, column_name) for column_name in table.column_names if column_name.endswith("_ids"))
 
 

@@ -6,7 +6,7 @@ models are in other modules.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -167,15 +167,17 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 
 def check_rows(
-    config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel], *, are_completed: bool = False
-) -> str:
+    config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel],
+    *, completed_splits: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed the model's
     positions, otherwise an empty string. `build_model` is called only if shapes of weights are needed.
+    `completed_splits` are the splits whose prompts an engine completes.
 
     Raises:
         DataError: a token has no embedding.
-        ModelError: a row has more tokens than the model has learned position embeddings, or with `are_completed` a
-            prompt has so many that no position is left for a completion: engines use none beyond the model's.
+        ModelError: a row has more tokens than the model has learned position embeddings, or a prompt to complete
+            has so many that no position is left for a completion: engines use none beyond the model's.
     """
     text_config = config.get_text_config()
     try:
@@ -185,7 +187,8 @@ def check_rows(
         check_token_ids(folder, embedding.weight.shape[0])
     max_row_tokens = find_longest_row_length(folder)
     max_positions = getattr(text_config, "max_position_embeddings", None)
-    max_prompt_tokens = find_longest_row_length(folder, "prompt_ids") if are_completed else 0
+    prompt_lengths = [find_longest_row_length(folder, "prompt_ids", split) for split in completed_splits]
+    max_prompt_tokens = max(prompt_lengths, default=0)
     if max_positions and max_prompt_tokens >= max_positions:
         raise ModelError(
             f"a prompt of {max_prompt_tokens:,} tokens leaves none of the {max_positions:,} positions of the model to "

@@ -56,9 +56,9 @@ def open_model(stage: Stage) -> CausalLM:
     prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
     context = StageContext(stage.recipe, stage.kind)
     has_validation_completions = context.measures_held_out_rows and stage.recipe.has_validation_completions
-    are_completed = stage.kind.feed == "rollouts" or has_validation_completions
+    splits = ("train",) * (stage.kind.feed == "rollouts") + ("validation",) * has_validation_completions
     if prepared_folder is not None and (
-        warning := check_rows(model.config, prepared_folder, lambda: model, are_completed=are_completed)
+        warning := check_rows(model.config, prepared_folder, lambda: model, completed_splits=splits)
     ):
         logger.warning("%s", warning)
     enable_flash_attention_3()

@@ -201,7 +201,7 @@ def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)
     elif stage.data is not None:  # no trainer has checked the prompts
-        check_rows(model.config, stage.data, lambda: model, are_completed=True)
+        check_rows(model.config, stage.data, lambda: model, completed_splits=["train"])
     if generation_config := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation_config
     return make_engine(_make_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))
