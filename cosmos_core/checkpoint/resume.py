@@ -139,6 +139,7 @@ def check_checkpoint(policy_folder: Path) -> None:
     """Raise the `ModelError` of `load_checkpoint` if a file of the checkpoint is missing or of another size; files are
     not hashed, and tensors are not compared with a model."""
     step = _read_step(policy_folder)
+    refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
 

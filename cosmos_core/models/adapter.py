@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, ModelError
 
 _LORA_PATH_KEY = "policy.lora.lora_path"
@@ -89,7 +90,9 @@ def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
         raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
     model_state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     if saved_state.keys() != {PEFT_PREFIX + name for name in model_state}:  # translate names of older transformers
-        saved_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_state)
+        problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
+        with convert_errors(lambda e: ModelError(f"{problem}: {str(e)[:200]}; it is of another model or damaged")):
+            saved_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_state)
     saved_state = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved_state.items()}
     if base_names := (saved_state.keys() - model_state.keys()) & model.state_dict().keys():
         problem = f"has {min(base_names)}, which PEFT copied from its base model"

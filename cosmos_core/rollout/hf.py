@@ -171,7 +171,8 @@ class HfEngine(ModuleEngine):
         can_drop_rows = not image_inputs and all(type(layer) is _PreallocatedCacheLayer for layer in cache.layers)
         for t in range(tokens_RT.shape[1]):
             logprobs_BV = process_logits(logits_BV, is_used_token_BV, sampling)
-            tokens_B = sample_tokens(logprobs_BV, uniforms_RT[rows_B, t] if sampling.temperature else None)
+            uniforms_B = uniforms_RT[rows_B, t] if sampling.temperature else None
+            tokens_B = sample_tokens(logprobs_BV, uniforms_B, is_active_B)
             tokens_RT[rows_B, t] = tokens_B
             logprobs_RT[rows_B, t] = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
             has_ended_B = is_active_B & (torch.isin(tokens_B, stop_ids) | (t + 1 >= max_new_tokens_B))

@@ -121,6 +121,8 @@ class EngineReplica:
             if hasattr(engine, "abort"):
                 engine.abort()
                 self._num_in_flight = 0
+            elif self._permanent_error:
+                os._exit(1)  # the requests that remain in the engine would be generated among those of the session
             while self._num_in_flight:
                 self._generate(engine)
             with self._group_condition:

@@ -9,18 +9,20 @@ from torch import Tensor
 from cosmos_core.errors import ModelError
 
 
-def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None) -> Tensor:
+def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: Tensor | None = None) -> Tensor:
     """Return one token id per row (shape B): inverse transform sampling with the row's uniform number, or the most
-    probable token without these numbers. Raise ModelError if the log-probabilities are NaN."""
+    probable token without these numbers. Raise ModelError if the log-probabilities of an active row are NaN; None: all
+    rows are active."""
     if uniforms_B is None:
         max_logprobs_B, token_ids_B = logprobs_BV.max(-1)
-        is_finite = not max_logprobs_B.isnan().any()
+        is_nan_B = max_logprobs_B.isnan()
     else:
         cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
         thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
         token_ids_B = torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
-        is_finite = not (token_ids_B == logprobs_BV.shape[-1]).any()  # no probability is above a threshold of NaN
-    if not is_finite:
+        is_nan_B = token_ids_B == logprobs_BV.shape[-1]  # no probability is above a threshold of NaN
+        token_ids_B = token_ids_B.masked_fill(is_nan_B, 0)
+    if (is_nan_B if is_active_B is None else is_nan_B & is_active_B).any():
         raise ModelError(
             "the model's logits are not finite (NaN), so that no token can be sampled; set train.param_dtype = "
             "'float32', or take another model"

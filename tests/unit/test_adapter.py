@@ -17,6 +17,7 @@ from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.lora import add_adapter, save_adapter
 from tests.unit.test_lora import EVERY, TAKING, disturb, logits, ours, theirs
+from tests.unit.tiny_families import FAMILIES
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.tiny_vlms import save_vlm
 
@@ -82,6 +83,23 @@ def test_an_adapter_with_the_names_of_an_older_transformers_is_gone_on_with(tmp_
     found = peft.get_peft_model_state_dict(ours(folder, {"lora_path": str(tmp_path / "lora")}))
     assert {f"base_model.model.{name}" for name in found} == new.keys()
     assert all(torch.equal(tensor, new[f"base_model.model.{name}"]) for name, tensor in found.items())
+
+
+def test_an_adapter_whose_experts_do_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
+    FAMILIES["mixtral"]().save_pretrained(tmp_path / "mixtral")
+    targets = {"target_modules": ["w1", "w2", "w3"]}
+    save_adapter(ours(tmp_path / "mixtral", targets), tmp_path / "lora")
+    expert = "base_model.model.model.layers.0.block_sparse_moe.experts.{}.{}.lora_{}.weight"
+    shapes = {"A": (8, 64), "B": (64, 8)}
+    old = {expert.format(i, w, m): torch.zeros(shapes[m]) for i in range(4) for w in ("w1", "w3") for m in "AB"}
+    for name in (expert.format(2, "w3", "B"), expert.format(1, "w1", "A")):
+        save_file(
+            {key: tensor for key, tensor in old.items() if key != name}, tmp_path / "lora/adapter_model.safetensors"
+        )
+        with pytest.raises(
+            ModelError, match=r"^policy\.lora\.lora_path: .*adapter_model.safetensors (does not fit|has)"
+        ):
+            ours(tmp_path / "mixtral", {"lora_path": str(tmp_path / "lora")})
 
 
 def test_an_adapter_of_transposed_layers_is_gone_on_with(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cosmos_core.checkpoint.best import BEST_STEP_FILE, BestStep
-from cosmos_core.checkpoint.resume import MANIFEST, find_damaged_file, resume_obstacle
+from cosmos_core.checkpoint.resume import MANIFEST, check_checkpoint, find_damaged_file, resume_obstacle
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.checkpoint.state import TrainState, capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
@@ -211,6 +211,8 @@ def test_pickled_shards_of_cosmos_rl_are_refused_with_the_remedy(tmp_path: Path)
     (policy / "model_rank_0.pth").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"model_rank_0\.pth is a pickled checkpoint .* safetensors"):
         open_checkpoints(tmp_path).load_latest(make_state())
+    with pytest.raises(ModelError, match=r"model_rank_0\.pth is a pickled checkpoint .* safetensors"):
+        check_checkpoint(policy)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:

@@ -257,6 +257,8 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     for uniforms in (torch.tensor([0.5, 0.0], dtype=torch.float64), None):
         with pytest.raises(ModelError, match=r"not finite \(NaN\).*; set train.param_dtype = 'float32'"):
             sample_tokens(logprobs, uniforms)
+        tokens = sample_tokens(logprobs, uniforms, torch.tensor([True, False]))
+        assert tokens[0] == 2 and 0 <= tokens[1] < 3, "a finished row may hold anything"
 
 
 def test_request_seeds_are_stable_and_all_different() -> None:
