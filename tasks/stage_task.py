@@ -95,7 +95,7 @@ class StageTask(Task[Any, StageHandle]):
         flow = current_flow()
         name = flow.reserve_stage_name(self.kind.name, name)
         with ExitStack() as stack, tags(*flow.tags):
-            # Register a run until the stage has ended, so that a stop before the start of the stage stays in effect.
+            # Count as an active run until the stage has ended, so that a stop that comes before it starts is not lost.
             stack.enter_context(worker.register_active_run())
             future = super().submit(*arguments, name=name, **settings)
             active_run_registration = stack.pop_all()

@@ -49,8 +49,8 @@ def drop_zero_gradient_samples(
 
 
 def _select_samples_to_run(samples: Sequence[Sample], has_zero_gradient: Callable[[Sample], bool]) -> list[Sample]:
-    """Return the samples with a gradient. If fewer than `MIN_COMPARED_COMPLETIONS` of them have images, or have none,
-    add as many samples with a gradient of 0 of that kind as are missing."""
+    """Return the samples with a gradient. If fewer than `MIN_COMPARED_COMPLETIONS` of them are text only, add text
+    samples whose gradient is 0 up to that number; do the same with samples that have images."""
     selected_indices = {i for i, sample in enumerate(samples) if not has_zero_gradient(sample)}
     for has_images in (False, True):
         modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]

@@ -223,7 +223,8 @@ def _error_location_keys(table: type[Table], error_details: Any) -> Iterator[int
     tables_at_location: list[type[Table]] = [table]
     location, last_key = error_details["loc"], ()
     if error_details["type"] == "extra_forbidden":
-        location, last_key = location[:-1], location[-1:]  # an unknown key may have the name of a union member: `int`
+        # The loop would take an unknown key named `int` for a member of a union.
+        location, last_key = location[:-1], location[-1:]
     for key in location:
         fields = {name: field for each in tables_at_location for name, field in each.model_fields.items()}
         if key in fields:

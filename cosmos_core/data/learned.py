@@ -183,7 +183,8 @@ def _find_marked_spans(
     if "".join(text_parts[::2]) == text:
         text_ends = list(accumulate(map(len, text_parts[::2])))
         return [(text_ends[i], text_ends[i + 1]) for i, mark in enumerate(text_parts[1::2]) if mark == _START_MARKER]
-    # Markers change the rendering of this template, for example by a filter: use transformers' positions instead.
+    # This template renders another text with the markers, for example by a filter: use the positions of
+    # `{% generation %}` blocks that transformers returns.
     rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(
         chat_template=template, return_assistant_tokens_mask=True, **template_arguments
     )

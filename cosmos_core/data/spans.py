@@ -154,7 +154,8 @@ def _split_at_generation_prompt(
     search_start = template_text.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
     for prefix_length in range(len(generation_prompt), 0, -1):
         position = template_text.rfind(generation_prompt[:prefix_length], search_start)
-        # Without a preceding text, accept the whole prompt, or a prefix at the end: others may match by chance.
+        # Without a preceding text, a part of the generation prompt may match anywhere by chance: accept only the whole
+        # generation prompt, or a beginning of it at the end of the text.
         if position >= 0 and (
             preceding_text
             or prefix_length == len(generation_prompt)

@@ -86,7 +86,7 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
 
 
 def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
-    """Return a table like `build_table`, one row per prompt; prompt sets are tasks, and mean rewards are metrics."""
+    """Return a table of items with one row per prompt: its prompt set as the task, and its mean rewards as metrics."""
     rows: list[dict[str, Any]] = []
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]

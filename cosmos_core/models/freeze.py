@@ -28,7 +28,7 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     quantization = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
-    # Without a pattern, weights are trained that no key names; a map may also name quantized ones.
+    # Without `trainable_pattern`, quantized weights are trained too; `trainable_map` may name some of them.
     names_trained_weights = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
     if quantization and quantization not in DEQUANTIZED_FORMATS and not names_trained_weights:
         raise ConfigError(

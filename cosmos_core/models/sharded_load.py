@@ -297,7 +297,7 @@ def _read_tensor_group(
 
 
 def _is_expert_stack(group: _TensorGroup) -> bool:
-    """Return True if a group becomes one weight of stacked experts, each with its own tensors in the files."""
+    """Return True if a group of tensors of the files, one per expert, is loaded as one weight of stacked experts."""
     operations = list(getattr(group.transform, "operations", ()))
     if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False

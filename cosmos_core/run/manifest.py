@@ -96,7 +96,7 @@ def commit_manifest(
         raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
     relative_paths = [_find_relative_path(stage_path, output) for output in outputs]
     for output, relative_path in zip(outputs, relative_paths, strict=True):
-        if not relative_path:  # checked for all outputs before links below any of them are replaced
+        if not relative_path:  # refuse all such outputs before links below any output are replaced
             raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
     for path_text in (text for key in ("model", "data") if isinstance(text := info.get(key), str) and text):
         relative_path = _find_relative_path(stage_path, path_text)  # what `stage:NAME` means is an output too

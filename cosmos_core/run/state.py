@@ -87,7 +87,7 @@ class StageState(Launcher):
 
     @property
     def last_activity_time(self) -> float:
-        """Return the time of the last heartbeat of the worker or renewal by the launcher; 0 if there is neither."""
+        """Return the time at which the worker or the launcher last recorded that it is alive; 0 if neither has."""
         return max(self.heartbeat or 0.0, self.renewed or 0.0)
 
     def total_seconds(self, now: float) -> float:

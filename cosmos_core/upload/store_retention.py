@@ -86,7 +86,8 @@ class StoreRetention:
             """Number of bytes that `remove` would free."""
 
     def remove(self) -> tuple[int, int]:
-        """Remove all that can be removed; return the number of removed runs and the number of freed bytes."""
+        """Remove the runs that no retention rule keeps, and objects to which no other run refers; return the number of
+        removed runs and of freed bytes."""
         freed_bytes = 0
         with translate_errors(self.url):
             for folder in self._removable_folders:
