@@ -44,12 +44,13 @@ def make_generator_reader(generator: str, arguments: Mapping[str, Any], config_k
 
 
 def _iterate_generated_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[LocatedRow]:
+    def convert_error(error: Exception) -> DataError:
+        return DataError(f"{location}: the generator raised {type(error).__name__}: {first_line(error)}")
+
     for index in range(len(dataset)):
         location = f"{REASONING_GYM_PREFIX}{generator} row {index}"
-        try:
+        with convert_errors(convert_error):
             entry = dataset[index]
-        except Exception as error:
-            raise DataError(f"{location}: the generator raised {type(error).__name__}: {first_line(error)}") from error
         scoring_info = {"generator": generator, "arguments": dict(arguments), "entry": _to_python_literal(entry)}
         columns = {name: entry[name] for name in ("question", "answer", "metadata")}
         yield location, {**columns, "reasoning_gym": scoring_info}

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch.notify import make_notification_automations
 
@@ -58,10 +59,8 @@ def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = Ma
     if not server_url:
         raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
     with get_client(sync_client=True) as client:
-        try:
+        with convert_errors(lambda e: ConfigError(f"the Prefect server at {server_url} does not respond: {e}")):
             client.hello()
-        except Exception as error:  # httpx and Prefect raise errors of many types
-            raise ConfigError(f"the Prefect server at {server_url} does not respond: {error}") from error
         for pool in pools:
             yield _save_work_pool(client, pool)
         yield _save_automation(client, _make_crash_automation())

@@ -132,13 +132,10 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 
 def _check_pickled_weights(file: Path, model: str) -> None:
-    try:
+    problem = f"{file} is damaged, or holds more than tensors, which could run any code when read"
+    damage_error = model_error(model, f"{problem}; copy it again, or save the model as safetensors")
+    with convert_errors(lambda error: error if is_machine_error(error) else damage_error):
         state_dict = load_state_dict(file)  # load_state_dict maps the file into memory without reading tensors
-    except Exception as error:
-        if is_machine_error(error):
-            raise
-        problem = f"{file} is damaged, or holds more than tensors, which could run any code when read"
-        raise model_error(model, f"{problem}; copy it again, or save the model as safetensors") from error
     if not isinstance(state_dict, dict):
         raise model_error(model, f"{file} holds no tensors by name; save the model as safetensors")
     for name, tensor in state_dict.items():
