@@ -21,7 +21,6 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.train import TrainConfig
@@ -92,7 +91,7 @@ def run(stage: Stage) -> Outcome:
         column_readers = "only rewards can read" if has_rewards else "nothing reads"
         lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, column_readers)
         lines += cast(list[str], prepare_outcome.info.get("notices", []))
-        splits = _list_completed_splits(stage.recipe)
+        splits = stage.recipe.completed_splits
         lines += filter(None, [check_rows(config, stage.path / "data", make_model, completed_splits=splits)])
         num_rows = split_statistics["train"]["rows"]
         info |= _check_row_counts(stage.recipe.train, stage.recipe.group_size, num_rows, split_statistics, lines)
@@ -123,13 +122,6 @@ def run(stage: Stage) -> Outcome:
         if reward_lines:
             lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
     return Outcome(info={**info, "found": "; ".join(lines)})
-
-
-def _list_completed_splits(recipe: Recipe) -> list[str]:
-    """Return the splits of rows whose prompts the engines of a recipe complete."""
-    # A server of `sample.endpoint` has positions of its own.
-    train_splits = ["train"] * (recipe.train.train_policy.has_rollouts and not recipe.sample.endpoint)
-    return train_splits + ["validation"] * (recipe.validation.enable and recipe.has_validation_completions)
 
 
 def _make_meta_model(model: str, policy: PolicyConfig, dtype: str) -> PreTrainedModel:

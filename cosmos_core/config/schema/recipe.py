@@ -190,6 +190,13 @@ class Recipe(Table):
         return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
 
     @property
+    def completed_splits(self) -> tuple[str, ...]:
+        """Return the splits of rows whose prompts the engines of this recipe complete."""
+        # A server of `sample.endpoint` has positions of its own.
+        train_splits = ("train",) * (self.train.train_policy.has_rollouts and not self.sample.endpoint)
+        return train_splits + ("validation",) * (self.validation.enable and self.has_validation_completions)
+
+    @property
     def secret_env_names(self) -> tuple[str, ...]:
         """Return the names of environment variables whose values are secret: those of rewards, and the judge's key."""
         return (*self.reward_env, self.judge.key_env) if self.uses_judge else self.reward_env
