@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import build_glob_alternation
 
 from cosmos_core.models.disk import write_export
 from cosmos_core.models.generation_config import default_generation_config, save_generation_config
@@ -29,9 +30,10 @@ def export_model(
 ) -> None:
     """Write weights, config, generation config and tokenizer of a model to the folder `export_folder`, atomically.
 
-    Floating-point weights are cast to `dtype` (None: unchanged) without changing the model itself. As in transformers,
-    tied weights are written once, and several weight files get an index. `extra_files` has the contents of further
-    files by path in the folder. Raise StageFailed if the disk is full or broken.
+    Floating-point weights are cast to `dtype` (None: unchanged), except for those of `find_float32_weights`, without
+    changing the model itself. As in transformers, tied weights are written once, and several weight files get an index.
+    `extra_files` has the contents of further files by path in the folder. Raise StageFailed if the disk is full or
+    broken.
     """
     with write_export(export_folder, extra_files) as staging_folder:
         with merge_adapter(model), default_generation_config(model), disable_requantization(model):
@@ -44,15 +46,25 @@ def export_model(
             save_adapter(model, staging_folder / ADAPTER_FOLDER)
 
 
+def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
+    """Return the addresses of the weights that stay float32 in a model of `dtype`, as in transformers: rounded to 16
+    bits, the bias of a router would select other experts."""
+    if dtype is None or not (patterns := list(model._get_dtype_plan(dtype))):
+        return set()
+    is_float32 = build_glob_alternation(patterns)[0].search
+    return {tensor.data_ptr() for name, tensor in merged_state_dict(model).items() if is_float32(name)}
+
+
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return the state dict of a model in `dtype`. Tied weights share memory, so that transformers writes them once."""
-    weights = merged_state_dict(model)
+    weights, float32_weights = merged_state_dict(model), find_float32_weights(model, dtype)
     if dtype is None:
         return weights
     cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in weights.values():
         if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
-            cast_tensors[storage_key] = tensor.to("cpu", dtype if tensor.is_floating_point() else None)
+            is_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_weights
+            cast_tensors[storage_key] = tensor.to("cpu", dtype if is_cast else None)
     return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
 
 

@@ -35,6 +35,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import ProgramError, StageFailed
+from cosmos_core.models.export import find_float32_weights
 from cosmos_core.models.first_layers import (
     FirstLayers,
     is_layer_removed,
@@ -97,7 +98,7 @@ def verify_export(
         with merge_adapter(model):
             with disable_requantization(model):
                 expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
-            passed_checks = _check_files(expected_tensors, folder, dtype)
+            passed_checks = _check_files(expected_tensors, folder, dtype, find_float32_weights(model, dtype))
             available_memory = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
             first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
@@ -133,16 +134,20 @@ def check_export_possible(
 
 
 def _check_files(
-    expected_tensors: dict[str, torch.Tensor], export_folder: Path, dtype: torch.dtype | None
+    expected_tensors: dict[str, torch.Tensor],
+    export_folder: Path,
+    dtype: torch.dtype | None,
+    float32_weights: set[int],
 ) -> list[str]:
     """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model, bit for
-    bit in `dtype`. Tied weights need only one of their keys."""
+    bit in `dtype`, or unchanged at the addresses `float32_weights`. Tied weights need only one of their keys."""
     file_names_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
     for file, key, tensor in iterate_tensors(export_folder):
         file_names_by_key[key] = file.name
         if (expected_tensor := expected_tensors.get(key)) is not None:
-            expected_tensor = expected_tensor.detach().to("cpu", dtype if expected_tensor.is_floating_point() else None)
+            is_cast = expected_tensor.is_floating_point() and expected_tensor.data_ptr() not in float32_weights
+            expected_tensor = expected_tensor.detach().to("cpu", dtype if is_cast else None)
             differing_keys += [] if are_bits_equal(tensor, expected_tensor) else [key]
     keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected_tensors.items():
@@ -242,7 +247,11 @@ def _compare_logits(
 @torch.no_grad()
 def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
-    float_weights = {name: (p if dtype is None else p.to(dtype)).float() for name, p in model.named_parameters()}
+    unchanged_weights = find_float32_weights(model, dtype)
+    float_weights = {
+        name: (p if dtype is None or p.data_ptr() in unchanged_weights else p.to(dtype)).float()
+        for name, p in model.named_parameters()
+    }
     was_training = model.training
     model.eval()
     try:

@@ -131,6 +131,18 @@ def test_a_model_whose_scale_is_rounded_to_its_dtype_is_proven(family: str, tmp_
     assert "reload: bit-identical" in verify_export(model, tmp_path / "m", dtype=None)
 
 
+def test_the_bias_with_which_a_router_selects_experts_is_not_rounded(tmp_path: Path) -> None:
+    """As in the published files of DeepSeek-V3, whose biases differ by less than bfloat16 tells apart."""
+    base = save_family("deepseek-v3", tmp_path / "base")
+    model, name = hf.AutoModelForCausalLM.from_pretrained(base), "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).copy_(torch.tensor([8.01, 8.0, 7.99, 8.02]))
+    export_model(model, hf.AutoTokenizer.from_pretrained(base), tmp_path / "m", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    assert torch.equal(tensors.pop(name), model.get_buffer(name))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    verify_export(model, tmp_path / "m", dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("layers", "named"),
     [
