@@ -111,6 +111,10 @@ def _expand_images(
     )
 
     mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
+    # A processor that writes an image's tokens itself, such as that of Idefics2, may not return where they are.
+    if spans and token_end_offsets.max(initial=0) > _map_to_expanded_text(len(rendered_text), image_spans):
+        problem = f"{type(processor).__name__} does not return where it writes the tokens of an image"
+        raise ModelError(f"{location}: {problem}, so what is learned cannot be found; take a model of another family")
     for start, end in spans:
         span = _map_to_expanded_text(start, image_spans), _map_to_expanded_text(end, image_spans)
         mask |= make_span_token_mask(span, token_start_offsets, token_end_offsets)

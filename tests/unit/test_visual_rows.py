@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Idefics2ImageProcessorPil, Idefics2Processor
 from transformers.utils import is_torchvision_available
 
+from cosmos_core.data.chat import DEFAULT_RENDERING
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
+from cosmos_core.data.visual import tokenise_images_and_text, tokenise_visual_prompt
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.processor import load_processor, processor_files
 from cosmos_core.models.verify_export import check_export_possible
 from tests.unit.test_data_images import CAT, prepare
-from tests.unit.tiny_vlms import PARTS, save_vlm
+from tests.unit.tiny_vlms import PARTS, picture, save_vlm
 
 TEXTS = """
 class Texts:
@@ -68,6 +71,18 @@ def test_smolvlm_renders_turns_without_a_processor_of_videos(tmp_path: Path, mon
     assert type(processor).__name__ == "SmolVLMProcessor"
     text = processor.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}])  # type: ignore[union-attr]
     assert text == "<|endoftext|><|im_start|>user\n<image><|im_end|>\n"
+
+
+def test_rows_whose_learned_tokens_a_processor_shifts_unseen_are_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_vlm("idefics3", tmp_path / "model")))
+    images = Idefics2ImageProcessorPil(size={"shortest_edge": 8, "longest_edge": 8}, do_image_splitting=False)
+    processor = Idefics2Processor(images, tokenizer, image_seq_len=2, chat_template=tokenizer.chat_template)
+    question: dict[str, Any] = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    turns: list[Any] = [question, {"role": "assistant", "content": "A cat."}]
+    with pytest.raises(ModelError, match="row 7: Idefics2Processor does not return where it writes the tokens of an"):
+        tokenise_images_and_text(processor, turns, [picture(1)], "row 7")
+    prompt, _ = tokenise_visual_prompt(processor, turns[:1], [picture(1)], 100, "row 7", DEFAULT_RENDERING)
+    assert "<image><image>" in tokenizer.decode(prompt.ids), "a prompt has nothing to learn"
 
 
 def test_pairs_of_text_are_rendered_by_the_template_of_the_processor(tmp_path: Path, model: Path) -> None:
