@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.models.hf import load_config
+from cosmos_core.models.verify_export import select_auto_class
 from cosmos_core.rollout.vllm import check_heads, import_vllm, set_environment
 from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
@@ -59,9 +61,12 @@ class _ResponseHook:
 def _open_hf_model(stage: Stage) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    settings = stage.recipe.evaluate
-    return HFLM(
-        pretrained=stage.model, revision=stage.recipe.policy.model_revision or "main",
+    settings, revision = stage.recipe.evaluate, stage.recipe.policy.model_revision
+    auto_class, model_class = select_auto_class(load_config(stage.model, revision)), HFLM
+    if auto_class is not AutoModelForCausalLM:  # without this, HFLM loads no vision-language model
+        model_class = type(HFLM.__name__, (HFLM,), {"AUTO_MODEL_CLASS": auto_class})
+    return model_class(
+        pretrained=stage.model, revision=revision or "main",
         device="cuda" if torch.cuda.is_available() else "cpu", batch_size=settings.batch_size or 1,
         max_length=settings.max_length,
     )  # fmt: skip

@@ -11,7 +11,9 @@ import lm_eval
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import AutoModelForImageTextToText
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
@@ -23,6 +25,7 @@ from cosmos_core.evaluate.results import convert_metrics
 from tasks.kinds import all_kinds
 from tests.unit.benchmark_tasks import ROWS, evaluate_stage, save_model, write_tasks
 from tests.unit.run_folder import fingerprint_of
+from tests.unit.tiny_vlms import save_vlm
 
 
 def plain_lm_eval(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -102,6 +105,21 @@ def test_an_engine_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"evaluate.engine = 'vllm': vLLM is not installed; .* set it to 'auto'"):
         program.check(evaluate_stage(tmp_path, engine="vllm"))
+
+
+def test_a_model_that_reads_images_answers_questions_of_text(tmp_path: Path) -> None:
+    """Its class is not among those that lm-eval looks up by itself."""
+    folder = save_vlm("qwen2.5-vl", tmp_path / "model")
+    stage = evaluate_stage(tmp_path, tasks=["choice"], limit=2)
+    program.run(stage)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    plain = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=loaded, tokenizer=str(folder)), tasks=["choice"], limit=2,
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
+    )  # fmt: skip
+    items = pq.read_table(stage.path / "items.parquet").to_pylist()
+    expected = [[logprob for logprob, _ in sample["filtered_resps"]] for sample in plain["samples"]["choice"]]
+    assert [[logprob for logprob, _ in json.loads(item["response"])] for item in items] == expected
 
 
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:
