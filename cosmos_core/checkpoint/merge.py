@@ -23,9 +23,12 @@ from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.disk import translate_disk_errors
+from cosmos_core.models.generation_config import default_generation_config
+from cosmos_core.models.hf import load_model
+from cosmos_core.models.lora import ADAPTER_FOLDER
 from cosmos_core.models.model_files import weight_files
 from cosmos_core.models.sharded_load import init_on_meta
-from cosmos_core.run.files import replace_folder
+from cosmos_core.run.files import list_files_below, replace_folder
 from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
@@ -44,7 +47,7 @@ def run(stage: Stage) -> Outcome:
         ModelError: the models differ in names or shapes of tensors.
         Preempted: a stop was requested; nothing is written.
     """
-    config, revision = stage.recipe.merge, stage.recipe.policy.model_revision
+    config = stage.recipe.merge
     upstream_results = _get_upstream_results(stage)
     model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
     weights = merge_coefficients(config, len(model_folders))
@@ -56,7 +59,7 @@ def run(stage: Stage) -> Outcome:
         ExitStack() as exit_stack,
     ):
         models = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
-        base_model = _TensorReader(stage.model, revision, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
+        base_model = _open_base_model(stage, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
         for other_model in models[1:]:
             _check_same_tensors(models[0], other_model)
         if base_model is not None:
@@ -68,9 +71,11 @@ def run(stage: Stage) -> Outcome:
             stage.progress.step(file_number, len(models[0].files))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
-        for other_file in model_folders[0].iterdir():
-            if other_file.is_file() and other_file.suffix != ".safetensors" and other_file.name != "README.md":
-                shutil.copyfile(other_file, temporary_folder / other_file.name)
+        for other_file in list_files_below(model_folders[0]):
+            name = other_file.relative_to(model_folders[0])
+            if other_file.suffix != ".safetensors" and name.parts[0] not in {"README.md", ADAPTER_FOLDER}:
+                (temporary_folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(other_file, temporary_folder / name)
     stage.progress.phase("load")
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.
     init_on_meta(str(merged_folder), dtype=torch.float32, device=torch.device("cpu"))
@@ -112,6 +117,19 @@ class _TensorReader:
 
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name].get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
+
+
+def _open_base_model(stage: Stage, exit_stack: ExitStack) -> _TensorReader:
+    """Return the tensors of the base model. Pickled weights, of which no single tensor can be read, are converted to
+    safetensors first, in a folder that `exit_stack` removes."""
+    revision, folder = stage.recipe.policy.model_revision, stage.path / "base"
+    if not weight_files(stage.model, revision)[1]:
+        return _TensorReader(stage.model, revision, exit_stack)
+    exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    model = load_model(stage.model, revision=revision, dtype=torch.float32)
+    with default_generation_config(model):
+        model.save_pretrained(folder)
+    return _TensorReader(str(folder), None, exit_stack)
 
 
 def combine_tensors(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cosmos_core.checkpoint.merge import combine_tensors, run
 from cosmos_core.config.capabilities import check_capabilities
@@ -155,6 +155,36 @@ def test_a_base_may_store_names_without_their_first_component(folder: Path, tmp_
     run(stage)
     expected, merged = (weights(tmp_path / name / "model") for name in ("merge", "short"))
     assert merged.keys() == expected.keys() and all(torch.equal(merged[name], expected[name]) for name in merged)
+
+
+def test_a_base_of_pickled_weights_counts_as_its_values(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "base", tmp_path / "base")
+    [file] = (tmp_path / "base").glob("*.safetensors")
+    torch.save(load_file(file), tmp_path / "base/pytorch_model.bin")
+    file.unlink()
+    merged = []
+    for name in (str(folder / "base"), str(tmp_path / "base")):
+        stage = stage_of(folder, tmp_path / f"merge-{len(merged)}", method="ties")
+        stage.model = name
+        run(stage)
+        merged.append(weights(stage.path / "model"))
+        assert [path.name for path in stage.path.iterdir() if path.is_dir()] == ["model"]
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
+
+
+def test_a_merged_model_has_each_chat_template_of_its_first_model(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "stages/a", tmp_path / "stages/a")
+    shutil.copytree(folder / "stages/b", tmp_path / "stages/b")
+    model = tmp_path / "stages/a/model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(model)
+    (model / "lora").mkdir()
+    (model / "lora/adapter_config.json").write_text("{}")
+    run(stage_of(tmp_path, tmp_path / "merge"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "merge/model").chat_template == tokenizer.chat_template
+    assert not (tmp_path / "merge/model/lora").exists(), "the adapter of one of the models is not that of the merge"
 
 
 def test_a_stop_leaves_nothing(folder: Path, tmp_path: Path) -> None:
