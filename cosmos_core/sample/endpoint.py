@@ -96,10 +96,13 @@ def _make_tools_argument(prompt: Prompt) -> dict[str, Any]:
 
 
 def _make_reply_text(message: Any) -> str:
-    """Return the text of a reply, with the tool calls that the server has parsed, in Hermes' format."""
+    """Return the text of a reply, with what the server has parsed: the thoughts of the model before the text, between
+    the tags of Qwen3, and tool calls after it, in Hermes' format."""
+    thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
     calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
-    return "\n".join(filter(None, [message.content, *texts]))
+    text = "\n".join(filter(None, [message.content, *texts]))
+    return f"<think>\n{thoughts.strip()}\n</think>\n\n{text}" if thoughts else text
 
 
 def _make_vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from tests.unit.chat_server import chat_server
 from tests.unit.test_tools import TOOLS
 from tests.unit.test_train import BASE, make_stage
 
+ASKED = [{"role": "user", "content": "?"}]
 REWARD = "def first_letter(completion, **_):\n    return (ord(completion[0]) % 5) / 4 if completion else 0.0\n"
 
 
@@ -347,9 +348,6 @@ def test_an_endpoint_completes_the_prompts(task: Path, tmp_path: Path, monkeypat
     assert first["conversations"][-1]["content"] == str(first["seed"] % (1 << 31) % 10)
 
 
-ASKED = [{"role": "user", "content": "?"}]
-
-
 def complete_one(task: Path, path: Path, url: str, turns: list[dict[str, Any]] = ASKED, **metadata: Any) -> Any:
     stage = stage_of(task, path, endpoint=url, endpoint_model="m")
     sampling = replace(training_sampling(stage.recipe), num_completions=1, **metadata.pop("sampling", {}))
@@ -375,9 +373,12 @@ def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, 
     called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     earlier = [{"type": "function", "function": {"name": "add", "arguments": {"b": 2}}}]
     turns = [*ASKED, {"role": "assistant", "content": "", "tool_calls": earlier}]
-    with chat_server(complete=lambda request: {"content": None, "tool_calls": [called]}) as (url, requests):
+    reply = {"content": None, "tool_calls": [called]}
+    complete = lambda asked: {**reply, "reasoning" if "tools" in asked else "reasoning_content": "5\n"}  # noqa: E731
+    with chat_server(complete=complete) as (url, requests):
         completion = complete_one(task, tmp_path / "tools", url, turns, tools=[add])
-        complete_one(task, tmp_path / "none", url, turns)
+        assert complete_one(task, tmp_path / "none", url, turns).text == completion.text
+    assert completion.text.startswith("<think>\n5\n</think>\n\n<tool_call>\n"), "what the server has parsed is kept"
     assert requests[0]["tools"] == [{"type": "function", "function": add}] and "tools" not in requests[1]
     assert requests[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"b": 2}'
     assert parse_tool_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
