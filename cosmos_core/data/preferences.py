@@ -57,8 +57,9 @@ def read_preference(
         raise SkippedRow(location, "with equal chosen and rejected")
     has_prompt_turns = "user" in {turn["role"] for turn in chosen_value if isinstance(turn, dict)}
     # If the completions contain the prompt, ignore columns of turns, which would repeat the prompt and a completion.
-    turns_columns = () if has_prompt_turns else _TURNS_COLUMNS
-    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *turns_columns)) or None
+    # `input` is a prompt in rows without an `instruction` that it continues.
+    other_columns = () if has_prompt_turns else (*_TURNS_COLUMNS, "input")
+    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *other_columns)) or None
     if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(location, "without a prompt")
@@ -152,7 +153,8 @@ def _select_longer_prompt(
 
 def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
     """Return the chosen and the rejected completion of a row. In rows of ms-swift the chosen completion is in a column
-    of turns or in `response`, and the rejected one in `rejected_response` or `rejected_messages`."""
+    of turns or in `response`, and the rejected one in `rejected_messages`, or in `rejected_response`, in place of all
+    that follows the last turn of the user."""
     rejected_column = find_column(row, _SWIFT_REJECTED_COLUMNS)
     chosen_column = find_column(row, (*_TURNS_COLUMNS, "response"))
     if has_column_value(row, "chosen") or not (rejected_column and chosen_column):
@@ -162,7 +164,7 @@ def _read_completions(row: Row, location: str, with_images: bool) -> list[list[M
     if isinstance(chosen, str):
         return [chosen, rejected]
     rejected = [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected
-    num_prompt_turns = max((i for i, turn in enumerate(chosen, 1) if turn["role"] != "assistant"), default=0)
+    num_prompt_turns = max((i for i, turn in enumerate(chosen, 1) if turn["role"] == "user"), default=0)
     return [chosen, rejected if rejected[0]["role"] != "assistant" else [*chosen[:num_prompt_turns], *rejected]]
 
 

@@ -70,6 +70,7 @@ FORMS: dict[str, Row] = {
         "rejected": {"from": "gpt", "value": "5"},
     },
     "other columns": {"question": "2+2?", "chosen": "4", "rejected": "5"},
+    "Argilla": {"input": "2+2?", "chosen": "4", "rejected": "5"},
     "ms-swift": {"messages": [user("2+2?"), assistant("4")], "rejected_response": "5"},
     "ms-swift, two conversations": {
         "messages": [user("2+2?"), assistant("4")], "rejected_messages": [user("2+2?"), assistant("5")],
@@ -211,6 +212,23 @@ def test_the_named_column_is_the_prompt() -> None:
     row = {"prompt": "p", "ask": "q", "chosen": "a", "rejected": "b"}
     assert read_preference(row, "x", "ask").prompt == [user("q")]
     assert read_preference(row, "x").prompt == [user("p")]
+
+
+def test_an_input_is_the_prompt_although_both_texts_begin_alike() -> None:
+    row = {"system": "s", "input": "p", "chosen": "The answer is 4", "rejected": "The answer is 5"}
+    chosen, rejected = [assistant(row["chosen"])], [assistant(row["rejected"])]
+    assert read_preference(row, "x") == ([{"role": "system", "content": "s"}, user("p")], chosen, rejected)
+
+
+@pytest.mark.parametrize("rejected", ["No idea.", [assistant("No idea.")]])
+def test_a_rejected_response_of_ms_swift_replaces_all_that_follows_the_last_turn_of_the_user(rejected: Any) -> None:
+    said = [user("hi"), assistant("Hello."), user("2+2?")]
+    call = {"name": "add", "arguments": {"a": 2, "b": 2}}
+    calls = [{"role": "tool_call", "content": json.dumps(call)}, {"role": "tool_response", "content": "4"}]
+    row = {"messages": [*said, *calls, assistant("It is 4.")], "rejected_response": rejected}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    chosen = [calling, {"role": "tool", "content": "4"}, assistant("It is 4.")]
+    assert read_preference(row, "x") == (said, chosen, [assistant("No idea.")])
 
 
 def test_nothing_that_is_said_before_a_completion_is_left_out() -> None:

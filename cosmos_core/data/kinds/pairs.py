@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.conversation import tokenise_prompt_and_completion
-from cosmos_core.data.images import align_images
+from cosmos_core.data.images import align_images, get_column_images
 from cosmos_core.data.kinds.base import IDS_TYPE, MASK_TYPE, PreparedRows, StepSeed, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import Sequences
@@ -95,6 +95,9 @@ class PairsKind(TokenisedKind):
         prompt, *completions = preference
         tools = read_tools(row, location)
         check_surrogates([prompt, *completions, tools], location)
+        if has_images and get_column_images(row, ("rejected_images",)) not in ([], get_column_images(row)):
+            problem = "column 'rejected_images' differs from the images of the chosen completion"
+            raise DataError(f"{location}: {problem}; show both in the prompt, or leave the row out")
         if has_images and isinstance(prompt, str):
             align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
 
