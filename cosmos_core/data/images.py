@@ -29,11 +29,13 @@ from cosmos_core.types import ImageRef
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path")
+_IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_COLUMNS = ("images", "image")
 _OTHER_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
 """Columns of images that are read only if no part of a turn names the source of its image."""
 _IMAGE_PLACEHOLDER = {"type": "image"}
+_BASE64_IMAGE_REGEX = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
+"""Pattern of a PNG, JPEG, GIF or WebP file in base64, which data sets of Cosmos-RL have without `data:` before it."""
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
@@ -152,15 +154,18 @@ def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> An
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
-    if isinstance(source, dict):  # `url` in OpenAI's format, `bytes` and `path` in Hugging Face data sets
+    if isinstance(source, dict):  # `url` is OpenAI's key, `image` that of verl; Hugging Face has `bytes` and `path`
         image_bytes = source.get("bytes")
-        source = image_bytes if image_bytes is not None else source.get("url") or source.get("path")
+        named_image = source.get("url") or source.get("path") or source.get("image")
+        source = named_image if image_bytes is None else image_bytes
     if isinstance(source, (bytes, bytearray)):
         return None, bytes(source)
     if is_pillow_image(source):
         return None, _encode_image(source, location)
     if not isinstance(source, str) or not source:
         raise DataError(f"{location}: {str(source)[:40]!r} is no image; give a path, bytes or a data: URI")
+    if _BASE64_IMAGE_REGEX.fullmatch(source):
+        source = f"data:;base64,{source}"
     if source.startswith("data:"):
         return None, _decode_data_uri(source, location)
     if source.startswith("file://"):

@@ -132,8 +132,8 @@ def test_a_row_that_shows_other_images_than_it_has_is_refused(turns, row, messag
 
 @pytest.mark.parametrize(
     "source",
-    ["cat.png", {"path": "cat.png", "bytes": None}, "ABSOLUTE", "file://ABSOLUTE"],
-    ids=["relative", "dictionary", "absolute", "file URL"],
+    ["cat.png", {"path": "cat.png", "bytes": None}, {"image": "cat.png"}, "ABSOLUTE", "file://ABSOLUTE"],
+    ids=["relative", "dictionary", "dictionary of verl", "absolute", "file URL"],
 )
 def test_a_file_is_kept_by_its_path_below_the_root_and_its_digest(source, tmp_path):
     (tmp_path / "cat.png").write_bytes(CAT)
@@ -148,8 +148,8 @@ def test_a_file_is_kept_by_its_path_below_the_root_and_its_digest(source, tmp_pa
 
 @pytest.mark.parametrize(
     "source",
-    [CAT, {"bytes": CAT, "path": "gone.png"}, *(f"data:image/png;base64,{text}" for text in BASE64)],
-    ids=["bytes", "dictionary", "data URI", "data URI of lines"],
+    [CAT, {"bytes": CAT, "path": "gone.png"}, *(f"data:image/png;base64,{text}" for text in BASE64), *BASE64],
+    ids=["bytes", "dictionary", "data URI", "data URI of lines", "base64", "base64 of lines"],
 )
 def test_bytes_are_kept_themselves(source, tmp_path):
     ref, image = read_image(source, tmp_path, "row")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from PIL import features
 
 from cosmos_core.data.images import read_image
+from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import read_conversation
 from cosmos_core.errors import DataError
@@ -94,7 +96,8 @@ NO_PATHS = {
     "a host that is none": ("file://[a/b", "image '/b': there is no such file"),
     "a user that is not there": ("~no-such-user/b.png", r"image '~no-such-user/b\.png': there is no such file"),
     "a device": ("/dev/zero", "image '/dev/zero': /dev/zero is no regular file, .* may be read without end"),
-    "base64 alone": ("iVBORw0KGgo" * 1000, "image 'iVBOR.*' is no path; base64 needs 'data:image/png;base64,' before"),
+    "base64 of a TIFF": ("SUkqAAgA" * 1000, "image 'SUkq.*' is no path; base64 needs 'data:image/png;base64,' before"),
+    "base64 that is cut": (f"iVBORw0KGgo{'A' * 91}", "the image .* cannot be decoded: Incorrect padding"),
 }
 
 
@@ -104,6 +107,18 @@ def test_a_string_that_is_no_path_is_an_error_that_names_the_row(name, tmp_path)
     with pytest.raises(DataError, match=rf"^a\.jsonl:1: {message}") as caught:
         read_image(path, tmp_path, "a.jsonl:1")
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_pairs_whose_images_differ_are_refused_and_not_learned_with_one_of_them(tmp_path, model):
+    (tmp_path / "cat.png").write_bytes(CAT)
+    turns = {"messages": [SHOWN, ANSWER], "rejected_messages": [SHOWN, {"role": "assistant", "content": "A dog."}]}
+    rows = {name: {**turns, "images": ["cat.png"], "rejected_images": [f"{name}.png"]} for name in ("cat", "dog")}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    policies = {name: {"trainer_type": "dpo", "dataset": {"name": str(tmp_path / f"{name}.jsonl")}} for name in rows}
+    assert len(open_pairs(prepare(tmp_path / "a", model, [], train_policy=policies["cat"]), "train")) == 1
+    with pytest.raises(DataError, match=r"^dog\.jsonl:1: column 'rejected_images' differs from the images"):
+        prepare(tmp_path / "b", model, [], train_policy=policies["dog"])
 
 
 def test_a_file_uri_may_name_the_host_and_escape_characters(tmp_path):
