@@ -101,7 +101,9 @@ def tokenise_rendered_prompt(
 
 
 def _tokenise_plain_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    ids = tokenizer(text, verbose=False)["input_ids"]
+    # A text that was rendered by a chat template begins with the BOS token, of which there must not be two.
+    has_bos_token = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = tokenizer(text, add_special_tokens=not has_bos_token, verbose=False)["input_ids"]
     end_token_id = tokenizer.eos_token_id
     if end_token_id is not None and ids[-1:] != [end_token_id]:
         ids = [*ids, end_token_id]

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import trl
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer
 
 from cosmos_core.data.chat import PromptRendering
-from cosmos_core.data.conversation import tokenise_conversation, tokenise_prompt, truncate_tokens
+from cosmos_core.data.conversation import (
+    tokenise_conversation,
+    tokenise_prompt,
+    tokenise_prompt_and_completion,
+    truncate_tokens,
+)
 from cosmos_core.data.messages import SkippedRow
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.errors import DataError
@@ -220,6 +226,21 @@ def test_plain_text_is_learned_whole_with_an_end_token():
     ids, mask = tokenise_conversation(tokenizer, "Hello there", "row")
     assert tokenizer.decode(ids) == "Hello there<|im_end|>"
     assert mask == [1] * len(ids)
+
+
+def test_a_text_that_begins_with_the_first_token_gets_no_second_one():
+    tokenizer = byte_tokenizer(LLAMA3, end_token="<|eot_id|>")
+    first_token = [("<s>", tokenizer.bos_token_id)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=first_token)
+    text = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
+    assert text.startswith("<s>") and text.endswith("<|eot_id|>")
+    for said in (text, text.removeprefix("<s>")):
+        ids, mask = tokenise_conversation(tokenizer, said, "row")
+        assert (tokenizer.decode(ids), len(ids)) == (text, sum(mask))
+    prompt, completion = text[: text.index("The answer is 42")], text[text.index("The answer is 42") :]
+    for asked in (prompt, prompt.removeprefix("<s>")):
+        ids, mask = tokenise_prompt_and_completion(tokenizer, asked, completion, "row")
+        assert (tokenizer.decode(ids), learned(tokenizer, ids, mask)) == (text, [completion])
 
 
 def test_cutting_keeps_the_left_and_refuses_to_leave_nothing_to_learn():
