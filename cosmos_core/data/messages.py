@@ -30,7 +30,7 @@ _PAIR_COLUMNS = (
     ("question", "response"), ("instruction", "output"), ("instruction", "response"), ("input", "output"),
     ("query", "response"),
 )  # fmt: skip
-_RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
+RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 _INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly that continue `instruction`
 PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages", "query")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -155,7 +155,7 @@ def omits_response(row: Row, column: str) -> bool:
 
 
 def _has_response_column(row: Row, ignored_column: str = "") -> bool:
-    return any(has_column_value(row, column) for column in _RESPONSE_COLUMNS if column != ignored_column)
+    return any(has_column_value(row, column) for column in RESPONSE_COLUMNS if column != ignored_column)
 
 
 def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit most rows
@@ -260,9 +260,7 @@ def _read_column(row: Row, column: str, location: str) -> Any:
 
 
 def _get_text(row: Row, column: str) -> str:
-    if not isinstance(dict.get(row, column), str):  # other values count as unread
-        return ""
-    text = str(row[column])
+    text = str(row[column]) if isinstance(dict.get(row, column), str) else ""  # other values count as unread
     return text if text.strip() else ""
 
 
@@ -276,7 +274,8 @@ def read_turns(value: Any, column: str, location: str, with_images: bool = False
     turns: list[Message] = []
     for i, turn in enumerate(value, 1):
         message = _read_turn(turn, f"{location}, turn {i} of {column!r}", with_images)
-        calls = [] if turn.get("tool_calls") or turn.get("function_call") else message.get("tool_calls", [])
+        is_complete_turn = turn.get("tool_calls") or turn.get("function_call") or message["content"]
+        calls = [] if is_complete_turn else message.get("tool_calls", [])
         if calls and turns and turns[-1]["role"] == "assistant" and turns[-1].get("weight") == message.get("weight"):
             message = {**turns[-1], "tool_calls": [*turns.pop().get("tool_calls", []), *calls]}
         turns.append(message)
@@ -298,8 +297,8 @@ def _read_turn(turn: Any, location: str, with_images: bool) -> Message:
     default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
     call_field = pop_tool_calls(turn, location)
     content = read_content(turn.get("content", turn.pop("value", default_content)), location, with_images)
-    if role in {"function_call", "tool_call"} and (calls := parse_sharegpt_calls(content)):
-        content, call_field = "", {"tool_calls": calls}
+    if role in {"function_call", "tool_call"} and (parsed_calls := parse_sharegpt_calls(content)):
+        content, call_field = parsed_calls[0], {"tool_calls": parsed_calls[1]}
     return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}
 
 

@@ -47,13 +47,15 @@ def pop_tool_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
     return {"tool_calls": decode_arguments(decoded_calls)} if decoded_calls else {}
 
 
-def parse_sharegpt_calls(text: Any) -> list[Any] | None:
-    """Return the tool calls in the JSON text of a ShareGPT `function_call`; None if the text holds no calls."""
-    value = parse_json(text)
+def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
+    """Return the thoughts (`<think>...</think>` or an empty text) and the tool calls in the text of a ShareGPT
+    `function_call`, which has the calls as JSON; None if the text holds no calls."""
+    thoughts, end_tag, calls_text = text.rpartition("</think>") if isinstance(text, str) else ("", "", text)
+    value = parse_json(calls_text)
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
-    return decode_arguments([{"type": "function", "function": call} for call in calls])
+    return thoughts + end_tag, decode_arguments([{"type": "function", "function": call} for call in calls])
 
 
 def decode_arguments(calls: list[Any]) -> list[Any]:

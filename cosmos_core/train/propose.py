@@ -31,7 +31,14 @@ from cosmos_core.data.encoded_turns import decode_conversation, is_turn_list
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.media_source import open_media_items
-from cosmos_core.data.messages import ColumnTrackingRow, Row, SkippedRow, describe_columns
+from cosmos_core.data.messages import (
+    PROMPT_COLUMNS,
+    RESPONSE_COLUMNS,
+    ColumnTrackingRow,
+    Row,
+    SkippedRow,
+    describe_columns,
+)
 from cosmos_core.data.records import RecordSpec, find_image_root
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import CosmosError, DataError, MissingColumn, ModelError
@@ -197,8 +204,11 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
             options_text = " and ".join(f"--{name} COLUMN" for name in required_options)
             error_message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
             raise DataError(error_message) from error
-        inferred_columns = dict(zip(_TEXT_COLUMN_OPTIONS, text_columns, strict=False))
-        return inferred_columns, "the only two columns of text, in their order"
+        # One of the two may have a known name: {"answer": ..., "problem": ...} begins with the response.
+        sorted_columns = sorted(text_columns, key=lambda name: (name in RESPONSE_COLUMNS) - (name in PROMPT_COLUMNS))
+        inferred_columns = dict(zip(_TEXT_COLUMN_OPTIONS, sorted_columns, strict=False))
+        reason = "in their order" if sorted_columns == text_columns else "by their names"
+        return inferred_columns, f"the only two columns of text, {reason}"
     return named_columns, "named by an option"
 
 

@@ -351,6 +351,10 @@ def test_calls_that_are_turns_of_their_own_belong_to_the_turn_of_the_assistant_b
     told = [{"role": "tool", "content": text} for text in ("1", "2")]
     last = {"role": "assistant", "content": "", "tool_calls": called[:1]}
     assert turns == [ASKED, {**said, "tool_calls": called}, *told, last, ANSWERED]
+    thought = {"role": "function_call", "content": f"<think>\nAdd.\n</think>\n\n{calls[1]['content']}"}
+    thinking = {"role": "assistant", "content": "<think>\nAdd.\n</think>", "tool_calls": called[1:]}
+    assert read_conversation({"messages": [ASKED, thought]}, "row") == [ASKED, thinking]
+    assert read_conversation({"messages": [ASKED, said, thought]}, "row") == [ASKED, said, thinking]
     apart = read_conversation({"messages": [ASKED, {**said, "loss": False}, *calls]}, "row")
     assert [turn.get("weight", 1) for turn in apart[1:]] == [0, 1], "only one of them is learned"
 

@@ -63,6 +63,16 @@ def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
     assert found["policy.model_max_length"] == 64 >= longest
 
 
+@pytest.mark.parametrize(("first", "second"), [("answer", "problem"), ("completion", "Frage"), ("Antwort", "query")])
+def test_a_known_name_says_which_of_two_columns_is_the_prompt(
+    tmp_path: Path, model: str, first: str, second: str
+) -> None:
+    data = write_rows(tmp_path, {first: "Das ist 2.", second: "Was ist 1 plus 1?"})
+    found = settings(CliOptions("sft", model, data))
+    names = [found[f"train.train_policy.{name}_column_name"] for name in ("prompt", "response")]
+    assert names == [second, first]
+
+
 def test_columns_that_could_be_several_things_are_named_and_asked_for(tmp_path: Path, model: str) -> None:
     data = write_csv(tmp_path / "rows.csv", ["nr", "Frage", "Antwort", "Quelle"])
     with pytest.raises(DataError, match=r"Frage, Antwort, Quelle.*--prompt COLUMN and --response COLUMN"):
