@@ -51,6 +51,7 @@ _FilesBySplit = dict[str, list[Path]]
 """Files of each split as declared in the README.md of a data set; if empty, file names determine the splits."""
 _INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Names of JSON files that describe a data set; they are in the folders of data files, but have no rows."""
+_UNREAD_COMPRESSIONS = (".zst", ".zstd", ".lz4", ".zip")
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -258,6 +259,10 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
         raise DataError(f"{config_key}.name: {problem}{remedy}")
     _check_file_names(split_files, config_key)
     _warn_of_missing_files(split_files, config_key)
+    for file in split_files[0].parent.iterdir():
+        if file.suffix in _UNREAD_COMPRESSIONS and data_suffix(file.stem):
+            known_compressions = "read are also .gz, .bz2 and .xz; decompress it"
+            logger.warning("%s.name: %s in %s is not read: %s", config_key, file.name, file.parent, known_compressions)
     return split_files
 
 

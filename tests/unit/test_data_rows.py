@@ -321,12 +321,12 @@ def test_a_folder_gives_the_files_of_each_split_in_the_order_asked_for(tmp_path)
     assert has_local_split(tmp_path, "test") and not has_local_split(tmp_path, "validation")
 
 
-def test_files_that_are_named_for_no_split_are_all_training_rows_but_held_out_files_never_are(tmp_path):
-    for name, part in [("b", ROWS[1:2]), ("a", ROWS[:1]), ("test", ROWS[4:])]:
-        write_jsonl(tmp_path / f"{name}.jsonl", part)
+def test_files_that_are_named_for_no_split_are_all_training_rows_but_held_out_files_never_are(tmp_path, caplog):
+    for name, part in [("b", ROWS[1:2]), ("a", ROWS[:1]), ("test", ROWS[4:]), ("c.jsonl.zst", ROWS[2:3])]:
+        write_jsonl(tmp_path / (f"{name}.jsonl" if "." not in name else name), part)
     rows = load_rows(DatasetConfig(name=str(tmp_path)))
-    assert values(rows) == ROWS[:2]
-    assert locations(rows) == ["a.jsonl:1", "b.jsonl:1"]
+    assert (values(rows), locations(rows)) == (ROWS[:2], ["a.jsonl:1", "b.jsonl:1"])
+    assert f"dataset.name: c.jsonl.zst in {tmp_path} is not read" in caplog.text
 
 
 def test_a_single_file_or_a_saved_data_set_has_no_other_split(tmp_path):
