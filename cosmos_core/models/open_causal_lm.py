@@ -72,7 +72,8 @@ def open_model(stage: Stage) -> CausalLM:
     if train.compile:
         report_compilations(stage.progress)
         compile_blocks(model)
-    extra_files = processor_files(stage.model, policy.model_revision, policy.chat_template)
+    pixel_limits = image_settings(stage.recipe).pixels if image_reader else ()
+    extra_files = processor_files(stage.model, policy.model_revision, policy.chat_template, pixel_limits)
     load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
     input_processing = make_input_processing(tokenizer, model, image_reader, extra_files)
     return CausalLM(model, train, input_processing, mesh, load_balancing)

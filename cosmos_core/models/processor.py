@@ -29,9 +29,16 @@ PROCESSOR_FILES = (
 _PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
-def processor_files(model: str, revision: str | None = None, chat_template: str | None = None) -> dict[str, bytes]:
+PixelLimits = Sequence[tuple[str, int]]
+"""The `min_pixels` and `max_pixels` of images in a recipe, which override the limits in the processor's settings."""
+
+
+def processor_files(
+    model: str, revision: str | None = None, chat_template: str | None = None, pixel_limits: PixelLimits = ()
+) -> dict[str, bytes]:
     """Return the content of the processor files of a model folder or Hub id, by file name; empty for a text-only model.
-    If `chat_template` replaces the template of the model, the file or setting with the model's template is left out."""
+    If `chat_template` replaces the template of the model, the file or setting with the model's template is left out.
+    With `pixel_limits`, the settings of images have these limits; for errors see `load_processor`."""
     model_source, load_options = locate_model(model, revision)
     load_options |= {
         "_raise_exceptions_for_missing_entries": False,
@@ -45,14 +52,19 @@ def processor_files(model: str, revision: str | None = None, chat_template: str 
         settings = json.loads(content)
         settings.pop("chat_template", None)
         contents[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
+    if pixel_limits and (processor := load_processor(model, revision, pixel_limits)) is not None:
+        size = {key: getattr(processor.image_processor.size, key) for key in _PIXEL_LIMIT_KEYS.values()}
+        for name in contents.keys() & PROCESSOR_FILES[:2]:
+            settings = json.loads(contents[name])
+            # Settings of the image processor are in a table of the first file, or in a file of their own.
+            image_settings = settings if name == PROCESSOR_FILES[1] else settings.get("image_processor", {})
+            image_settings |= {"size": size, **{key: limit for key, limit in pixel_limits if key in image_settings}}
+            contents[name] = json.dumps(settings, indent=2).encode()
     return contents
 
 
-def load_processor(
-    model: str, revision: str | None = None, pixel_limits: Sequence[tuple[str, int]] = ()
-) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; return None for a text-only model. `pixel_limits` are the
-    `min_pixels` and `max_pixels` of images, which override the limits in the processor's settings.
+def load_processor(model: str, revision: str | None = None, pixel_limits: PixelLimits = ()) -> ProcessorMixin | None:
+    """Load the processor of a model folder or Hub id; return None for a text-only model.
 
     Raises:
         ModelError: a file is damaged, or the processor needs a library that is not installed.

@@ -18,9 +18,12 @@ from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.visual import tokenise_images_and_text, tokenise_visual_prompt
 from cosmos_core.errors import ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer
+from cosmos_core.models.open_causal_lm import open_model
 from cosmos_core.models.processor import load_processor, processor_files
 from cosmos_core.models.verify_export import check_export_possible
-from tests.unit.test_data_images import CAT, prepare
+from cosmos_core.run.files import read_json
+from tests.effects.change import SFT, recipe, stage_of
+from tests.unit.test_data_images import ANSWER, CAT, SHOWN, prepare
 from tests.unit.tiny_vlms import PARTS, picture, save_vlm
 
 TEXTS = """
@@ -115,6 +118,33 @@ def test_an_export_has_no_other_template_than_the_one_that_was_trained(
         processor = load_processor(str(export))
         assert processor is not None and processor.chat_template == expected
         shutil.rmtree(export)
+
+
+@pytest.mark.parametrize("layout", ["own file", "bounds by name", "table"])
+def test_the_processor_of_an_export_makes_as_many_tokens_of_an_image_as_the_rows_have(
+    tmp_path: Path, layout: str
+) -> None:
+    folder, export = save_vlm("qwen2.5-vl", tmp_path / "model"), tmp_path / "export"
+    files = folder / "preprocessor_config.json", folder / "processor_config.json"
+    images, settings = (json.loads(file.read_text()) for file in files)
+    if layout == "bounds by name":  # as Qwen2-VL was published
+        images |= {"min_pixels": 28 * 28, "max_pixels": 60 * 28 * 28}
+        images.pop("size")
+    files[0].write_text(json.dumps(images))
+    if layout == "table":  # as transformers 5 saves it
+        files[1].write_text(json.dumps(settings | {"image_processor": images}))
+        files[0].unlink()
+    picture(1, 300, 300).save(tmp_path / "cat.png")
+    rows = [{"messages": [SHOWN, ANSWER], "image": str(tmp_path / "cat.png")}]
+    custom = {"vision": {"max_pixels": 17 * 28 * 28}}
+    data = prepare(tmp_path / "a", folder, rows, custom=custom)
+    trained = open_model(stage_of(tmp_path / "sft", recipe({**SFT, "custom": custom}), model=folder, data=data))
+    shutil.copytree(folder, export)
+    for name, content in trained._processor_files.items():
+        (export / name).write_bytes(content)
+    processor: Any = load_processor(str(export))
+    made = processor(text="<|image_pad|>", images=[picture(1, 300, 300)])["input_ids"][0]
+    assert len(made) == read_json(data / "statistics.json")["train"]["image_tokens"] == 16
 
 
 def test_a_check_refuses_templates_with_which_an_export_could_not_be_loaded(tmp_path: Path, model: Path) -> None:
