@@ -305,7 +305,11 @@ def check_loaded_tensors(loaded_model: PreTrainedModel, loading_info: dict[str, 
 
 def describe_nonfinite_values(name: str, tensor: Tensor) -> str:
     """Return an error message if a tensor contains NaN or infinity, otherwise an empty string."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return ""
+    if tensor.element_size() == 1:
+        tensor = tensor.bfloat16()  # torch computes no minimum of 8-bit floats
     # Minimum and maximum are finite only if all values are; isfinite() on the tensor would need more memory.
-    if not tensor.is_floating_point() or not tensor.numel() or torch.stack(tensor.aminmax()).isfinite().all():
+    if torch.stack(tensor.aminmax()).isfinite().all():
         return ""
     return f"tensor {name} holds NaN or infinity; take an undamaged checkpoint"

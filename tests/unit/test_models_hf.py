@@ -35,7 +35,14 @@ from cosmos_core.data.chat import make_prompt_rendering
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.base import has_dropout
 from cosmos_core.models.chat_templates import set_chat_template
-from cosmos_core.models.hf import check_row_length, iter_checkpoint_weights, load_config, load_model, load_tokenizer
+from cosmos_core.models.hf import (
+    check_row_length,
+    describe_nonfinite_values,
+    iter_checkpoint_weights,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from cosmos_core.models.recompute import RecomputeMode
 from cosmos_core.models.sharded_load import init_on_meta
 from tests.unit.data_tokenizers import byte_tokenizer
@@ -213,6 +220,15 @@ def test_rows_whose_positions_depend_on_their_neighbours_are_refused(rope: dict[
         assert moves(limit + 1)
         with pytest.raises(ModelError, match=rf"model_max_length = {limit + 1}.*{rope['rope_type']}.* at most {limit}"):
             check_row_length(config, limit + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_values_of_weights_in_8_bit_floats_are_looked_at(dtype: torch.dtype) -> None:
+    """As in the files of an export in fp8, which `cosmos try` loads."""
+    values = torch.tensor([2.0**-6, 2.0**7]).to(dtype)
+    assert describe_nonfinite_values("w", values) == ""
+    nan = torch.tensor([1.0, torch.nan]).to(dtype)
+    assert describe_nonfinite_values("w", nan) == "tensor w holds NaN or infinity; take an undamaged checkpoint"
 
 
 def test_a_dropout_rate_without_a_module_is_dropout() -> None:
