@@ -20,7 +20,7 @@ from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.disk import write_export
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_changed_base, has_lora_adapter, merge_adapter, merged_state_dict
 from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
-from cosmos_core.run.files import copy_file
+from cosmos_core.run.files import copy_file, write_json
 
 ADAPTER_FILE = "model.safetensors"
 _WEIGHTS_FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
@@ -47,7 +47,10 @@ def export_pipeline(
             copy_file(family.folder.path / file, staging_folder / file)
         with merge_adapter(model):
             denoiser_folder = staging_folder / family.denoiser_name
-            model.save_config(denoiser_folder)
+            denoiser_folder.mkdir(exist_ok=True)
+            settings = json.loads(model.to_json_string())
+            settings.pop("_name_or_path", None)  # a folder of this machine, which differs between runs
+            write_json(denoiser_folder / model.config_name, settings)
             save_torch_state_dict(
                 export_state_dict(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
                 metadata={"format": "pt"},

@@ -345,6 +345,17 @@ def test_kernels_that_round_differently_refuse_no_export(
     assert all(each.requires_grad == ("lora_" in key) for key, each in network.named_parameters())
 
 
+def test_an_export_names_no_folder_of_the_machine_that_made_it(tmp_path: Path) -> None:
+    """Else the same weights, trained in another run, would be another model to the stages that take them up."""
+    family = opened(tiny_pipelines.save("sd3", tmp_path / "sd3"))
+    network = family.load_denoiser(torch.float32)
+    export_pipeline(family, network, tmp_path / "export")
+    written = json.loads((tmp_path / "export/transformer/config.json").read_text())
+    of_base = json.loads((tmp_path / "sd3/transformer/config.json").read_text())
+    assert written == {key: value for key, value in of_base.items() if key != "_name_or_path"}
+    assert diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "export/transformer").config.num_layers == 2
+
+
 def test_pipelines_that_prove_an_export_are_in_memory_one_after_the_other(tmp_path: Path) -> None:
     code = tmp_path / "counted.py"
     code.write_text("""
