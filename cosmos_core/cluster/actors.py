@@ -13,6 +13,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from cosmos_core.errors import first_line
+from cosmos_core.job_signals import ignore_job_signals, unblock_job_signals
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,12 @@ class _ObjectActor:
         if num_threads:
             os.environ["OMP_NUM_THREADS"] = str(num_threads)  # child processes inherit the number of threads
             torch.set_num_threads(num_threads)
+        ignore_job_signals()
         self._object = make_object()
 
     def call(self, method: str, arguments: tuple[Any, ...], kwargs: dict[str, Any], shared_value: Any = None) -> Any:
         """Call a method of the object with `arguments`, then `shared_value` unless it is None, and `kwargs`."""
+        unblock_job_signals()
         return getattr(self._object, method)(*arguments, *([] if shared_value is None else [shared_value]), **kwargs)
 
 

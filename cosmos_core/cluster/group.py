@@ -10,9 +10,9 @@ import importlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 import traceback
@@ -31,6 +31,9 @@ from cosmos_core.cluster.placement import POLL_SECONDS, count_ranks_per_bundle, 
 from cosmos_core.cluster.properties import rank_environment
 from cosmos_core.cluster.rank import Rank, RankMessages, RankProgram, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
+from cosmos_core.job_signals import block_job_signals
+from cosmos_core.run.lock import create_locked_folder
+from cosmos_core.run.process import ATTEMPT_VARIABLE, locate_socket_folder
 from cosmos_core.transient import is_transient
 
 if TYPE_CHECKING:
@@ -190,22 +193,23 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     with join_cluster(), _make_socket_folder() if owns_cluster else nullcontext() as socket_folder:
         try:
-            if not owns_cluster:
-                ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
-            else:
-                if actor_group is not None and not actor_group.shares_gpus:
-                    num_actors = actor_group.get_target_size() * actor_group.processes_per_actor
-                    num_cores, overlaps = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
-                    rank_threads, actor_threads = split_threads(num_cores, num_ranks, num_actors, is_parallel=overlaps)
-                    os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
-                    # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
-                    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-                ray.init(
-                    address="local", num_cpus=num_ranks, num_gpus=torch.cuda.device_count(), include_dashboard=False,
-                    logging_level=logging.WARNING, log_to_driver=True, _temp_dir=socket_folder,
-                    object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
-                )  # fmt: skip
-            signal.signal(signal.SIGTERM, sigterm_handler)  # replace the handler of `ray.init`, which ends this process
+            if owns_cluster and actor_group is not None and not actor_group.shares_gpus:
+                num_actors = actor_group.get_target_size() * actor_group.processes_per_actor
+                num_cores, overlaps = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
+                rank_threads, actor_threads = split_threads(num_cores, num_ranks, num_actors, is_parallel=overlaps)
+                os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
+                # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
+                os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+            with block_job_signals():  # the processes of an embedded cluster inherit the blocked signals
+                if owns_cluster:
+                    ray.init(
+                        address="local", num_cpus=num_ranks, num_gpus=torch.cuda.device_count(),
+                        include_dashboard=False, logging_level=logging.WARNING, log_to_driver=True,
+                        _temp_dir=socket_folder, object_store_memory=_OBJECT_STORE_BYTES if actor_group else 128 << 20,
+                    )  # fmt: skip
+                else:
+                    ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
+                signal.signal(signal.SIGTERM, sigterm_handler)  # `ray.init` sets one that ends this process
             yield ray, owns_cluster, actor_threads
         finally:
             ray.shutdown()
@@ -219,8 +223,13 @@ def _make_socket_folder() -> Iterator[str | None]:
     if len(os.fsencode(default_folder)) <= _MAX_SOCKET_FOLDER_BYTES:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="cosmos-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield folder
+    folder = locate_socket_folder(os.environ.get(ATTEMPT_VARIABLE) or secrets.token_hex(6))
+    lock_descriptor = create_locked_folder(folder)
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock_descriptor)
 
 
 def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_parallel: bool) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_core.imports import without_garbage_collection
+from cosmos_core.job_signals import ignore_job_signals, unblock_job_signals
 
 
 class RankMessages(threading.Event):
@@ -43,6 +44,7 @@ class Rank:
     """Ray actor of one rank, with two threads, so that it can receive messages while its program runs."""
 
     def __init__(self) -> None:
+        ignore_job_signals()  # the launcher tells this rank to stop, and it saves a checkpoint first
         self._import_stack = ExitStack()
         self._import_stack.enter_context(without_garbage_collection())
         self._rank_messages = RankMessages()
@@ -52,6 +54,7 @@ class Rank:
         """Run the program as this rank; return True and the value of the program, or False and its error."""
         from cosmos_core.cluster.group import run_as_rank
 
+        unblock_job_signals()
         self._import_stack.close()
         self._run_result = run_as_rank(program, self._rank_messages, rendezvous)
         return self._run_result

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from cosmos_core.run.process import is_running
+from cosmos_core.run.lock import create_locked_folder
+from cosmos_core.run.process import ATTEMPT_VARIABLE, is_running, locate_socket_folder
 
 MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as running if its heartbeat is not older
 _KILL_TIMEOUT_SECONDS = 5.0
-ATTEMPT_VARIABLE = "COSMOS_ATTEMPT"  # environment variable that marks every process of one attempt
 CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
 _SCRATCH_PREFIX = "cosmos-"
 _SCRATCH_PATTERN = re.compile(rf"{_SCRATCH_PREFIX}[0-9a-f]{{12}}")
@@ -46,13 +46,7 @@ def kill_descendants() -> list[int]:
 def create_scratch_folder(attempt_id: str) -> int:
     """Create and lock the folder for the temporary files of an attempt; return the descriptor that holds the lock.
     Launcher and supervisor keep it open: once both have ended, `remove_orphans` may remove the folder."""
-    folder = scratch_folder(attempt_id)
-    hidden_folder = folder.with_name(f".{folder.name}")  # `remove_orphans` ignores names that begin with a dot
-    hidden_folder.mkdir(mode=0o700)
-    lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
-    hidden_folder.rename(folder)
-    return lock_descriptor
+    return create_locked_folder(scratch_folder(attempt_id))
 
 
 def remove_orphans() -> None:
@@ -63,6 +57,10 @@ def remove_orphans() -> None:
             kill_attempt(folder.name.removeprefix(_SCRATCH_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.name.startswith(CHECK_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+    any_socket_folder = locate_socket_folder("?" * 12)
+    for folder in any_socket_folder.parent.glob(any_socket_folder.name):
+        if not _is_locked(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -91,6 +89,7 @@ def remove_scratch_folder(attempt_id: str) -> None:
     if attempt_id:
         tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_folder(attempt_id)
         shutil.rmtree(tmpdir if tmpdir.name == folder.name else folder, ignore_errors=True)
+        shutil.rmtree(locate_socket_folder(attempt_id), ignore_errors=True)
 
 
 def _kill_repeatedly(find_processes: Callable[[], list[psutil.Process]]) -> list[int]:

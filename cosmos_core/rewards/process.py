@@ -19,6 +19,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import environment_for_user_code, mask_secrets
+from cosmos_core.job_signals import JOB_SIGNALS, ignore_job_signals
 from cosmos_core.observe.logs import configure_logging
 from cosmos_core.parent import kill_with_parent
 
@@ -132,7 +133,9 @@ class _Popen(popen_spawn_posix.Popen):
             inherited_descriptors = (*self._fds, tracker_fd, child_input, child_sentinel)  # type: ignore[attr-defined]
             file_actions = [(os.POSIX_SPAWN_DUP2, descriptor, descriptor) for descriptor in inherited_descriptors]
             environment = environment_for_user_code(process_obj.environment_names)
-            self.pid = os.posix_spawn(spawn.get_executable(), python_command, environment, file_actions=file_actions)
+            self.pid = os.posix_spawn(
+                spawn.get_executable(), python_command, environment, file_actions=file_actions, setsigmask=JOB_SIGNALS
+            )
         finally:
             os.close(child_input)
             os.close(child_sentinel)
@@ -144,6 +147,7 @@ def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
+    ignore_job_signals()  # the parent ends this process with SIGKILL
     multiprocessing.set_start_method(None, force=True)  # restore fork: a spawned child could not import user files
     os.dup2(2, 1)  # standard output of user code goes to the log
     configure_logging()

@@ -100,12 +100,12 @@ class AsyncGroupSource:
         self._is_training_waiting = True
         while True:
             status, kept_groups, sampled_groups = broadcast_object(self._poll_groups(step) if is_first_rank() else None)  # type: ignore[misc]
+            self.on_wait()
             if status == "whole":
                 break
             if status == "stale":
                 self.send_missing_weights(step)
             self.progress.beat()
-            self.on_wait()
         with self._condition:
             self._is_training_waiting = False
         self.fleet.sleep()

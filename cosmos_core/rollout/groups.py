@@ -85,7 +85,8 @@ class SyncGroupSource:
     batch_size: int
     """Number of prompts that an engine processes at a time."""
     on_wait: Callable[[], None] = lambda: None
-    """Function called after each generated batch; it may raise an error to stop the training."""
+    """Function called after each generated batch and after scoring; it may raise an error to stop the training: a
+    signal to all processes of a job may also have ended a process that a tool or a reward had started."""
     publish_interval: int = 1
     """Number of train steps between two weight loads into the engine."""
     is_exhausted: ClassVar[bool] = False
@@ -130,7 +131,9 @@ class SyncGroupSource:
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return groups of completions with the scores of their completions."""
         self.progress.phase("score")
-        return self.score(groups)
+        scored_groups = self.score(groups)
+        self.on_wait()
+        return scored_groups
 
     def state_dict(self) -> dict[str, JsonValue]:
         return {}  # no state: prompts and seeds are functions of the step

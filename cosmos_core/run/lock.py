@@ -1,4 +1,4 @@
-"""Lock files for one writer at a time on one machine; the kernel releases an `flock` when its process ends."""
+"""Lock files and locked folders on one machine; the kernel releases an `flock` when its process ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import make_disk_full_error
 
 _POLL_SECONDS = 0.2
+_NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class FileLock:
@@ -31,11 +32,10 @@ class FileLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            if error.errno not in _NO_LOCKS_ERRNOS:
                 error.filename = str(self.path)
                 raise
-            reason = f"its file system has no locks ({error.strerror})"
-            raise ConfigError(f"{self.path.parent}: {reason}; take a folder on a local disk or NFS 4") from error
+            raise _make_missing_locks_error(self.path.parent, error) from error
         return True
 
     def acquire(self, *, on_poll: Callable[[], object] = lambda: None) -> None:
@@ -64,3 +64,26 @@ def open_stage_lock(run_path: Path, stage: str) -> FileLock:
         return FileLock(path)
     except OSError as error:
         raise make_disk_full_error(error, path) or StageFailed(f"stage {stage!r}: {path}: {error.strerror}") from error
+
+
+def create_locked_folder(folder: Path) -> int:
+    """Create a private folder for temporary files, and return the descriptor that holds its shared lock: while a
+    process has it open, no other process removes the folder. Raise ConfigError if the file system has no locks."""
+    hidden_folder = folder.with_name(f".{folder.name}")  # nobody looks for names that begin with a dot
+    hidden_folder.mkdir(mode=0o700)
+    lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        os.close(lock_descriptor)
+        hidden_folder.rmdir()
+        if error.errno not in _NO_LOCKS_ERRNOS:
+            raise
+        raise _make_missing_locks_error(folder.parent, error, "TMPDIR = ") from error
+    hidden_folder.rename(folder)
+    return lock_descriptor
+
+
+def _make_missing_locks_error(folder: Path, error: OSError, prefix: str = "") -> ConfigError:
+    problem = f"{prefix}{folder}: its file system has no locks ({error.strerror})"
+    return ConfigError(f"{problem}; take a folder on a local disk or NFS 4")

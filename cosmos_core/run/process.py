@@ -10,6 +10,14 @@ import psutil
 
 from cosmos_core.run.files import JsonDocument
 
+ATTEMPT_VARIABLE = "COSMOS_ATTEMPT"
+"""Environment variable that marks every process of one attempt of a stage."""
+
+
+def locate_socket_folder(attempt_id: str) -> Path:
+    """Return the folder for the sockets of an attempt whose TMPDIR is too long a path for them."""
+    return Path("/tmp", f"cosmos-ray-{attempt_id[:12]}")
+
 
 def read_start_time(pid: int) -> float | None:
     """Return the start time of a process in seconds after boot, which identifies it with its pid; None if the process

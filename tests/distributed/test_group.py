@@ -6,9 +6,11 @@ import importlib
 import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
@@ -35,7 +37,10 @@ from cosmos_core.cluster.join import join_cluster
 from cosmos_core.cluster.placement import reserve_bundles, resource_bundles
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, Preempted, StageFailed
+from cosmos_core.job_signals import JOB_SIGNALS
+from cosmos_core.launch.processes import remove_orphans, remove_scratch_folder
 from cosmos_core.machine_properties import measure_machine, measure_worker_machine
+from cosmos_core.run.process import locate_socket_folder
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
 from cosmos_core.train.setup import run
@@ -94,12 +99,14 @@ def test_what_computes_beside_the_ranks_has_half_of_the_cores(monkeypatch: pytes
     cases = ((2, 1, 1), (8, 1, 1), (16, 2, 4), (2, 2, 2), (4, 1, 0))
     assert [split_threads(*case, is_parallel=True) for case in cases] == [(2, 1), (8, 4), (4, 2), (1, 1), (4, 4)]
     assert [split_threads(*case, is_parallel=False) for case in cases] == [(2, 2), (8, 8), (4, 4), (1, 1), (4, 4)]
-    before = torch.get_num_threads()
+    before, handlers = torch.get_num_threads(), {number: signal.getsignal(number) for number in JOB_SIGNALS}
     try:
         assert _ObjectActor(torch.get_num_threads, 3).call("__int__", (), {}) == 3
         assert os.environ["OMP_NUM_THREADS"] == "3"
     finally:
         torch.set_num_threads(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("folder", ["/scratch/someone/jobs/1234567/cosmos-0123456789ab", "/tmp/cosmos-0123456789ab"])
@@ -110,8 +117,17 @@ def test_a_long_tmpdir_leaves_room_for_the_names_of_sockets(folder: str, monkeyp
         session = "session_2026-11-29_21-19-20_974837_4194304/sockets/plasma_store"
         assert len(f"{short_folder or f'{folder}/ray'}/{session}") <= 107, "a longer path is no address of a socket"
         assert (short_folder is None) is folder.startswith("/tmp")
+        remove_orphans()  # of another run
         assert short_folder is None or os.path.isdir(short_folder)
     assert short_folder is None or not os.path.exists(short_folder)
+
+
+def test_sockets_of_a_killed_worker_are_removed_by_its_supervisor_or_by_the_next_run() -> None:
+    for remove in (remove_scratch_folder, lambda attempt: remove_orphans()):
+        attempt = uuid.uuid4().hex
+        (locate_socket_folder(attempt) / "ray").mkdir(parents=True)
+        remove(attempt)
+        assert not locate_socket_folder(attempt).exists()
 
 
 @pytest.mark.parametrize("launcher", [LocalGroup, pytest.param(WorkerGroup, marks=pytest.mark.full)])
@@ -134,6 +150,21 @@ def test_an_error_of_one_rank_ends_all_and_keeps_its_class(launcher: Any) -> Non
 def test_all_ranks_stop_at_the_same_step(launcher: Any, tmp_path: Path) -> None:
     started = tmp_path / "started"
     first, second = launcher(2).run(partial(members.stop_together, started), started.exists)
+    assert first == second >= 3
+
+
+@pytest.mark.full
+def test_a_signal_to_every_process_of_a_job_stops_ranks_after_their_step(tmp_path: Path) -> None:
+    """As of a service manager, or of a machine that shuts down; their checkpoint is still to be saved."""
+    started, others = tmp_path / "started", set(psutil.Process().children(recursive=True))
+
+    def is_asked() -> bool:
+        if started.exists():
+            for process in set(psutil.Process().children(recursive=True)) - others:
+                process.send_signal(signal.SIGTERM)
+        return started.exists()
+
+    first, second = WorkerGroup(2).run(partial(members.stop_together, started), is_asked)
     assert first == second >= 3
 
 

@@ -78,6 +78,10 @@ def nothing(to_be_evaluated, reference):
 
 def length(to_be_evaluated, reference):
     return len(to_be_evaluated), {"double": 2 * len(to_be_evaluated)}
+
+def terminated(to_be_evaluated, reference):
+    os.kill(os.getpid(), 15)
+    return subprocess.run(["sh", "-c", "kill -TERM $$"]).returncode
 '''
 
 
@@ -356,6 +360,12 @@ def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act, monke
 def test_no_crash_is_lost_however_fast_it_follows_the_request(act):
     scores = scored({act: 1.0}, *["1", "exit", "2", "kill"] * 3, timeout_seconds=7200, num_workers=2, retries=0)
     assert [score.value for score in scores] == [1, None, 2, None] * 3
+
+
+def test_a_signal_to_all_processes_of_a_job_changes_no_reward(act):
+    """The stage that gets it too saves a checkpoint, which may come after rewards that are computed now."""
+    (score,) = scored({f"{act.rpartition(':')[0]}:terminated": 1.0}, "1", retries=0)
+    assert score.value == -15, "what a reward starts and ends with SIGTERM ends"
 
 
 def test_metrics_are_named_by_the_function_and_by_the_file_too_where_two_share_it(act, tmp_path):

@@ -119,7 +119,7 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     source = sync_of(engine, tmp_path, lambda group: None, 2, on_wait=lambda: stops.append(0))
     groups, metrics = source.next_groups(0)
     assert engine.events == ["wake", "submit [0, 1]", "submit [2, 3]", "submit [4]", "sleep 2", "score 5"]
-    assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0]
+    assert [group.group.prompt.id for group in groups] == [0, 1, 2, 3, 4] and stops == [0, 0, 0, 0]
     assert metrics["reward/mean"] == 1.0 and metrics["reward/invalid"] == 5.0
     assert metrics["completion/length_mean"] == 1.0 and metrics["rollout/version_lag"] == 0.0
     assert source.state_dict() == {}
@@ -133,6 +133,17 @@ def test_a_step_is_generated_in_batches_and_can_be_stopped_between_them(tmp_path
     with pytest.raises(RuntimeError, match="stopped"):
         source.next_groups(3)
     assert engine.events[-2:] == ["wake", "submit [3, 4]"]
+
+
+def test_a_step_whose_scores_a_signal_may_have_disturbed_is_not_trained(tmp_path: Path) -> None:
+    """A signal to all processes of a job also ends those that a reward has started."""
+    asked: list[int] = []
+    stop = lambda: asked and pytest.fail("stopped")  # noqa: E731
+    sync = sync_of(Shuffling(), tmp_path, lambda group: asked.append(group.prompt.id), 5, on_wait=stop)
+    source = FilteredGroupSource(sync, lambda start, count: PROMPTS[start : start + count], 2)
+    with pytest.raises(pytest.fail.Exception, match="stopped"):
+        source.next_groups(0)
+    assert source.state_dict() == {"drawn": 0}
 
 
 def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:

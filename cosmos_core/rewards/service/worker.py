@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cosmos_core.errors import CosmosError
+from cosmos_core.job_signals import ignore_job_signals
 from cosmos_core.parent import kill_with_parent
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer, replace_nonfinite
@@ -30,6 +31,7 @@ _INFO_FIELDS = {
 def main() -> None:
     """Load the reward, report that it is ready, and score batches until the end of standard input."""
     kill_with_parent(os.getppid())
+    ignore_job_signals()  # the service finishes the accepted requests after SIGTERM
     input_stream, output_stream = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
