@@ -32,14 +32,15 @@ class RowShard(NamedTuple):
     """Mask over the scored tokens of the whole packed rows: True for tokens in the shard of this rank."""
 
 
-def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str) -> None:
+def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str, tp_size: int) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `packed_attention` is the name
-    under which transformers has registered the attention function for packed rows.
+    under which transformers has registered the attention function for packed rows; tensor parallelism has split the
+    heads over `tp_size` ranks.
 
     Raises:
         ModelError: the model uses other attention, or its number of heads is not divisible by the number of ranks.
     """
-    check_head_split(model, "cp_size", mesh.size())
+    check_head_split(model, "cp_size", mesh.size(), tp_size)
     if model.config.get_text_config()._attn_implementation != packed_attention:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "

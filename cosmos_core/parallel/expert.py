@@ -8,7 +8,6 @@ collective.
 """
 
 from functools import partial
-from math import gcd
 from typing import Any
 
 import torch
@@ -22,36 +21,22 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.fsdp import expert_sharding, fsdp_arguments
 from cosmos_core.parallel.mesh import Mesh
-from cosmos_core.parallel.plan import matches_pattern
+from cosmos_core.parallel.plan import check_expert_split, matches_pattern
 
 _TOKEN_DISPATCH_STYLE = "ep_dispatch_experts"
 
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
     """Keep this rank's experts of every layer, sharded over `mesh.ep_fsdp`, and dispatch tokens to experts of other
-    ranks; call this function before `apply_fsdp`.
-
-    Raises:
-        ModelError: the model has no plan that dispatches tokens, an adapter wraps the experts, or their number is not
-            divisible by the number of ranks.
+    ranks; call this function before `apply_fsdp`. Raises the errors of `find_split_experts`.
     """
     # This class is not imported at module level, because transformers 5.17 lacks it.
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
     assert mesh.ep is not None
-    expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
-    expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
-    error_prefix = f"policy.parallelism.ep_size = {mesh.ep.size()}: {type(model).__name__}"
     # With pipeline parallelism, a rank without experts is allowed: all its layers may be dense.
-    if not expert_patterns or not (expert_layers or mesh.pp):
-        raise ModelError(
-            f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
-        )
-    for name, experts in expert_layers.items():
-        if not any(matches_pattern(pattern, name) for pattern in expert_patterns):
-            remedy = "leave them out of policy.lora, or set it to 1"
-            raise ModelError(f"{error_prefix} has experts at {name}, where its plan has none; {remedy}")
-        keep_local_experts(experts, mesh.ep, error_prefix)
+    for experts in find_split_experts(model, mesh.ep.size(), may_be_dense=mesh.pp is not None):
+        keep_local_experts(experts, mesh.ep)
         EpDispatchExpertsParallel().install_forward(experts, mesh.ep)
         experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
         if mesh.ep_fsdp is not None:
@@ -60,15 +45,33 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
             fully_shard(experts, mesh=mesh.ep_fsdp, shard_placement_fn=shard_placement, **fsdp_options)
 
 
-def keep_local_experts(experts: Any, expert_mesh: DeviceMesh, error_prefix: str) -> None:
-    """Keep this rank's experts of a layer, and remove the others from the module; raise a `ModelError`, which begins
-    with `error_prefix`, if the number of experts is not divisible by the number of ranks."""
-    num_experts, num_ranks = experts.num_experts, expert_mesh.size()
-    if num_experts % num_ranks:
-        remedy = f"set it to {gcd(num_experts, num_ranks)}"
-        raise ModelError(f"{error_prefix} has {num_experts} experts, which do not divide by it; {remedy}")
+def find_split_experts(model: PreTrainedModel, num_ranks: int, *, may_be_dense: bool = False) -> list[Any]:
+    """Return the modules with the experts of each layer, which expert parallelism distributes over `num_ranks` ranks.
+
+    Raises:
+        ModelError: the model has no plan that dispatches tokens or, unless `may_be_dense`, no experts; an adapter wraps
+            the experts; or their number is not divisible by the number of ranks.
+    """
+    expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
+    expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"
+    if not expert_patterns or not (expert_layers or may_be_dense):
+        raise ModelError(
+            f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
+        )
+    for name, experts in expert_layers.items():
+        if not any(matches_pattern(pattern, name) for pattern in expert_patterns):
+            remedy = "leave them out of policy.lora, or set it to 1"
+            raise ModelError(f"{error_prefix} has experts at {name}, where its plan has none; {remedy}")
+        check_expert_split(experts, num_ranks, error_prefix)
+    return list(expert_layers.values())
+
+
+def keep_local_experts(experts: Any, expert_mesh: DeviceMesh) -> None:
+    """Keep this rank's experts of a layer, whose number is divisible by the number of ranks, and remove the others."""
+    num_ranks = expert_mesh.size()
     for name, parameter in experts.named_parameters():
         local_weights = parameter.detach().chunk(num_ranks)[expert_mesh.get_local_rank()].clone()
         sharded_weights = DTensor.from_local(local_weights, expert_mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded_weights, requires_grad=parameter.requires_grad))
-    experts.num_experts = num_experts // num_ranks
+    experts.num_experts //= num_ranks

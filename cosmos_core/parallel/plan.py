@@ -1,6 +1,8 @@
 """Interpretation of the parallel plan of a transformers model, and checks of divisibility."""
 
 import re
+from math import gcd
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,16 +15,26 @@ def matches_pattern(pattern: str, name: str) -> bool:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
 
 
-def check_head_split(model: PreTrainedModel, setting_name: str, num_ranks: int) -> None:
+def check_head_split(model: PreTrainedModel, setting_name: str, num_ranks: int, tp_size: int = 1) -> None:
     """Raise a `ModelError` if the number of attention heads is not divisible by `num_ranks`, the value of the setting
-    `setting_name`; for `tp_size`, the number of key-value heads must be divisible too."""
+    `setting_name`; for `tp_size`, the number of key-value heads must be divisible too. For `cp_size`, the heads are
+    those of a rank of tensor parallelism, which has split them over `tp_size` ranks before."""
     for name in ("num_attention_heads", *(["num_key_value_heads"] if setting_name == "tp_size" else [])):
         num_heads = getattr(model.config.get_text_config(), name, None)
-        if isinstance(num_heads, int) and num_heads % num_ranks:
+        if isinstance(num_heads, int) and num_heads // tp_size % num_ranks:
+            rank_text = f", {num_heads // tp_size} on a rank of tp_size = {tp_size}" if tp_size > 1 else ""
             raise ModelError(
                 f"policy.parallelism.{setting_name} = {num_ranks} does not divide the {num_heads} {name} of "
-                f"{type(model).__name__}; lower it"
+                f"{type(model).__name__}{rank_text}; lower it"
             )
+
+
+def check_expert_split(experts: Any, num_ranks: int, error_prefix: str) -> None:
+    """Raise a `ModelError`, which begins with `error_prefix`, if the number of experts of a layer is not divisible by
+    `num_ranks`."""
+    if experts.num_experts % num_ranks:
+        remedy = f"set it to {gcd(experts.num_experts, num_ranks)}"
+        raise ModelError(f"{error_prefix} has {experts.num_experts} experts, which do not divide by it; {remedy}")
 
 
 def check_split_dim(model: PreTrainedModel, name: str, module: nn.Module, parallel_style: str, num_ranks: int) -> None:

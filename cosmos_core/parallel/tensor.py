@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from cosmos_core.errors import ModelError
 from cosmos_core.parallel.expert import keep_local_experts
 from cosmos_core.parallel.fsdp import local_shard
-from cosmos_core.parallel.plan import check_head_split, check_split_dim, matches_pattern
+from cosmos_core.parallel.plan import check_expert_split, check_head_split, check_split_dim, matches_pattern
 from cosmos_core.transient import is_transient
 
 _MOE_TP_STYLE = "moe_tp_experts"
@@ -88,19 +88,31 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) -> None:
-    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`; a tied embedding and head stay
-    whole. `shards_experts`: whether to distribute experts over the ranks too; False: expert parallelism shards them.
+    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`, as `find_split_matrices` says,
+    whose errors it raises."""
+    for module, style in find_split_matrices(model, mesh.size(), shards_experts=shards_experts):
+        if style == _MOE_TP_STYLE:
+            keep_local_experts(module, mesh)
+        for submodule in _find_split_modules(module, style):
+            parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
+
+
+def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_experts: bool) -> list[tuple[nn.Module, str]]:
+    """Return the modules that the model's tensor-parallel plan splits over `num_ranks` ranks, with their styles; a tied
+    embedding and head stay whole. `shards_experts`: whether to distribute experts over the ranks too; False: expert
+    parallelism shards them.
 
     Raises:
         ModelError: the plan is missing or has an unsupported style, or a size is not divisible by the number of ranks.
     """
     tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
-    size_setting, model_name = f"policy.parallelism.tp_size = {mesh.size()}", type(model).__name__
+    size_setting, model_name = f"policy.parallelism.tp_size = {num_ranks}", type(model).__name__
     if not tp_plan:
         raise ModelError(f"{size_setting}: {model_name} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    check_head_split(model, "tp_size", mesh.size())
+    check_head_split(model, "tp_size", num_ranks)
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
+    modules_and_styles = []
     for name, module in list(model.named_modules()):
         style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
@@ -110,10 +122,11 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) 
             problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
             raise ModelError(f"{size_setting}: {problem}; set it to 1 and raise dp_shard_size")
         if style == _MOE_TP_STYLE:
-            keep_local_experts(module, mesh, f"{size_setting}: {model_name}")
+            check_expert_split(module, num_ranks, f"{size_setting}: {model_name}")
         for submodule in _find_split_modules(module, style):
-            check_split_dim(model, name, submodule, style, mesh.size())
-            parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
+            check_split_dim(model, name, submodule, style, num_ranks)
+        modules_and_styles.append((module, style))
+    return modules_and_styles
 
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:

@@ -17,10 +17,13 @@ from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.checkpoint.resume import check_checkpoint
 from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
+from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.config.schema.policy import PolicyConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.train import TrainConfig
@@ -37,10 +40,12 @@ from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.lora_targets import describe_adapter
 from cosmos_core.models.processor import processor_files
 from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
-from cosmos_core.models.teacher import check_teacher
+from cosmos_core.models.teacher import check_teacher, name_teacher_in_errors
 from cosmos_core.models.verify_export import check_export_possible
+from cosmos_core.parallel.expert import find_split_experts
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.parallel.plan import check_head_split
+from cosmos_core.parallel.tensor import find_split_matrices
 from cosmos_core.registry import suggest_names
 from cosmos_core.rewards.base import RewardConfig
 from cosmos_core.rewards.exchange import ping, read_service_endpoints
@@ -81,7 +86,7 @@ def run(stage: Stage) -> Outcome:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else type(config).__name__
     lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     info: dict[str, JsonValue] = {}
-    make_model = partial(_make_meta_model, stage.model, stage.recipe.policy, stage.recipe.train.master_dtype)
+    make_model = partial(_make_meta_model, stage.model, revision, stage.recipe.train.master_dtype)
     if stage.kind.makes == "data":
         prepare_outcome = prepare.run(stage)
         if lost_text_message := prepare_outcome.info.get("loses_text"):
@@ -116,7 +121,7 @@ def run(stage: Stage) -> Outcome:
             lines += _describe_precision(config, stage.recipe.train.param_dtype)
         teacher_config = stage.recipe.teacher_for_stage(stage.kind)
         if teacher_config and referenced_stage(teacher_config.model_name_or_path) is None:
-            lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
+            lines.append(_check_teacher(teacher_config, stage.recipe, tokenizer))
         reward_lines = check_rewards(stage)
         lines += reward_lines
         if reward_lines:
@@ -124,9 +129,9 @@ def run(stage: Stage) -> Outcome:
     return Outcome(info={**info, "found": "; ".join(lines)})
 
 
-def _make_meta_model(model: str, policy: PolicyConfig, dtype: str) -> PreTrainedModel:
+def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrainedModel:
     with torch.device("meta"), meta_device_safe_creation_ops():
-        return model_without_weights(model, revision=policy.model_revision, dtype=getattr(torch, dtype))
+        return model_without_weights(model, revision=revision, dtype=getattr(torch, dtype))
 
 
 def _check_row_counts(
@@ -149,24 +154,49 @@ def _check_row_counts(
 def _check_model(policy_config: PolicyConfig, train: TrainConfig, kind: StageKind, model_name: str) -> list[str]:
     """Build the model without weights, check that the recipe fits it, and return report lines about its LoRA
     adapter."""
-    parallelism = policy_config.parallelism
-    is_pipelined = kind.has_mesh and parallelism.pp_size > 1
-    with nullcontext() if is_pipelined else torch.device("meta"), meta_device_safe_creation_ops():
-        if is_pipelined:
-            dtype, cpu_device = getattr(torch, train.master_dtype), torch.device("cpu")
-            model = init_on_meta(model_name, revision=policy_config.model_revision, dtype=dtype, device=cpu_device)
-        else:
-            model = _make_meta_model(model_name, policy_config, train.master_dtype)
+    parallelism = policy_config.parallelism if kind.has_mesh else ParallelismConfig()
+    with nullcontext() if parallelism.pp_size > 1 else torch.device("meta"), meta_device_safe_creation_ops():
+        model = _open_without_weights(model_name, policy_config.model_revision, train.master_dtype, parallelism)
         if kind.trains_model:
             mark_trained_weights(model, policy_config)
             load_balancing_settings(model, policy_config.aux_loss_coeff)
             check_module_paths(model, train)
     report_lines = _describe_adapter(model, policy_config.lora)
-    for axis in ("tp_size", "cp_size") if kind.has_mesh else ():
-        check_head_split(model, axis, getattr(parallelism, axis))
-    if is_pipelined:
-        apply_pp(model, parallelism, 0)
+    _check_parallelism(model, parallelism)
     return report_lines
+
+
+def _open_without_weights(
+    model_name: str, revision: str | None, dtype: str, parallelism: ParallelismConfig
+) -> PreTrainedModel:
+    """Return a model without weights, in a form that `_check_parallelism` can split into pipeline stages."""
+    if parallelism.pp_size == 1:
+        return _make_meta_model(model_name, revision, dtype)
+    with meta_device_safe_creation_ops():
+        device = torch.device("cpu")
+        return init_on_meta(model_name, revision=revision, dtype=getattr(torch, dtype), device=device)
+
+
+def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -> None:
+    """Check that the mesh can split the heads, matrices, experts and layers of a model; see `parallel`."""
+    for axis, tp_size in (("tp_size", 1), ("cp_size", parallelism.tp_size)):
+        check_head_split(model, axis, getattr(parallelism, axis), tp_size)
+    if parallelism.tp_size > 1:
+        find_split_matrices(model, parallelism.tp_size, shards_experts=parallelism.ep_size == 1)
+    if parallelism.ep_size > 1:
+        find_split_experts(model, parallelism.ep_size)
+    if parallelism.pp_size > 1:
+        apply_pp(model, parallelism, 0)
+
+
+def _check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Check a teacher and, if there are several ranks, that the mesh can split it; return the report line about it."""
+    report_line, mesh = check_teacher(teacher, recipe, tokenizer), recipe.policy.parallelism
+    if mesh.world_size > 1:
+        with name_teacher_in_errors():
+            name, revision, dtype = teacher.model_name_or_path, teacher.model_revision, recipe.train.master_dtype
+            _check_parallelism(_open_without_weights(name, revision, dtype, mesh), mesh)
+    return report_line
 
 
 def _generates_completions(stage: StageContext) -> bool:

@@ -25,7 +25,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel import fsdp
 from cosmos_core.parallel.pipeline import apply_pp, extract_pipeline_stage, stage_layer_indices, stages_of_rank
 from cosmos_core.train import check
-from tests.effects.change import SFT, recipe
+from tests.effects.change import GRPO, SFT, recipe
 from tests.effects.change import stage_of as stage_of_run
 from tests.unit.tiny_families import save_family
 
@@ -177,6 +177,32 @@ def test_a_check_refuses_heads_that_ranks_cannot_split(axis: str, tmp_path: Path
     three = recipe({**SFT, f"policy.parallelism.{axis}": 3})
     with pytest.raises(ModelError, match=f"{axis} = 3 does not divide the 4 num_attention_heads of Qwen3ForCausalLM"):
         check.run(stage_of_run(tmp_path / "text", three, model=save_family("qwen3", tmp_path / "qwen3")))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "message"),
+    [
+        ("qwen3", {"tp_size": 2, "cp_size": 4},
+         "cp_size = 4 does not divide the 4 num_attention_heads of Qwen3ForCausalLM, 2 on a rank of tp_size = 2"),
+        ("qwen3", {"ep_size": 2, "dp_shard_size": 2}, "ep_size = 2: Qwen3ForCausalLM has no plan that sends tokens to"),
+        ("mamba", {"tp_size": 2}, "tp_size = 2: MambaForCausalLM has no plan; set it to 1"),
+        ("odd features", {"tp_size": 2}, "tp_size = 2 does not divide the 49 features of model.layers.0.mlp.gate_proj"),
+        ("qwen3-moe", {"ep_size": 8, "dp_shard_size": 8}, "ep_size = 8: Qwen3MoeForCausalLM has 4 experts, which do"),
+    ],
+)  # fmt: skip
+def test_a_check_refuses_what_a_mesh_cannot_split(
+    family: str, mesh: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the policy, and of a teacher, whose weights lie on the same ranks."""
+    settings = {f"policy.parallelism.{axis}": size for axis, size in mesh.items()}
+    folder = save_family(family, tmp_path / family)
+    with pytest.raises(ModelError, match=f"^policy.parallelism.{message}"):
+        check.run(stage_of_run(tmp_path / "policy", recipe({**SFT, **settings}), model=folder))
+    monkeypatch.setattr(check, "check_teacher", lambda *_: "teacher")  # its tokens are those of another model
+    teacher = {"distillation.enable": True, "distillation.model_name_or_path": str(folder)}
+    student = recipe({**GRPO, **settings, **teacher})
+    with pytest.raises(ModelError, match=f"^distillation.model_name_or_path: policy.parallelism.{message}"):
+        check._check_teacher(student.distillation, student, None)  # type: ignore[arg-type]
 
 
 def test_hidden_states_are_received_on_the_device_that_computes() -> None:
