@@ -266,7 +266,7 @@ class CausalLM(ModelAdapter):
         if self._is_packed:
             self._enable_packed_rows(runner)
         if mesh and mesh.cp:
-            apply_cp(model, mesh.cp, PACKED_ATTENTION)
+            apply_cp(model, mesh.cp, PACKED_ATTENTION, mesh.parallelism.tp_size)
         return runner
 
     def _score_batch(self, scorer: LogprobScorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
