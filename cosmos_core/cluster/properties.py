@@ -5,12 +5,15 @@ one line of JSON, measured on a machine on which a rank could run: with a GPU if
 import json
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from cosmos_core.cluster.join import join_cluster
+from cosmos_core.imports import without_garbage_collection
 from cosmos_core.machine_properties import MachineProperties, measure_machine
 
 _RANK_ENVIRONMENT_NAMES = frozenset({
@@ -47,7 +50,9 @@ def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
 def rank_environment() -> dict[str, str]:
     """Return the environment variables of this process that ranks and actors on other machines need: variables that a
     worker sets for its stage, and settings of numeric libraries."""
-    return _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
+    environment = _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
+    environment.pop("VLLM_HOST_IP", None)  # it is the address of this machine
+    return environment
 
 
 def service_environment(names: Collection[str]) -> dict[str, str]:
@@ -60,9 +65,18 @@ def _select_environment_variables(names: Collection[str], prefixes: tuple[str, .
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
-def call_with_environment(environment: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Set environment variables in this process, then call a function and return its result."""
+def with_environment(environment: Mapping[str, str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a picklable function that sets environment variables in its process, and then calls `function`. Libraries
+    that `function` imports, such as huggingface_hub, read their variables when they are imported."""
+    from ray import cloudpickle
+
+    return partial(_call_with_environment, environment, cloudpickle.dumps(function))
+
+
+def _call_with_environment(environment: Mapping[str, str], pickled_function: bytes, *arguments: Any) -> Any:
     os.environ.update(environment)
+    with without_garbage_collection():
+        function = pickle.loads(pickled_function)
     return function(*arguments)
 
 

@@ -51,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 HARDWARE_FILE = "facts.json"
 """File with the hardware and libraries of each rank, in the order of the ranks, for the report."""
+_PACKAGES_THAT_WARN_ON_EACH_RANK = tuple(
+    f"cosmos_core.{name}" for name in ("algorithms", "checkpoint", "models", "rollout", "train")
+)
+"""Packages whose warnings are about the recipe, the model or a whole train step, and therefore equal on all ranks."""
 
 
 def main() -> int:
@@ -130,14 +134,14 @@ def _add_service_variables(stage: Stage, function: Callable[..., Any]) -> Callab
     ranks and engines on a Ray cluster do not inherit the variables of this process."""
     properties = importlib.import_module("cosmos_core.cluster.properties")
     variable_names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return partial(properties.call_with_environment, properties.service_environment(variable_names), function)
+    return properties.with_environment(properties.service_environment(variable_names), function)
 
 
 def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
     """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first_rank
 
-    configure_logging("INFO" if is_first_rank() else "WARNING")
+    _configure_rank_logging(is_first_rank=is_first_rank())
     mask_secrets()
     stage = load_stage(stage_path)
     mask_stage_secrets(stage)
@@ -157,6 +161,13 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
             stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
             stage.metrics = MetricsWriter(Path(scratch_folder) / "metrics.jsonl")
             return program(stage, **stage.config.arguments)
+
+
+def _configure_rank_logging(*, is_first_rank: bool) -> None:
+    """Let the first rank log everything, and other ranks warnings, but none that the first rank gives as well."""
+    configure_logging("INFO" if is_first_rank else "WARNING")
+    for package in () if is_first_rank else _PACKAGES_THAT_WARN_ON_EACH_RANK:
+        logging.getLogger(package).setLevel(logging.ERROR)
 
 
 def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from cosmos_core import machine_properties
-from cosmos_core.cluster.properties import collect_cluster_properties, rank_environment
+from cosmos_core.cluster.properties import collect_cluster_properties, rank_environment, with_environment
 from cosmos_core.errors import ConfigError
 from cosmos_core.launch import worker
 from cosmos_core.machine_properties import MachineProperties, measure_machine, measure_worker_machine
@@ -153,14 +156,30 @@ def test_ranks_of_a_cluster_see_what_a_worker_sets_for_its_stage(
     set_for_stage = worker._build_environment(worker.AttemptSettings(tmp_path / "run" / "stages" / "sft"))
     users = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "VLLM_BATCH_INVARIANT": "1", "WANDB_API_KEY": "secret"}
     users["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.1")  # of this machine
     assert set_for_stage["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "the order in which NVML lists the GPUs"
     for name, value in {**set_for_stage, **users}.items():
         monkeypatch.setenv(name, value)
     found = rank_environment()
     not_theirs = {"PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", worker.LOCK_DESCRIPTORS_VARIABLE}
     assert found.keys() >= (set_for_stage.keys() | users.keys()) - not_theirs - {"WANDB_API_KEY"}
-    assert not found.keys() & (not_theirs | {"WANDB_API_KEY"})
+    assert not found.keys() & (not_theirs | {"WANDB_API_KEY", "VLLM_HOST_IP"})
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_rank_of_a_cluster_has_its_variables_before_it_imports_what_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As huggingface_hub reads HF_ENDPOINT and HF_HUB_CACHE once, when it is imported."""
+    (tmp_path / "reads_at_import.py").write_text(
+        "import os\nENDPOINT = os.environ.get('HF_ENDPOINT')\ndef tell(word):\n    return f'{word} {ENDPOINT}'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    function = with_environment({"HF_ENDPOINT": "http://mirror"}, importlib.import_module("reads_at_import").tell)
+    program = "import pickle, sys\nprint(pickle.load(sys.stdin.buffer)('at'))"
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, input=pickle.dumps(function), env=environment) == b"at http://mirror\n"
 
 
 def test_a_cluster_whose_gpus_are_all_taken_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

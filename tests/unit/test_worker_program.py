@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,21 @@ def test_secrets_in_tables_of_custom_and_arguments_are_masked_also_in_processes_
     monkeypatch.setattr(generation, "open_engine", lambda stage, beat: stage)
     generation._open_separate_engine(tmp_path, lambda: None)
     assert masked == ["JUDGE", "battery staple", "two words"]
+
+
+def test_what_every_rank_would_warn_of_is_said_by_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[str] = []
+    monkeypatch.setattr(program, "configure_logging", levels.append)
+    alike, own = (logging.getLogger(f"cosmos_core.{name}") for name in ("train.weight_sets", "tools.runner"))
+    try:
+        for is_first in (True, False):
+            program._configure_rank_logging(is_first_rank=is_first)
+            assert alike.isEnabledFor(logging.WARNING) is is_first and alike.isEnabledFor(logging.ERROR)
+            assert own.isEnabledFor(logging.WARNING), "each rank calls tools of its own"
+    finally:
+        for name in program._PACKAGES_THAT_WARN_ON_EACH_RANK:
+            logging.getLogger(name).setLevel(logging.NOTSET)
+    assert levels == ["INFO", "WARNING"]
 
 
 def test_a_function_that_exits_as_a_script_does_is_one_line() -> None:
