@@ -88,6 +88,7 @@ def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any,
 def _resolve_address(address: str) -> tuple[str, str]:
     """Return host and port of an address `host:port`, with the host resolved to an IP address if possible."""
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     try:
         return socket.gethostbyname(host), port
     except OSError:

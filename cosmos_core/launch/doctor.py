@@ -141,7 +141,7 @@ def _check_ray() -> Iterator[Diagnosis]:
         return
     host, _, port = ray_address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
         yield Diagnosis("Ray", f"RAY_ADDRESS = {ray_address!r} is not reached: {error}", is_healthy=False)
         return

@@ -43,6 +43,7 @@ def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
     yield _check_loopback()
     folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
     yield check_file_locks(folder)
+    yield check_file_locks(Path(tempfile.gettempdir()), "TMPDIR")
     free_bytes = shutil.disk_usage(folder).free
     has_enough_space = free_bytes >= _MIN_DISK_BYTES
     remedy = "" if has_enough_space else "; remove old runs with cosmos clean, or set pipeline.output_dir"
@@ -107,9 +108,10 @@ def check_shared_memory(free_bytes: int) -> Diagnosis:
     return Diagnosis("shared memory", f"{free_bytes / 2**30:.1f} GiB are free{remedy}", free_bytes >= _MIN_SHARED_BYTES)
 
 
-def check_file_locks(folder: Path) -> Diagnosis:
-    """Report whether file locks work in a folder: a file that one process has locked cannot be locked by another."""
-    remedy = "set pipeline.output_dir to a folder with locks, such as one on a local disk or NFS 4"
+def check_file_locks(folder: Path, setting_name: str = "pipeline.output_dir") -> Diagnosis:
+    """Report whether file locks work in the folder that a setting names: a file that one process has locked cannot be
+    locked by another."""
+    remedy = f"set {setting_name} to a folder with locks, such as one on a local disk or NFS 4"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as file, open(file.name) as reopened_file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,6 +9,7 @@ import base64
 import hmac
 import os
 import re
+import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class ReportServer(ThreadingHTTPServer):
         if len(token) < _MIN_TOKEN_LENGTH:
             raise ConfigError(f"{TOKEN_VARIABLE} has {len(token)} characters; at least {_MIN_TOKEN_LENGTH} are needed")
         self.output_dir, self.token = output_dir.resolve(), token
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             super().__init__(address, _ReportRequestHandler)
         except OSError as error:

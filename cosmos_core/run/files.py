@@ -106,21 +106,21 @@ def replace_file(path: Path) -> Iterator[Path]:
             temporary_path.unlink()
 
 
-def _read_bytes(path: Path) -> bytes:
-    """Return the content of a file; read it again if another machine has replaced it meanwhile, for which NFS raises an
-    error."""
+def read_again_if_stale(read_file: Callable[[], bytes]) -> bytes:
+    """Return what `read_file` reads from a file that it opens; call it again if another machine has replaced the file
+    meanwhile, for which NFS raises an error."""
     try:
-        return path.read_bytes()
+        return read_file()
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-        return path.read_bytes()
+        return read_file()
 
 
 def read_json(path: Path) -> Any | None:
     """Return the value of a JSON file; None if the file is missing or damaged."""
     try:
-        return from_json(_read_bytes(path))
+        return from_json(read_again_if_stale(path.read_bytes))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
 
@@ -139,7 +139,7 @@ JsonDocumentT = TypeVar("JsonDocumentT", bound=JsonDocument)
 def read_document(path: Path, document_class: type[JsonDocumentT]) -> JsonDocumentT | None:
     """Return the content of a JSON file as an instance of `document_class`; None if it is missing or invalid."""
     try:
-        return document_class.model_validate_json(_read_bytes(path))
+        return document_class.model_validate_json(read_again_if_stale(path.read_bytes))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
 

@@ -4,6 +4,8 @@ import codecs
 import os
 from pathlib import Path
 
+from cosmos_core.run.files import read_again_if_stale
+
 
 class FileTail:
     """Reader of the text that was appended to a file since the last read; a missing file counts as empty."""
@@ -20,18 +22,22 @@ class FileTail:
     def read_text(self, *, is_last_read: bool = False) -> str:
         """Return the new text; an incomplete character at its end is kept for the next call unless `is_last_read`."""
         try:
-            with open(self.path, "rb") as file:
-                file_stat = os.fstat(file.fileno())
-                self.was_replaced = self._inode not in {None, file_stat.st_ino} or file_stat.st_size < self._offset
-                if self.was_replaced:
-                    self._offset, self._incomplete_line, self._decoder = 0, "", _create_decoder()
-                self._inode = file_stat.st_ino
-                file.seek(self._offset)
-                new_bytes = file.read()
+            new_bytes = read_again_if_stale(self._read_new_bytes)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return ""
-        self._offset += len(new_bytes)
         return self._decoder.decode(new_bytes, final=is_last_read)
+
+    def _read_new_bytes(self) -> bytes:
+        with open(self.path, "rb") as file:
+            file_stat = os.fstat(file.fileno())
+            was_replaced = self._inode not in {None, file_stat.st_ino} or file_stat.st_size < self._offset
+            file.seek(0 if was_replaced else self._offset)
+            new_bytes = file.read()
+        if was_replaced:
+            self._offset, self._incomplete_line, self._decoder = 0, "", _create_decoder()
+        self.was_replaced, self._inode = was_replaced, file_stat.st_ino
+        self._offset += len(new_bytes)
+        return new_bytes
 
     def read_lines(self, *, is_last_read: bool = False) -> list[str]:
         """Return the complete lines since the last call; with `is_last_read`, also a last line without a line break."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import prefect
+import psutil
 import pytest
 from prefect.client.schemas.objects import WorkerStatus
 
@@ -123,11 +124,14 @@ def test_every_worker_of_a_large_cluster_is_looked_at() -> None:
     assert [worker_report["host"] for worker_report, _ in reports] == [f"node-{number}" for number in range(450)]
 
 
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("[::1]", socket.AF_INET6)])
 def test_ray_and_rewards_are_looked_for_where_the_environment_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: str, family: socket.AddressFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, serving() as rewards:
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+    if all(each.address != host.strip("[]") for found in psutil.net_if_addrs().values() for each in found):
+        pytest.skip(f"this machine has no {host}")
+    with socket.create_server((host.strip("[]"), 0), family=family) as listener, serving() as rewards:
+        monkeypatch.setenv("RAY_ADDRESS", f"{host}:{listener.getsockname()[1]}")
         monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{rewards.url}/enqueue")
         assert "without RAY_AUTH_MODE=token" in wrong(Server(), tmp_path)["Ray"]
         monkeypatch.setenv("RAY_AUTH_MODE", "token")

@@ -35,6 +35,7 @@ def test_it_reports_every_property_of_this_machine(tmp_path: Path, monkeypatch: 
     assert {"python", "packages", "GPU", "vLLM", "compiler", "memory", "open files", "ports", "file locks", "disk"} <= {
         *names
     }
+    assert names.count("file locks") == 2, "of runs, and of temporary files"
     assert ("WRONG" in result.output) == (result.exit_code == 1)
     assert [path.name for path in tmp_path.iterdir()] == ["imported"]
 
@@ -92,3 +93,4 @@ def test_a_folder_without_locks_is_wrong(fault: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(fcntl, "flock", lock)
     finding = check_file_locks(tmp_path)
     assert fault in finding.message and "pipeline.output_dir" in finding.message and not finding.is_healthy
+    assert "set TMPDIR to a folder with locks" in check_file_locks(tmp_path, "TMPDIR").message

@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from cosmos_core.errors import ConfigError
@@ -89,6 +90,13 @@ def test_a_client_that_sends_nothing_delays_no_other(port: int) -> None:
 def test_a_short_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="COSMOS_REPORTS_TOKEN has 5 characters; at least 16"):
         ReportServer(tmp_path, "short", ("127.0.0.1", 0))
+
+
+def test_it_listens_on_ipv6(tmp_path: Path) -> None:
+    if all(each.address != "::1" for found in psutil.net_if_addrs().values() for each in found):
+        pytest.skip("this machine has no ::1")
+    with ReportServer(tmp_path, TOKEN, ("::1", 0)) as server:
+        assert server.server_address[0] == "::1"
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

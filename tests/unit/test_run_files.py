@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,9 @@ from cosmos_core.run.files import (
     replace_folder,
     write_json,
 )
-from cosmos_core.run.lock import FileLock
+from cosmos_core.run.lock import FileLock, create_locked_folder
 from cosmos_core.run.progress import MetricsReader, MetricsWriter, ProgressRecord
+from cosmos_core.run.tail import FileTail
 from cosmos_core.transient import is_transient
 from tests.conftest import wait_until
 
@@ -93,21 +95,39 @@ def test_a_file_system_without_locks_is_named_and_one_that_fails_may_be_tried_ag
     assert is_transient(caught.value) is (error_class is OSError)
 
 
-@pytest.mark.parametrize("read", [read_json, lambda path: read_document(path, ProgressRecord)])
+@pytest.mark.parametrize(
+    "read",
+    [read_json, lambda path: read_document(path, ProgressRecord), lambda path: FileTail(path).read_text()],
+    ids=["json", "document", "tail"],
+)
 def test_a_file_that_another_machine_replaces_meanwhile_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
 ) -> None:
     """An NFS client that still reads the old file gets an error, once."""
     write_json(tmp_path / "progress.json", {"step": 3})
-    expected, read_bytes, errors = read(tmp_path / "progress.json"), Path.read_bytes, [OSError(errno.ESTALE, "stale")]
+    expected, errors = read(tmp_path / "progress.json"), [OSError(errno.ESTALE, "stale")]
 
-    def read_stale(path: Path) -> bytes:
-        if errors:
-            raise errors.pop()
-        return read_bytes(path)
+    def once_stale(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: function(*arguments) if not errors else raise_error(errors.pop())
 
-    monkeypatch.setattr(Path, "read_bytes", read_stale)
+    def raise_error(error: OSError) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "read_bytes", once_stale(Path.read_bytes))
+    monkeypatch.setattr(os, "fstat", once_stale(os.fstat))
     assert expected is not None and read(tmp_path / "progress.json") == expected and not errors
+
+
+def test_a_folder_for_temporary_files_without_locks_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ConfigError, match=f"^TMPDIR = {tmp_path}: its file system has no locks .*; take a folder on a"):
+        create_locked_folder(tmp_path / "cosmos-x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
