@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from cosmos_core.config.inputs import referenced_stage, stage_inputs
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.inputs import STAGE_PREFIX, referenced_stage, stage_inputs
 from cosmos_core.config.schema.dataset import PASS_RATES_FILE
 from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -19,8 +20,9 @@ from cosmos_core.run.directory import Run, supersede_stage
 from cosmos_core.run.fingerprint import Fingerprint
 from cosmos_core.run.hub import replace_setting
 from cosmos_core.run.lineage import find_model_origin
-from cosmos_core.run.manifest import ExternalSource, Result, read_result
+from cosmos_core.run.manifest import METRICS_FILE, ExternalSource, Result, read_result
 from cosmos_core.run.plan import explain_rerun, read_fingerprint, save_fingerprint
+from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.remote import download_inputs
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import RERUN_EVENT, record_event
@@ -33,14 +35,42 @@ _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "
 
 def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
     """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
-    stage. Raises `StageFailed` if a stage in `after` has no result."""
+    stage. An export of a checkpoint, and stages that forward metrics, get the metrics of the exported checkpoint of a
+    training, so that a gate judges the published model. Raises `StageFailed` if a stage in `after` has no result."""
     upstream = {}
+    reads_checkpoint_metrics = run.pipeline.stage_kind(stage).forwards_metrics or stage.checkpoint
     for name in stage.after:
         result = read_result(run.stage_path(name))
         if result is None:
             raise StageFailed(f"stage {stage.name!r} needs the result of {name!r}, which is not there")
+        if reads_checkpoint_metrics and (checkpoint := _find_exported_checkpoint(run.pipeline, name)):
+            result["metrics"] = _read_checkpoint_metrics(run.stage_path(name), result, checkpoint)
         upstream[name] = {**result, "path": str(run.stage_path(name))}
     return upstream
+
+
+def _find_exported_checkpoint(pipeline: Pipeline, name: str) -> str:
+    """Return the checkpoint, `best` or a step, that every export of the stage `name` reads; empty: the final model."""
+    kinds = [(stage, pipeline.stage_kind(stage)) for stage in pipeline.stages if stage.model == f"{STAGE_PREFIX}{name}"]
+    exports = [stage for stage, kind in kinds if kind.makes in {"model", "publication"} and not kind.trains_model]
+    checkpoints = {stage.checkpoint for stage in exports}
+    return checkpoints.pop() if len(checkpoints) == 1 else ""
+
+
+def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> dict[str, float]:
+    """Return the metrics of a checkpoint, `best` or a step, of the training in `path`, whose result has those of the
+    last step. Validation metrics of other steps are left out."""
+    best_step = result["info"].get("best") or {}
+    step = best_step.get("step") if checkpoint == "best" else int(checkpoint)
+    if step == result["info"].get("step"):
+        return dict(result["metrics"])
+    metrics = {key: value for key, value in result["metrics"].items() if not key.startswith("validation/")}
+    if step == best_step.get("step"):
+        metrics[best_step["metric"]] = best_step["value"]
+    for line in read_metrics(path / METRICS_FILE):
+        if line["step"] == step:
+            metrics |= {key: value for key, value in line.items() if key not in {"step", "time"}}
+    return metrics
 
 
 def prepare_stage_folder(

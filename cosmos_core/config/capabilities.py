@@ -10,7 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cosmos_core.config.compose import Pipeline, StageKinds, stage_references
-from cosmos_core.config.conditions import is_lower_better, parse_condition
+from cosmos_core.config.conditions import (
+    STANDARD_ERROR_SUFFIX,
+    is_fraction_of_prompts,
+    is_lower_better,
+    parse_condition,
+)
 from cosmos_core.config.inputs import existing_path, read_card_metadata, referenced_stage
 from cosmos_core.config.override import IMPLIED_STAGE_SUFFIX
 from cosmos_core.config.schema.field_metadata import SupportedValues, find_metadata
@@ -45,8 +50,9 @@ def check_capabilities(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: a setting is not supported; the message names its key, its value and what to use instead.
     """
-    error_generators = (_metric_errors, _artifact_store_errors, _missing_statistics_errors, _dataset_mixture_errors,
-                        _export_comparison_errors, _referenced_output_errors, _unsupported_setting_errors)  # fmt: skip
+    error_generators = (_metric_errors, _measured_model_errors, _artifact_store_errors, _missing_statistics_errors,
+                        _dataset_mixture_errors, _export_comparison_errors, _referenced_output_errors,
+                        _unsupported_setting_errors)  # fmt: skip
     for error_generator, stage in itertools.product(error_generators, pipeline.stages):
         for message in error_generator(pipeline, stage):
             # An error about an implied stage `NAME-data` names the stage `NAME`, whose keys the user can change.
@@ -69,6 +75,33 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
         if not _can_any_report_metric(pipeline, stage_names, metric):
             suggestion = _suggest_metric(pipeline, stage_names, metric)
             yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
+        error_metric = metric + STANDARD_ERROR_SUFFIX
+        has_known_error = is_fraction_of_prompts(metric) or _can_any_report_metric(pipeline, stage_names, error_metric)
+        if stage.confidence and condition.needs_published_model and "*" not in metric and not has_known_error:
+            yield (
+                f"confidence = {stage.confidence:g}: no stage in its `after` reports {error_metric!r}, "
+                f"the noise of {condition.text!r}; compare another metric, or leave confidence out"
+            )
+
+
+def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
+    """Yield an error for a gate that judges measurements of the final model of a training, and no measurement of the
+    checkpoint that the upload after the gate publishes."""
+    dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
+    measurements = [each for each in map(pipeline.stage, stage.after) if pipeline.stage_kind(each).makes == "metrics"]
+    for upload in pipeline.stages:
+        export_name = referenced_stage(upload.model) if pipeline.stage_kind(upload).makes == "publication" else None
+        if upload.name not in dependents or export_name is None or any(m.model == upload.model for m in measurements):
+            continue
+        export = pipeline.stage(export_name)
+        last_step = pipeline.recipes[referenced_stage(export.model) or export_name].train.max_num_steps
+        for measurement in measurements:
+            if export.checkpoint not in {"", str(last_step)} and measurement.model == export.model:
+                yield (
+                    f"after = {list(stage.after)}: {measurement.name!r} measures the final model of {export.model!r}, "
+                    f"but {upload.name!r} publishes checkpoint = {export.checkpoint!r} of it; write model = "
+                    f'"stage:{export_name}" in stage {measurement.name!r}'
+                )
 
 
 def _can_any_report_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> bool:

@@ -121,12 +121,17 @@ def significance_margin(name: str, confidence: float, *measurements: Mapping[str
     return NormalDist().inv_cdf(confidence) * math.hypot(*std_errors) if len(std_errors) == len(measurements) else None
 
 
+def is_fraction_of_prompts(metric: str) -> bool:
+    """Return True if a metric is a fraction of prompts, whose standard error follows from their number."""
+    metric_name = metric.rpartition("/")[2]
+    return metric_name == "accuracy" or metric_name.startswith("pass@")
+
+
 def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
     if (standard_error := metrics.get(name + STANDARD_ERROR_SUFFIX)) is not None:
         return standard_error
-    prefix, _, metric_name = name.rpartition("/")
-    num_prompts = metrics.get(f"{prefix}/prompts", 0.0)
-    if num_prompts < 1 or not (metric_name == "accuracy" or metric_name.startswith("pass@")):
+    num_prompts = metrics.get(f"{name.rpartition('/')[0]}/prompts", 0.0)
+    if num_prompts < 1 or not is_fraction_of_prompts(name):
         return None
     if metrics[name] < 0 or metrics[name] > 1:  # the formula below is for a fraction, not for a percentage
         return None

@@ -76,10 +76,14 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     if not hasattr(target, "record_of"):  # a target class of a user may keep no earlier versions
         return record
     version_history = target.history()
-    while record and record.get("run_id") == stage.run_path.name and metrics.items() <= record["metrics"].items():
+    while record and record.get("run_id") == stage.run_path.name and _has_metrics(record, metrics):
         version_history = version_history[:-1]
         record = target.record_of(version_history[-1]) if version_history else None
     return record
+
+
+def _has_metrics(record: dict[str, Any], metrics: dict[str, float]) -> bool:
+    return {*map(repr, metrics.items())}.issubset(map(repr, record["metrics"].items()))  # as text, NaN equals NaN
 
 
 def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError, GateFailed
+from cosmos_core.run.directory import Run
+from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.stage import Stage
+from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
+from tasks.layout import read_upstream_results
+from tasks.stage import run_stage
 from tasks.stages import gate
+from tests.unit.run_folder import make_inputs
 
 
 @pytest.mark.parametrize(
@@ -244,3 +253,126 @@ def test_confidence_takes_a_standard_error_that_was_measured_and_asks_for_one(tm
         said = "does not hold" if error else "report validation/loss_stderr, or set confidence = 0$"
         with pytest.raises((GateFailed, ConfigError), match=said):
             gate.run(stage)
+
+
+EXPORTED = """
+[policy]
+model_name_or_path = "FOLDER/model"
+[train]
+ckpt.enable_checkpoint = true
+[validation]
+enable = true
+[train.train_policy]
+type = "sft"
+dataset.name = "FOLDER/rows.jsonl"
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+[[pipeline.stages]]
+name = "export"
+kind = "export"
+model = "stage:sft"
+after = "sft"
+CHECKPOINT
+[[pipeline.stages]]
+name = "measure"
+kind = "validate"
+model = "stage:sft"
+after = "sft"
+[[pipeline.stages]]
+name = "gate"
+kind = "gate"
+after = "sft"
+require = "validation/loss <= 0.5"
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+model = "stage:export"
+after = ["sft", "export", "gate"]
+target = "FOLDER/published"
+"""
+
+
+def exported(folder: Path, checkpoint: str) -> Pipeline:
+    """A training, the export of one of its checkpoints, and a gate before its publication."""
+    make_inputs(folder)
+    setting = f'checkpoint = "{checkpoint}"' if checkpoint else ""
+    text = EXPORTED.replace("FOLDER", str(folder)).replace("CHECKPOINT", setting)
+    (folder / "c.toml").write_text(text)
+    return load_pipeline(folder / "c.toml", (), all_kinds())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "has_lines", "loss", "others"),
+    [
+        ("best", True, 0.4, {"loss": 0.3, "validation/tokens": 7}), ("2", True, 0.6, {"loss": 0.2}),
+        ("3", True, 0.9, {"loss": 0.1, "validation/tokens": 7}), ("", True, 0.9, {"loss": 0.1, "validation/tokens": 7}),
+        ("best", False, 0.4, {"loss": 0.1}),
+    ],
+)  # fmt: skip
+def test_a_gate_judges_the_checkpoint_that_is_exported(
+    tmp_path: Path, checkpoint: str, has_lines: bool, loss: float, others: dict[str, float]
+) -> None:
+    run = Run(tmp_path / "run", exported(tmp_path, checkpoint))
+    lines = [
+        {"step": 1, "time": 1.0, "loss": 0.3}, {"step": 1, "time": 2.0, "validation/loss": 0.4, "validation/tokens": 7},
+        {"step": 2, "time": 3.0, "loss": 0.2, "validation/loss": 0.6}, {"step": 3, "time": 4.0, "loss": 0.1},
+    ]  # fmt: skip
+    run.stage_path("sft").mkdir(parents=True)
+    if has_lines:
+        (run.stage_path("sft") / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    best = {"step": 1, "metric": "validation/loss", "value": 0.4}
+    outcome = Outcome(
+        metrics={"loss": 0.1, "validation/loss": 0.9, "validation/tokens": 7}, info={"step": 3, "best": best}
+    )
+    commit_manifest(run.stage_path("sft"), outcome, kind="sft", fingerprint="f", inputs={})
+    for reader in ("gate", "export"):  # the card of the export shows them too
+        inputs = read_upstream_results(run, run.pipeline.stage(reader))
+        assert inputs["sft"]["metrics"] == {"validation/loss": loss} | others
+    with pytest.raises(GateFailed, match=f"validation/loss = {loss}") if loss > 0.5 else nullcontext():
+        run_stage(run, "gate")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "measured", "is_refused"),
+    [("best", "stage:sft", True), ("best", "stage:export", False), ("", "stage:sft", False), ("9", "stage:sft", False)],
+)
+def test_a_gate_that_judges_another_model_than_the_published_one_is_refused(
+    tmp_path: Path, checkpoint: str, measured: str, is_refused: bool
+) -> None:
+    exported(tmp_path, checkpoint)
+    settings = (
+        f"measure.model={measured}",
+        f"measure.after={measured[6:]}",
+        "gate.after=measure",
+        "train.max_num_steps=9",
+    )
+    pipeline = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
+    said = (
+        r"stage 'gate': .* 'measure' measures the final model of 'stage:sft', but 'publish' publishes checkpoint = 'b"
+    )
+    with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
+        check_capabilities(pipeline)
+
+
+def test_a_published_metric_that_is_not_a_number_is_that_of_the_run(tmp_path: Path) -> None:
+    stage = gate_stage(tmp_path, ("accuracy > published",), {"accuracy": 0.65})
+    stage.inputs["after"]["metrics"]["drift"] = math.nan
+    (tmp_path / "model").mkdir()
+    record = {"run_id": tmp_path.name, "metrics": gate.run(stage).metrics, "files": {}}
+    FileTarget(stage.config.target).publish(tmp_path / "model", "v2", record)
+    assert gate.run(stage).info["conditions"][0]["bound"] == 0.65, "not its own"
+
+
+@pytest.mark.parametrize(("metric", "is_refused"), [("validation/loss", True), ("validation/pass@4", False)])
+def test_a_comparison_whose_noise_nothing_reports_is_refused_before_anything_runs(
+    tmp_path: Path, metric: str, is_refused: bool
+) -> None:
+    exported(tmp_path, "")
+    reward = "{'FOLDER/mine.py:score' = 1.0}".replace("FOLDER", str(tmp_path))
+    settings = (f"gate.require={metric} not worse than published", f"validation.reward_function={reward}")
+    check_capabilities(load_pipeline(tmp_path / "c.toml", settings, all_kinds()))
+    pipeline = load_pipeline(tmp_path / "c.toml", (*settings, "gate.confidence=0.95"), all_kinds())
+    said = r"stage 'gate': confidence = 0.95: no stage in its `after` reports 'validation/loss_stderr'"
+    with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
+        check_capabilities(pipeline)
