@@ -180,6 +180,14 @@ class _Handler(BaseHTTPRequestHandler):
                     return 409, {"error": "there"}, {}
                 repository.branches[branch] = repository.branches["main"]
                 return 200, {}, {}
+            case ["commits", branch]:
+                commits = repository.commits[: (repository.index(branch) or 0) + 1][::-1]
+                listed = [
+                    {"id": each["oid"], "title": each["message"], "message": "", "authors": [],
+                     "date": "2026-01-01T00:00:00.000Z"}
+                    for each in commits
+                ]  # fmt: skip
+                return 200, listed, {}
         revision = rest[1] if rest[:1] == ["revision"] else "main"
         files = repository.files(revision)
         if files is None:

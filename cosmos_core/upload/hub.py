@@ -28,6 +28,7 @@ _CHECK_TIMEOUT_SECONDS = 8.0
 _ACCESS_DENIED_STATUSES = {401, 403}
 _TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
 _HUB_MANAGED_FILES = {".gitattributes"}
+_COMMIT_TITLE_PREFIX = "Publish "
 _MODEL_CARD_FILE, _EMPTY_MODEL_CARD = "README.md", "---\nlibrary_name: transformers\n---"
 
 
@@ -85,6 +86,20 @@ class HubTarget:
         with self._translate_errors():
             return self._retry_call(lambda: self._read_record(self.branch or "main"))
 
+    def record_of(self, version: str) -> dict[str, Any]:
+        """Return the publication record of a version; raise DamagedRecord if it is missing or damaged."""
+        with self._translate_errors():
+            if record := self._retry_call(lambda: self._read_record(version)):
+                return dict(record)
+        raise DamagedRecord(f"{self.where(version)}: {RECORD_FILE} is missing; publish again")
+
+    def history(self) -> list[str]:
+        """Return the versions that were published on the branch, the current version last."""
+        list_commits = partial(self.hub_api.list_repo_commits, self.repository, revision=self.branch or "main")
+        with self._translate_errors():
+            titles = [commit.title for commit in reversed(self._retry_call(list_commits))]
+        return [t.removeprefix(_COMMIT_TITLE_PREFIX) for t in titles if t.startswith(_COMMIT_TITLE_PREFIX)]
+
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
         if there is none. The tag of the version is compared, and the branch too if the version is the current one."""
@@ -136,7 +151,7 @@ class HubTarget:
         stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in kept_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
         create_commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
-        return str(create_commit(commit_message=f"Publish {version}", revision=branch).oid)
+        return str(create_commit(commit_message=f"{_COMMIT_TITLE_PREFIX}{version}", revision=branch).oid)
 
     def _find_damaged_file(self, folder: Path, record: dict[str, Any], revision: str) -> str:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git

@@ -102,6 +102,9 @@ def _find_superseded_version(
         _read_digests(record),
     )
     versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}
+    # A kill between the move of the pointer and the record of the publication leaves only the history of the target.
+    if hasattr(target, "history") and record["version"] in target.history():
+        versions.add(record["version"])
     if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 
-from cosmos_core.errors import Cancelled, ConfigError, Preempted, UploadError
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import Cancelled, ConfigError, DamagedRecord, Preempted, UploadError
 from cosmos_core.run.files import sha256
+from cosmos_core.run.stage import Stage
 from cosmos_core.upload import hub
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.hub import HubTarget
+from tasks.kinds import all_kinds
+from tasks.stages import gate
 from tests import hub as fake
 from tests.hub import Hub
 
@@ -221,3 +226,18 @@ def test_a_file_that_arrives_altered_is_told(tmp_path: Path, server: Hub) -> Non
     with pytest.raises(UploadError, match=said):
         target().publish(folder, "v1", record)
     assert server.repositories["team/sums"].tags == {}
+
+
+def test_a_resumed_run_is_compared_with_the_version_before_its_own(tmp_path: Path, server: Hub) -> None:
+    for version, accuracy in (("r1", 0.4), ("r2", 0.5)):
+        folder, record = model(tmp_path / version, version)
+        record |= {"metrics": {"accuracy": accuracy}, "run_id": tmp_path.name if version == "r2" else "older"}
+        target().publish(folder, version, record)
+    assert target().history() == ["r1", "r2"] and target().record_of("r1")["metrics"] == {"accuracy": 0.4}
+    inputs = {"sft": {"metrics": {"accuracy": 0.5}}}
+    config = StageConfig(name="gate", kind="gate", require=("accuracy > published",), target="hub://team/sums")
+    stage = Stage(tmp_path / "stages/gate", config, Recipe(), "", None, inputs, "f" * 64, kind=all_kinds()["gate"])
+    [condition] = gate.run(stage).info["conditions"]  # type: ignore[misc]
+    assert condition["bound"] == 0.4, "not with itself"
+    with pytest.raises(DamagedRecord, match=r"hub://team/sums@r3: published\.json is missing"):
+        target().record_of("r3")
