@@ -31,6 +31,7 @@ from cosmos_core.run.directory import (
     Run,
     claim_run,
     create_run,
+    create_writable_folder,
     extend_run,
     open_run,
     record_flow_run,
@@ -230,7 +231,7 @@ class PythonFlowState:
     def _find_earlier_run(self, call: StageCall, source_file: Path) -> Run | None:
         """Return the run that an earlier execution of this flow created in the same output folder; None: no run."""
         pipeline = self._compose_pipeline(None, call, source_file)
-        path = pipeline.output_dir.expanduser().absolute() / self.run_id
+        path = create_writable_folder(pipeline.output_dir) / self.run_id
         if not (path / "pipeline.toml").is_file():
             return None
         run = open_run(path, all_kinds())

@@ -19,12 +19,14 @@ def split_publication_target(publication_target: str) -> tuple[str, str]:
 
 
 def absolute_publication_target(publication_target: str, to_absolute: Callable[[str], str]) -> str:
-    """Return a publication target with an absolute folder; `to_absolute` converts the path of a file with user code."""
+    """Return a publication target with an absolute folder; `to_absolute` converts the path of a file with user code.
+    `~USER/FOLDER` of an unknown user is returned unchanged."""
     if not publication_target:
         return ""
     name, location = split_publication_target(publication_target)
     if name == LOCAL_FOLDER_TARGET:
-        return os.path.abspath(os.path.expanduser(location))
+        folder = os.path.expanduser(location)
+        return folder if folder.startswith("~") else os.path.abspath(folder)
     file_path, separator, object_name = name.rpartition(":")
     name = f"{to_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else name
     return f"{name}://{location}" if location else name

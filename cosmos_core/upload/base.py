@@ -1,13 +1,17 @@
 """Publication targets: each stores versions of a model and moves a pointer; each module here is a built-in target."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.conditions import parse_condition
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, UploadError
-from cosmos_core.registry import is_import_path, load_class
+from cosmos_core.registry import find_error_location, is_import_path, load_class
 from cosmos_core.run.hub import call_with_timeout
 
 PUBLICATION_FILE = "publication.json"
@@ -74,22 +78,41 @@ def append_version(saved_history: list[str], version: str, history: list[str] | 
 
 
 def check_targets(pipeline: Pipeline) -> None:
-    """Raise ConfigError if a built-in publication target of a pipeline cannot be written by the stage that publishes,
-    or cannot be read by a gate that compares with it."""
+    """Raise ConfigError if a publication target of a pipeline cannot be opened, cannot be written by the stage that
+    publishes, or cannot be read by a gate that compares with it."""
     for stage in pipeline.stages:
-        # User code of a publication target is imported only when its stage runs.
-        if not stage.target or is_import_path(split_publication_target(stage.target)[0]):
+        is_user_code = is_import_path(split_publication_target(stage.target)[0])
+        if not stage.target or (is_user_code and stage.work_pool):  # the machines of the pool have the user's code
             continue
-        target: Any = open_target(stage.target)
-        try:
-            if pipeline.stage_kind(stage).makes == "publication":
+        location = f"{pipeline.source_path}: stage {stage.name!r}"
+        with convert_errors(partial(_convert_target_error, location, stage.target), ()):
+            target: Any = open_target(stage.target)
+            if pipeline.stage_kind(stage).makes != "publication":
+                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, target.published))
+            elif hasattr(target, "check"):
                 target.check()
-            else:
-                call_with_timeout(_READ_TIMEOUT_SECONDS, target.published)
-        except (ConfigError, UploadError, TimeoutError) as error:
-            raise ConfigError(
-                f"{pipeline.source_path}: stage {stage.name!r}: target = {stage.target!r}: {error}"
-            ) from error
+
+
+def _check_published_metrics(stage: StageConfig, record: dict[str, Any] | None) -> None:
+    """Raise ConfigError if a gate compares a metric with that of the published model, whose record lacks the metric."""
+    if record is None:
+        return
+    for condition in map(parse_condition, stage.require):
+        prefix, _, metric = condition.metric.partition(".")
+        metric = metric if prefix in stage.after else condition.metric
+        if condition.needs_published_model and "*" not in metric and metric not in record.get("metrics", {}):
+            raise ConfigError(f"{condition.text!r}: what is published has no {metric!r}; compare with a number")
+
+
+def _convert_target_error(location: str, target: str, error: Exception) -> Exception:
+    """Return an error of a publication target, or of any kind of a user's class, as a ConfigError that names the stage;
+    return any other error unchanged."""
+    setting_text, error_text = f"target = {target!r}: ", str(error)
+    if not isinstance(error, (ConfigError, UploadError, TimeoutError)):
+        if not is_import_path(split_publication_target(target)[0]):
+            return error
+        error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
+    return ConfigError(f"{location}: {setting_text}{error_text.removeprefix(setting_text)}")
 
 
 def open_target(target: str) -> PublicationTarget:

@@ -18,7 +18,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import import_object
 from cosmos_core.run.directory import create_run
-from flows.post_train import post_train
+from flows.post_train import open_run_to_execute, post_train
 from flows.retrain import retrain
 from flows.stage import stage
 from tasks.kinds import all_kinds
@@ -115,3 +115,10 @@ def test_a_stage_whose_input_is_not_done_or_was_altered_is_refused_in_one_line(t
         stage.fn(str(run.path), "second")
     with pytest.raises(ConfigError, match=r"no stage 'secnd' .*second"):
         stage.fn(str(run.path), "secnd")
+
+
+def test_an_output_folder_of_an_unknown_user_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "chain.toml"
+    file.write_text(CHAIN.replace("OUTPUTS", "~nobody-here/outputs"))
+    with pytest.raises(ConfigError, match=r"pipeline\.output_dir = '~nobody-here/outputs' cannot be written"):
+        open_run_to_execute(str(file), [], "", "flow-run")

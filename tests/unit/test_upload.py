@@ -273,6 +273,8 @@ def test_a_users_target_that_cannot_be_imported_is_one_line(tmp_path: Path) -> N
         ("mine.py:Shelf://s/x", "HERE/mine.py:Shelf://s/x", ("HERE/mine.py:Shelf", "s/x")),
         ("my.shelves:Shelf", "my.shelves:Shelf", ("my.shelves:Shelf", "")),
         ("s3://bucket/x", "s3://bucket/x", ("s3", "bucket/x")),
+        ("~nobody-here/x", "~nobody-here/x", ("file", "~nobody-here/x")),
+        ("./~nobody-here", "HERE/~nobody-here", ("file", "HERE/~nobody-here")),
     ],
 )
 def test_a_target_is_kept_so_that_a_run_can_be_resumed_from_any_folder(
@@ -336,7 +338,7 @@ def test_a_target_that_cannot_be_written_is_found_before_anything_runs(tmp_path:
     stages = "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n" + (
         "[[pipeline.stages]]\nname = 'up'\nkind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '{}'\n"
     )
-    for target in (tmp_path / "new/folder", tmp_path, f"{tmp_path}/mine.py:Target"):
+    for target in (tmp_path / "new/folder", tmp_path):
         (tmp_path / "p.toml").write_text(stages.format(target))
         check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
     assert not (tmp_path / "new").exists()
@@ -356,6 +358,11 @@ def test_a_target_that_a_gate_cannot_read_is_found_before_anything_runs(tmp_path
     )
     pipeline = load_pipeline(tmp_path / "p.toml", [], all_kinds())
     check_targets(pipeline)
+    lacking = load_pipeline(tmp_path / "p.toml", ["g.require=['loss < published']"], all_kinds())
+    with pytest.raises(
+        ConfigError, match=r"stage 'g': target = .*: 'loss < published': what is published has no 'loss'"
+    ):
+        check_targets(lacking)
     (target / "v1" / "published.json").write_text("{")
     with pytest.raises(ConfigError, match=f"stage 'g': target = '{target}': .*published.json is missing or damaged"):
         check_targets(pipeline)

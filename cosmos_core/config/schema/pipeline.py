@@ -11,7 +11,7 @@ from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, R
 from cosmos_core.config.schema.sweep import SweepConfig
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StringOrList
-from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
+from cosmos_core.config.target import LOCAL_FOLDER_TARGET, PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.registry import is_import_path, list_defined_names
 
 _DURATION_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
@@ -105,7 +105,10 @@ class StageConfig(Table):
     """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        name, _ = split_publication_target(self.target)
+        name, location = split_publication_target(self.target)
+        if name == LOCAL_FOLDER_TARGET and location.startswith("~"):
+            user = location.partition("/")[0]
+            yield f"target = {self.target!r}: {user} is no user of this machine; write the whole path, or ./{location}"
         target_names = list_defined_names(PUBLICATION_TARGETS_FOLDER, "Target")
         if not is_import_path(name) and name not in target_names:
             yield (

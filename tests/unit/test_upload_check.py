@@ -1,0 +1,52 @@
+"""What is wrong with a publication target is found before anything runs."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.capabilities import check_capabilities
+from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
+from cosmos_core.upload.base import check_targets
+from tasks.kinds import all_kinds
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import gone_module\nclass Shelf: ...", "cannot be imported: .*'gone_module'"),
+        ("class Shelf: ...", r"TypeError: Shelf\(\) takes no arguments"),
+        ("class Shelf:\n    def __init__(self, place): ...\n    def check(self): raise OSError('no shelf')",
+         r"OSError: no shelf \(.*mine\.py:3\)"),
+        ("class Shelf:\n    def __init__(self, place): ...", ""),
+    ],
+)  # fmt: skip
+def test_a_users_target_that_cannot_be_opened_is_found_before_anything_runs(
+    tmp_path: Path, code: str, said: str
+) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    stages = "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n[[pipeline.stages]]\n"
+    upload_settings = (
+        f"name = 'up'\nkind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '{tmp_path}/mine.py:Shelf'"
+    )
+    (tmp_path / "p.toml").write_text(stages + upload_settings)
+    error = f"p.toml: stage 'up': target = '{tmp_path}/mine.py:Shelf': .*{said}"
+    with pytest.raises(ConfigError, match=error) if said else nullcontext():
+        check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+    check_targets(load_pipeline(tmp_path / "p.toml", ["up.work_pool=elsewhere"], all_kinds()))
+
+
+def test_the_folder_of_an_unknown_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(
+        "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n[[pipeline.stages]]\nname = 'up'\n"
+        "kind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '~nobody-here/x'\n"
+    )
+    said = (
+        "stage 'up': target = '~nobody-here/x': ~nobody-here is no user of this machine; write the whole path, or ./~"
+    )
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_capabilities(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
