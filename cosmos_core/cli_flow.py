@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.environment import MASK, mask_named_secrets
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_user_code, locate_code
 
@@ -63,6 +64,13 @@ def resume_flow(run_path: Path) -> int:
     from cosmos_core.run.directory import RunStartInfo, read_start_info
 
     start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
+    secret_names = [name for name, value in start_info.parameters.items() if json.dumps(MASK) in json.dumps(value)]
+    if secret_names:
+        options = " ".join(f"-p {name}=..." for name in secret_names)
+        raise ConfigError(
+            f"run {run_path.name}: run.json does not keep the secret {options}; continue the run with the command that "
+            f"started it: cosmos run {start_info.entrypoint} {options} --run-id {run_path.name}"
+        )
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
     folder = start_info.working_directory  # empty if an earlier version started the run
     if folder and not os.access(folder, os.X_OK):
@@ -112,7 +120,8 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
 
     run_id, flow_parameters = derive_name_and_parameters(flow, parameters)
     run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
-    parameter_text = ", ".join(f"{name}={value!r}" for name, value in flow_parameters.items()) or "no parameters"
+    shown_parameters = mask_named_secrets(flow_parameters)
+    parameter_text = ", ".join(f"{name}={value!r}" for name, value in shown_parameters.items()) or "no parameters"
     if not was_created_by_flow(run_path):
         echo(f"{entrypoint} has no run {run_path} with {parameter_text}: its stages are known when it calls them")
         return

@@ -51,6 +51,8 @@ _MIN_BLOCK_OVERLAP_BYTES = 4096
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
 _READ_BLOCK_BYTES = 1 << 20
+MASK = "***"
+"""Text in place of a secret."""
 _secret_names: set[str] = set()
 _secret_values: set[str] = set()
 
@@ -140,6 +142,16 @@ def find_secrets(values: Any, parent_key: str = "") -> Iterator[str]:
             yield from find_secrets(value, parent_key)
     elif isinstance(values, str) and _is_secret_setting(parent_key, values):
         yield values
+
+
+def mask_named_secrets(values: Any, parent_key: str = "") -> Any:
+    """Return nested settings with `***` for each string that `find_secrets` yields."""
+    if isinstance(values, Mapping):
+        secret_key = parent_key if _is_secret_name(parent_key) else ""
+        return {key: mask_named_secrets(value, secret_key or str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [mask_named_secrets(value, parent_key) for value in values]
+    return MASK if isinstance(values, str) and _is_secret_setting(parent_key, values) else values
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:

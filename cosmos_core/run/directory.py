@@ -21,7 +21,7 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, StageKinds, load_pipeline
 from cosmos_core.config.load import parse_table, read_toml, without_none
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
-from cosmos_core.environment import mask_text
+from cosmos_core.environment import mask_named_secrets, mask_text
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import git_commit
 from cosmos_core.run.digests import DigestCache, shared_digest_cache
@@ -70,7 +70,7 @@ class RunStartInfo(JsonDocument):
     entrypoint: str = ""
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
-    """Parameters of the Python flow that created the run; empty for a TOML file."""
+    """Parameters of the Python flow that created the run, with `***` for secrets; empty for a TOML file."""
     working_directory: str = ""
     """Folder in which the run was created, to which relative paths in a Python flow refer."""
     estimate: dict[str, float | None] = {}
@@ -143,7 +143,7 @@ def create_run(
         kinds={stage.kind: asdict(pipeline.stage_kind(stage)) for stage in pipeline.stages},
         fixed=_find_changed_values(original_pipeline, pipeline.as_toml()),
         entrypoint=entrypoint,
-        parameters=parameters or {},
+        parameters=mask_named_secrets(parameters or {}),
         working_directory=os.getcwd(),
         estimate=read_saved_estimate(original_pipeline, output_dir),
     )

@@ -17,6 +17,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from cosmos_core import cli
+from cosmos_core.cli_flow import resume_flow
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import EXIT_USAGE, ConfigError, DataError, ModelError, RewardError
@@ -29,6 +30,7 @@ from cosmos_core.run.directory import (
     find_run,
     open_or_create_run,
     open_run,
+    read_start_info,
 )
 from cosmos_core.run.files import read_json
 from cosmos_core.run.inputs import check_inputs
@@ -359,3 +361,16 @@ def test_each_data_set_of_a_mixture_is_compared_with_that_of_the_existing_run(tm
     with pytest.raises(ConfigError, match=r"datasets\.[^ ]*rows\.jsonl\[0\]\.weight"):
         open_or_create_run(mixture(2.0), run_id="mine")
     assert open_or_create_run(mixture(1.0), run_id="mine").id == "mine"
+
+
+def test_a_secret_parameter_of_a_flow_is_not_kept_and_a_resume_asks_for_it(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    parameters = {"api_key": "correct horse", "base": "model", "service": {"password": ["battery"], "rate": 0.5}}
+    run = create_run(load_recipe(tmp_path), run_id="r", entrypoint="f.py:flow", parameters=parameters)
+    start_info = read_start_info(run.path)
+    assert start_info is not None
+    assert start_info.parameters == {"api_key": "***", "base": "model", "service": {"password": ["***"], "rate": 0.5}}
+    options = "-p api_key=... -p service=..."
+    said = f"run r: run.json does not keep the secret {options}; .*: cosmos run f.py:flow {options} --run-id r$"
+    with pytest.raises(ConfigError, match=said):
+        resume_flow(run.path)
