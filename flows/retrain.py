@@ -6,8 +6,6 @@ commit of a data set on the Hub does. Only one flow run of a schedule works at a
 continues the run that it created, and leaves newer data to the next flow run of the schedule.
 """
 
-import hashlib
-import json
 import os
 import time
 from contextlib import suppress
@@ -32,7 +30,7 @@ from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError, DataError, ModelError
 from cosmos_core.run import liveness
-from cosmos_core.run.directory import Run, claim_run, open_run
+from cosmos_core.run.directory import Run, claim_run, open_run, replace_budget
 from cosmos_core.run.files import read_document
 from cosmos_core.run.hub import failed_hub_requests, pin_hub_revisions
 from cosmos_core.run.manifest import find_output_damage, read_result
@@ -46,6 +44,7 @@ from tasks.credentials import set_credentials
 from tasks.final_states import REFUSED_STATE, make_completed_state
 from tasks.kinds import all_kinds
 from tasks.naming import flow_run_name
+from tasks.publication import compute_models_digest, list_publishing_stages, list_stages_before_publication
 from tasks.retrain_lease import RetrainLease
 from tasks.stage import run_stages
 
@@ -92,11 +91,11 @@ def retrain(
         pipeline = unpinned_pipeline
         if flow_run_state is None:
             pipeline = pin_urls(pin_hub_revisions(resolve_gpu_settings(pipeline)))
-        digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline)
+        digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline, start)
         last_run = read_document(state_file, RetrainState)
         if idle_state := _find_idle_state(unpinned_pipeline, digest, flow_run_state, last_run, approve):
             return idle_state
-        run = open_run(_get_run_path(unpinned_pipeline, flow_run_state.run_id), all_kinds()) if flow_run_state else None
+        run = _open_saved_run(pipeline, flow_run_state.run_id) if flow_run_state else None
         run = run or _open_unfinished_run(pipeline, digest, last_run)
         if run is None:
             start_overrides = make_start_overrides(pipeline) if start == "published" else []
@@ -106,8 +105,8 @@ def retrain(
             last_run = RetrainState(digest=digest, run_id=run.id)
             save_retrain_state(state_file, last_run)
         save_retrain_state(flow_run_state_file, RetrainState(digest=digest, run_id=run.id))
-        stage_names = _list_stages_before_publication(run)
-        if flow_run_state is not None and not _has_same_content(run.pipeline, digest):
+        stage_names = list_stages_before_publication(run.pipeline)
+        if flow_run_state is not None and not _has_same_content(run.pipeline, digest, start):
             stage_names = _list_stages_to_run(run, stage_names)
             if any(run.pipeline.stage_kind(run.pipeline.stage(name)).is_reusable for name in stage_names):
                 reason = "its rows, code or settings were changed; the next firing takes the new ones"
@@ -149,7 +148,12 @@ def _open_unfinished_run(pipeline: Pipeline, digest: str, last_run: RetrainState
     if not (path / "pipeline.toml").is_file():
         return None
     get_run_logger().info("run %s did not end: it is continued", last_run.run_id)
-    return open_run(path, all_kinds())
+    return _open_saved_run(pipeline, last_run.run_id)
+
+
+def _open_saved_run(pipeline: Pipeline, run_id: str) -> Run:
+    """Return an earlier run with its own settings, except the price of GPUs and the budget, which may be raised."""
+    return replace_budget(open_run(_get_run_path(pipeline, run_id), all_kinds()), pipeline.config)
 
 
 def _get_run_path(pipeline: Pipeline, run_id: str) -> Path:
@@ -160,28 +164,17 @@ def _make_outdated_state(run_id: str, outdated_reason: str) -> State[Any]:
     return Completed(name="Outdated", message=f"run {run_id} is not continued: {outdated_reason}")
 
 
-def _has_same_content(pipeline: Pipeline, digest: str) -> bool:
+def _has_same_content(pipeline: Pipeline, digest: str, initial_model: str) -> bool:
     with suppress(ConfigError, DataError, ModelError):  # content that cannot be read counts as changed
-        return compute_retrain_digest(pipeline) == digest
+        return compute_retrain_digest(pipeline, initial_model) == digest
     return False
-
-
-def _list_stages_before_publication(run: Run) -> list[str]:
-    """Return the names of the stages that neither publish a model nor depend on a stage that publishes one."""
-    publishing_stages = [stage.name for stage in _list_publishing_stages(run.pipeline)]
-    publication_stage_names = set[str]().union(*map(run.pipeline.stage_and_dependents, publishing_stages))
-    return [stage.name for stage in run.pipeline.stages if stage.name not in publication_stage_names]
-
-
-def _list_publishing_stages(pipeline: Pipeline) -> list[StageConfig]:
-    return [stage for stage in pipeline.stages if pipeline.stage_kind(stage).makes == "publication"]
 
 
 def _train_and_publish(
     run: Run, first_stages: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
     """Run `first_stages`, then the stages that publish; return the final state of the flow run, and the outcome."""
-    nonpublishing_stages = _list_stages_before_publication(run)
+    nonpublishing_stages = list_stages_before_publication(run.pipeline)
     last_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim_run(run):
         approval = None
@@ -206,7 +199,7 @@ def _train_and_publish(
 def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     """Return True if a person has approved the models to publish, and False if a person has declined; suspend the flow
     run until a person decides. The run keeps an approval, which Prefect forgets when the flow run is retried."""
-    models_digest = _compute_models_digest(run)
+    models_digest = compute_models_digest(run)
     if approval.approved_models == models_digest:
         return True
     # The key has the number of attempts, because Prefect refuses a second request with the same key.
@@ -235,19 +228,11 @@ def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:
     return [name for name in names if name not in finished_stages or not get_kind(get_stage(name)).is_reusable]
 
 
-def _compute_models_digest(run: Run) -> str:
-    """Return one digest of all models to publish. An approval is valid only for the models with this digest."""
-    references = sorted({stage.model for stage in _list_publishing_stages(run.pipeline)})
-    results = [read_result(run.stage_path(referenced_stage(model) or "")) for model in references]
-    digests = [(model, result["digest"] if result else "") for model, result in zip(references, results, strict=True)]
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
-
-
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
     """Return overrides with which the first trainings of each published model start from its published version; an
     empty list if no model was published yet, or if the publication target has no method `where`. Of several targets of
     one model, the last one counts."""
-    publishing_stages = _list_publishing_stages(pipeline)
+    publishing_stages = list_publishing_stages(pipeline)
     loadable_stages = [
         stage
         for stage in publishing_stages
@@ -265,6 +250,7 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         if stage.name not in addresses_by_training:
             continue
         model_address, revision = addresses_by_training[stage.name]
+        _check_initial_weights(pipeline, stage, model_address)
         setting_key = "model" if stage.model else "policy.model_name_or_path"
         name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
         # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
@@ -275,6 +261,23 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         overrides.append(f"{name}.{setting_key}={model_address}")
         overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
     return list(dict.fromkeys(overrides))
+
+
+def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, address: str) -> None:
+    """Raise ConfigError if a setting of a training would change the weights of the published model that it starts
+    from."""
+    recipe, policy = pipeline.recipes[stage.name], pipeline.recipes[stage.name].policy
+    settings = {
+        "policy.model_safetensor_path": policy.model_safetensor_path,
+        "policy.lora.lora_path": policy.lora and policy.lora.lora_path,
+        "train.resume": isinstance(recipe.train.resume, str) and recipe.train.resume,
+    }
+    for key, value in settings.items():
+        if value:
+            raise ConfigError(
+                f"stage {stage.name!r}: start = 'published': {key} = {value!r} would change the weights of {address}; "
+                "leave it out, or take start = 'base'"
+            )
 
 
 def _find_published_address(target: str) -> tuple[str, str] | None:

@@ -60,6 +60,7 @@ from tasks.credentials import set_credentials
 from tasks.final_states import derive_flow_state, has_result, make_failed_state, make_skipped_state
 from tasks.layout import prepare_stage_folder
 from tasks.naming import label_flow_run
+from tasks.publication import check_models_approved
 from tasks.remote_stage import compute_backoff_seconds, count_lost_child_run, run_remote_stage
 from tasks.reuse import compute_local_fingerprint, find_result
 from tasks.reward_service import reward_service
@@ -324,6 +325,8 @@ def _run_in_process(
 ) -> Result:
     """Run a stage in the process of the flow, as it needs neither a worker process nor torch; return its manifest."""
     path = run.stage_path(stage.name)
+    if run.pipeline.stage_kind(stage).makes == "publication":
+        check_models_approved(run)
     prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, report_line)
     state, start_time = read_state(path), time.time()
     # An earlier attempt that was killed together with its flow has no recorded end, and counts as zero seconds.

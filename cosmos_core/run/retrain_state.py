@@ -1,7 +1,8 @@
 """State of scheduled retrainings, in one file per config and set of overrides: a digest over the content of all rows,
 every setting that changes a result, and the conditions and target of publication.
 
-The digest leaves out the model that training starts from: each publication changes it, and would start a retraining.
+Where trainings start from the published model, the digest leaves out the model that the pipeline names, because each
+publication would start a retraining. Otherwise it leaves out only a model at a publication target of the pipeline.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.run.digests import shared_digest_cache
 from cosmos_core.run.directory import create_writable_folder
 from cosmos_core.run.files import SHARED_FOLDER, JsonDocument, write_json
@@ -20,8 +22,9 @@ _MODEL_REVISION_KEY = "policy.model_revision"
 _PUBLICATION_KEYS = {"kind", "after", "model", "require", "confidence", "target"}
 _CONTENT_INGREDIENTS = (
     "kind", "result_version", "config", "after", "data", "media", "code", "data_code", "entry", "chat_template",
-    "template", "reward_service", "rewards", "checkpoint", "format", "sweep",
+    "template", "reward_service", "rewards", "checkpoint", "format", "sweep", "teacher", "adapter", "weights", "resume",
 )  # fmt: skip
+_MODEL_INGREDIENTS = ("model", "end_tokens", "carried")
 
 
 class RetrainState(JsonDocument):
@@ -33,19 +36,32 @@ class RetrainState(JsonDocument):
     """Outcome of the retraining; empty if it has not ended yet or has failed."""
 
 
-def compute_retrain_digest(pipeline: Pipeline) -> str:
-    """Return the digest of the training inputs and publication settings of a pinned pipeline; raise DataError or
-    ConfigError if an input is missing."""
+def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published") -> str:
+    """Return the digest of the training inputs and publication settings of a pinned pipeline, with the models that it
+    names if `initial_model` is `base`; raise DataError or ConfigError if an input is missing."""
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).is_reusable:  # a gate or upload: other stages make all of its inputs
-            content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS)
+            format_keys = {"format"} if stage.format else set()
+            content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | format_keys)
             continue
         ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
-        content_by_stage[stage.name] = {name: ingredients[name] for name in _CONTENT_INGREDIENTS if name in ingredients}
+        names: tuple[str, ...] = _CONTENT_INGREDIENTS
+        if initial_model == "base" and not _starts_from_target(pipeline, stage):
+            names += _MODEL_INGREDIENTS
+        content_by_stage[stage.name] = {name: ingredients[name] for name in names if name in ingredients}
     return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
+
+
+def _starts_from_target(pipeline: Pipeline, stage: StageConfig) -> bool:
+    """Return True if the model of a stage lies at a publication target of the pipeline."""
+    targets = [each.target for each in pipeline.stages if each.target]
+    targets = [target.partition("@")[0] if target.startswith("hub://") else target for target in targets]
+    models = [each for each in pipeline.inputs(stage) if each.role == "model"]
+    locations = [f"hub://{each.location}" if each.location_type == "hub" else each.location for each in models]
+    return any(f"{each}/".startswith(f"{target.rstrip('/')}/") for each in locations for target in targets)
 
 
 def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_model: str) -> Path:

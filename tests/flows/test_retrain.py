@@ -100,8 +100,11 @@ def test_it_trains_only_for_new_content_continues_what_failed_and_publishes_only
     nightly.rows({"accuracy": 0.5, "fail": True})
     assert nightly.fire()[0] == "Failed"
     assert "failed" in (tmp_path / "outputs" / nightly.runs[0] / "report.html").read_text()
+    priced = 'name = "nightly"\nprice_per_gpu_hour = 2.0\nbudget = 400.0'
+    nightly.config.write_text(nightly.config.read_text().replace('name = "nightly"', priced))
     assert nightly.fire()[0] == "Completed", "the run that failed is continued"
     [first] = nightly.runs
+    assert "budget = 400.0" in (tmp_path / "outputs" / first / "pipeline.toml").read_text(), "with a raised budget"
     assert len(nightly.target.history()) == 1
     os.utime(tmp_path / "rows.jsonl")
     said = ("NothingNew", f"nothing new since run {first}, which was published")

@@ -88,3 +88,19 @@ def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -
     assert compute_retrain_digest(begun.pipeline) == compute_retrain_digest(pipeline), (
         "the content of the run that begins so is the same"
     )
+
+
+@pytest.mark.parametrize("key", ["policy.lora.lora_path", "policy.model_safetensor_path", "train.resume"])
+def test_nothing_changes_the_weights_of_the_published_model_that_a_training_starts_from(
+    tmp_path: Path, key: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
+    (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
+    pipeline = load_pipeline(tmp_path / "c.toml", [f"sft.{key}={tmp_path}/old"], all_kinds())
+    assert make_start_overrides(pipeline) == []
+    (tmp_path / "model").mkdir()
+    FileTarget(tmp_path / "published").publish(tmp_path / "model", "v1", {"version": "v1", "metrics": {}, "files": {}})
+    with pytest.raises(
+        ConfigError, match=f"^stage 'sft': start = 'published': {key} = .*/old' would change the weights"
+    ):
+        make_start_overrides(pipeline)

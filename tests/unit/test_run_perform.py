@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,16 @@ import pytest
 import tomli_w
 
 from cosmos_core.config.load import read_toml
-from cosmos_core.errors import GateFailed, StageFailed
+from cosmos_core.errors import ConfigError, GateFailed, StageFailed
 from cosmos_core.observe.record import read_run
 from cosmos_core.run.directory import Run, open_run
+from cosmos_core.run.liveness import PublicationApproval, save_approval
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, update_state
+from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
+from tasks.publication import compute_models_digest
 from tasks.stage import run_stage, should_retry
 from tests.conftest import processes_below, wait_until
 from tests.unit.run_folder import counting_run, finish
@@ -147,3 +151,29 @@ def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(t
     older = read_result(run.path / "superseded" / "first.1")
     assert older is not None
     assert older["metrics"] == {"count": 3.0}
+
+
+def test_only_the_models_that_a_person_has_approved_are_published(tmp_path: Path) -> None:
+    """Neither by a flow for one stage nor by a run that is resumed with other rows."""
+    run = counting_run(tmp_path)
+    with open(run.path / "pipeline.toml", "a") as file:
+        file.write(
+            '\n[[pipeline.stages]]\nname = "publish"\nkind = "upload"\nafter = "second"\nmodel = "stage:second"\n'
+            f'target = "{tmp_path}/published"\n'
+        )
+    run = open_run(run.path, all_kinds())
+    finish(run, "first", count=1.0)
+    finish(run, "second", count=1.0)
+    digest = compute_models_digest(run)
+    (run.path / "locks").mkdir(exist_ok=True)
+    for approved in ("", digest):
+        save_approval(run.path, PublicationApproval(approved_models=approved))
+        with nullcontext() if approved else pytest.raises(ConfigError, match="only models that a person has approved"):
+            run_stage(run, "publish")
+    assert len(FileTarget(str(tmp_path / "published")).history()) == 1
+    finish(run, "second", content="others", count=1.0)
+    with pytest.raises(ConfigError, match=r"only models that a person has approved .*, not these: approve or retry"):
+        run_stage(run, "publish")
+    save_approval(run.path, None)
+    run_stage(run, "publish")
+    assert len(FileTarget(str(tmp_path / "published")).history()) == 2
