@@ -5,7 +5,7 @@ verifies the written folder.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,17 @@ def export_model(
             save_adapter(model, staging_folder / ADAPTER_FOLDER)
 
 
+def make_float32_test(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return a function that tells by its name whether a weight stays float32 in a model of `dtype`, as in
+    transformers: rounded to 16 bits, the bias of a router would select other experts."""
+    patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
+    search = build_glob_alternation(patterns)[0].search if patterns else None
+    return lambda name: search is not None and search(name) is not None
+
+
 def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
-    """Return the addresses of the weights that stay float32 in a model of `dtype`, as in transformers: rounded to 16
-    bits, the bias of a router would select other experts."""
-    if dtype is None or not (patterns := list(model._get_dtype_plan(dtype))):
-        return set()
-    is_float32 = build_glob_alternation(patterns)[0].search
+    """Return the addresses of the weights that stay float32 in an export in `dtype`."""
+    is_float32 = make_float32_test(model, dtype)
     return {tensor.data_ptr() for name, tensor in merged_state_dict(model).items() if is_float32(name)}
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
+from cosmos_core.models.export import make_float32_test
 from cosmos_core.models.lora import adapted_layers, keys_without_adapter, merge_adapter
 from cosmos_core.parallel.gather import FullTensorGatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
@@ -60,7 +61,7 @@ class WeightPublisher:
     def publish(self, version: int) -> dict[str, float]:
         """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
         the engine did not load all tensors, or its log-probabilities differ from the trainer's."""
-        start_time = time.perf_counter()
+        start_time, is_float32 = time.perf_counter(), make_float32_test(self.model, self.transfer_dtype)
         num_sent_tensors = num_bytes = 0
 
         def cast_and_count_buckets() -> Iterator[Bucket]:
@@ -68,8 +69,10 @@ class WeightPublisher:
             assert self._weight_buckets is not None
             for bucket in self._weight_buckets.buckets():
                 cast_tensors = {  # tied weights have one entry and are cast once
-                    storage_key(tensor): tensor.to(dtype=self.transfer_dtype if tensor.is_floating_point() else None)
-                    for _, tensor in bucket
+                    storage_key(tensor): tensor.to(
+                        dtype=self.transfer_dtype if tensor.is_floating_point() and not is_float32(name) else None
+                    )
+                    for name, tensor in bucket
                 }
                 num_sent_tensors += len(bucket)
                 num_bytes += sum(tensor.nbytes for tensor in cast_tensors.values())

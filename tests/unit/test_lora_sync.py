@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import lora_scale_by_layer
 from cosmos_core.parallel.fsdp import copy_without_weights
-from cosmos_core.rollout.base import EngineSettings
+from cosmos_core.rollout.base import Bucket, EngineSettings, LoadReceipt
 from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import pack_bucket, unpack_bucket
 from cosmos_core.rollout.vllm_adapter import VllmAdapter
 from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
+from tests.unit.tiny_families import save_family
 
 
 def publisher_of(model: PreTrainedModel, base: Path) -> tuple[WeightPublisher, HfEngine, Callable[..., Tensor]]:
@@ -88,3 +90,20 @@ def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811
     assert sent.data.nbytes == tied.nbytes + other.nbytes + tied[:32].nbytes
     found = dict(unpack_bucket(sent))
     assert len(found) == len(bucket) and all(torch.equal(found[name], tensor) for name, tensor in bucket)
+
+
+def test_the_bias_with_which_a_router_selects_experts_is_sent_as_it_is(tmp_path: Path) -> None:
+    """vLLM keeps it in float32, as the trainer does: rounded, it would select other experts than the trainer."""
+    base, sent = save_family("deepseek-v3", tmp_path), dict[str, Tensor]()
+
+    def load(version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
+        sent.update((name, tensor.clone()) for bucket in buckets for name, tensor in bucket)
+        return LoadReceipt(version, len(sent))
+
+    model, name = load_model(str(base), dtype=torch.float32), "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).copy_(torch.tensor([8.01, 8.0, 7.99, 8.02]))
+    engine: Any = SimpleNamespace(weight_format="checkpoint", load_weights=load, logprobs=lambda ids: [0.0] * 15)
+    cast = {"transfer_dtype": torch.bfloat16}
+    WeightPublisher(engine, model, lambda ids: torch.zeros(15), torch.bfloat16, **cast).publish(1)
+    assert torch.equal(sent.pop(name), model.get_buffer(name))
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
