@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -30,10 +30,12 @@ from cosmos_core.data.conversation import tokenise_conversation, truncate_tokens
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.images import align_images, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
+from cosmos_core.data.learned import list_added_tokens
 from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
 from cosmos_core.data.template_limits import share_timer
+from cosmos_core.data.user_dataset import RENDERED_COLUMN
 from cosmos_core.data.visual import tokenise_images_and_text, truncate_visual_tokens
 from cosmos_core.errors import DataError
 from cosmos_core.models.chat_templates import set_chat_template
@@ -125,6 +127,7 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
     row_counts: Counter[str] = Counter()
     unread_column_counts: Counter[str] = Counter()
     column_names, conversation_column = row_spec.column_names, row_spec.conversation_column
+    end_tokens = {str(tokenizer.decode([token])) for token in row_spec.stop_ids} & {*list_added_tokens(tokenizer)}
     with share_timer():
         for location, raw_row in rows:
             try:
@@ -133,9 +136,13 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
                 if row_spec.pass_rate_range:
                     _check_pass_rate(row_spec, row, record, location)
                 records.append(record)
-                unread_column_counts.update(row.unread_columns)
+                unread_columns = row.unread_columns
+                unread_column_counts.update(unread_columns)
                 row_counts["other_column"] += bool(conversation_column) and not is_filled(row, conversation_column)
                 row_counts["text_alone"] += row_spec.row_kind.omits_response(row, conversation_column)
+                if RENDERED_COLUMN not in raw_row:
+                    texts = [value for name, value in raw_row.items() if name not in unread_columns]
+                    row_counts["rendered_texts"] += _is_rendered_twice(record, texts, end_tokens)
             except SkippedRow as skipped:
                 error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
                 skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
@@ -150,6 +157,12 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
         row_counts.update(record.counts)
     locations_with_merged_turns = [record.values[-1] for record in records if record.has_merged_turns]
     return RowChunk(record_batch, skipped_rows, locations_with_merged_turns, row_counts, unread_column_counts)
+
+
+def _is_rendered_twice(record: Record, values: list[Any], end_tokens: Collection[str]) -> bool:
+    """Return whether the chat template has rendered a text as a turn that holds the token with which turns end."""
+    is_plain_text = bool(record.counts.keys() & {"plain_rows", "continued_rows"})
+    return not is_plain_text and any(token in v for v in values if isinstance(v, str) for token in end_tokens)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:

@@ -46,7 +46,8 @@ class RowChunk(NamedTuple):
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
-    `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column."""
+    `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column, and
+    `rendered_texts` have the end token of a turn in a text that the chat template renders as one turn."""
     unread_column_counts: Counter[str]
     """Number of rows in which a column has a value that the tokenised row does not contain, by column name."""
 
@@ -135,6 +136,11 @@ class SplitCounts:
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._conversation_column!r} "
                 "alone, and have a response in another column; leave train.train_policy.conversation_column_name out "
                 "to learn that"
+            )
+        if count := self._counts["rendered_texts"]:
+            lines.append(
+                f"{count} of {self.num_rows} rows have the token that ends a turn in a text, which the chat template "
+                "renders once more; give turns, or the words of one turn alone"
             )
         if count := sum(int((lengths > self._max_prompt_tokens).sum()) for lengths in self._row_lengths):
             lines.append(

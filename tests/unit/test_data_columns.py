@@ -49,6 +49,19 @@ def test_a_named_column_of_text_beside_a_response_is_told(tmp_path, model):
     ]
 
 
+@pytest.mark.parametrize("method", [sft, grpo])
+def test_a_text_that_a_template_has_rendered_before_is_told_and_plain_text_is_not(tmp_path, model, method):
+    rendered = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    rows = [{"prompt": rendered, "completion": "2"}, {"prompt": "1+2?", "completion": "3", "note": "<|im_end|>"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(make_stage(tmp_path / "s", model, method(tmp_path / "a.jsonl"))).info["notices"] == [
+        "train: 1 of 2 rows have the token that ends a turn in a text, which the chat template renders once more; give "
+        "turns, or the words of one turn alone"
+    ]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": f"{rendered}2<|im_end|>"}) + "\n")
+    assert "notices" not in run(make_stage(tmp_path / "t", model, sft(tmp_path / "b.jsonl"))).info
+
+
 @pytest.mark.parametrize("policy", [{"type": "sft"}, {"type": "sft", "trainer_type": "dpo"}, {"type": "grpo"}])
 def test_a_wrong_column_is_told_before_a_wrong_test_size(tmp_path, model, policy):
     data = tmp_path / "train.jsonl"
