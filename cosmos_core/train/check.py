@@ -42,6 +42,7 @@ from cosmos_core.models.processor import processor_files
 from cosmos_core.models.sharded_load import check_file_tensors, init_on_meta
 from cosmos_core.models.teacher import check_teacher, name_teacher_in_errors
 from cosmos_core.models.verify_export import check_export_possible
+from cosmos_core.observe.sinks.base import import_user_sinks
 from cosmos_core.parallel.expert import find_split_experts
 from cosmos_core.parallel.pipeline import apply_pp
 from cosmos_core.parallel.plan import check_head_split
@@ -76,6 +77,7 @@ def run(stage: Stage) -> Outcome:
         Hooks(stage)
         if isinstance(stage.recipe.train.resume, str):
             check_checkpoint(Path(stage.recipe.train.resume))
+    import_user_sinks(stage.recipe.logging.logger)
     if stage.recipe.policy.is_diffusers:
         return Outcome(info=_check_diffusion(stage))
     revision = stage.recipe.policy.model_revision

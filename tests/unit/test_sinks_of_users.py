@@ -9,6 +9,8 @@ import pytest
 
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.inputs import check_inputs
+from cosmos_core.train import check
+from tasks.kinds import all_kinds
 from tests.unit.run_folder import load_recipe, make_inputs
 from tests.unit.test_sinks import make_stage, steps_on_disk, train
 
@@ -66,3 +68,11 @@ def test_a_users_sink_is_found_from_any_folder_and_missed_before_anything_runs(t
     check_inputs(found)
     with pytest.raises(ConfigError, match=r"logging\.logger: '.*gone\.py:Lines': file .*gone\.py does not exist"):
         check_inputs(load_recipe(tmp_path, f"logging.logger=['{tmp_path}/gone.py:Lines']"))
+
+
+def test_a_users_sink_that_cannot_be_imported_is_found_by_the_check(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise OSError('no disk')")
+    stage = make_stage(tmp_path / "r1", f"{tmp_path}/mine.py:Lines")
+    stage.kind = all_kinds()["prepare"]
+    with pytest.raises(ConfigError, match=r"mine\.py:Lines' cannot be imported: OSError: no disk"):
+        check.run(stage)

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, takewhile
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from cosmos_core.config.schema.logging import CONSOLE_SINK, SINKS_FOLDER
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import EXIT_CRASH, EXIT_OK
-from cosmos_core.registry import load_class
+from cosmos_core.registry import is_import_path, load_class
 from cosmos_core.run.directory import RunStartInfo, read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.progress import read_metrics
@@ -73,6 +73,12 @@ def find_sink_class(name: str) -> SinkOpener:
     """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
     sink_object = load_class(name, SINKS_FOLDER, "Sink")
     return partial(FunctionSink, sink_object) if inspect.isfunction(sink_object) else sink_object
+
+
+def import_user_sinks(names: Iterable[str]) -> None:
+    """Raise ConfigError if a user's metric sink cannot be imported, of which a training would only warn."""
+    for name in filter(is_import_path, names):
+        find_sink_class(name)
 
 
 @contextmanager
