@@ -248,6 +248,8 @@ def open_session(output_dir: Path, run_function: Callable[..., int] = run_sessio
     os.environ.update(add_log_silencing_variables(os.environ))
     # The display shows the progress; Prefect's own log lines go to the Prefect server only.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # matplotlib would leave a folder in /tmp at each run
+        os.environ.setdefault("MPLCONFIGDIR", str(output_dir.absolute() / SHARED_FOLDER / "matplotlib"))
     adopt_orphans()  # workers whose supervisor was killed become children of this process
     with ExitStack() as server:
         yield partial(run_function, server, server.enter_context(prefect_server(output_dir / SHARED_FOLDER)))

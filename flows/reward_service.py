@@ -73,6 +73,9 @@ def _is_service_needed(client: SyncPrefectClient, block: str, of_flow_run: str) 
 def _get_local_address() -> str:
     """Return the IP address of this machine in the network of the Prefect server."""
     server_url = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:  # a UDP connect sends no packet
-        probe_socket.connect((server_url.hostname or "127.0.0.1", server_url.port or 443))
+    host, port = server_url.hostname or "127.0.0.1", server_url.port or 443
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # IPv4 if the server has both
+    with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:  # a UDP connect sends no packet
+        probe_socket.connect(address)
         return str(probe_socket.getsockname()[0])

@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import ConfigError, RewardError
@@ -19,6 +21,7 @@ from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.service.app import _is_uuid
 from cosmos_core.rewards.service.config import DecodeArgs, RewardArgs, ServiceConfig
 from cosmos_core.rewards.service.request import parse_request
+from flows import reward_service as flow
 from tests.unit.reward_server import reply, serving
 
 FUNCTION = {"name": "mean", "clip_max": 255.0}
@@ -138,3 +141,15 @@ def test_a_setting_without_effect_is_said_so() -> None:
         "reward_args.ocr.setup_script",
     ]  # fmt: skip
     assert ServiceConfig(reward_args=rewards[1:]).ineffective_settings == []
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"), [("127.0.0.1", "127.0.0.1"), ("[::1]", "::1"), ("localhost", "127.0.0.1")]
+)
+def test_a_service_for_another_pool_listens_where_the_server_is_reached(
+    server: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if all(each.address != expected for found in psutil.net_if_addrs().values() for each in found):
+        pytest.skip(f"this machine has no {expected}")
+    with temporary_settings({PREFECT_API_URL: f"http://{server}:4200/api"}):
+        assert flow._get_local_address() == expected

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) 
     command, environment = [sys.executable, "-m", "cosmos_core", "runs"], {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (75, "cosmos: interrupted\n")
+
+
+def test_a_home_that_cannot_be_written_gets_no_folder_of_plots_in_tmp_at_each_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ends without the clean-up of Python, which would remove matplotlib's."""
+    monkeypatch.setattr(session, "prefect_server", lambda folder: nullcontext())
+    monkeypatch.setattr(session, "adopt_orphans", lambda: None)
+    for home, expected in ((tmp_path, None), (tmp_path / "nowhere", str(tmp_path / "outputs/.cosmos/matplotlib"))):
+        monkeypatch.setattr(os, "environ", {"HOME": str(home)})
+        with session.open_session(tmp_path / "outputs"):
+            assert os.environ.get("MPLCONFIGDIR") == expected
 
 
 def test_a_server_whose_certificate_only_prefect_trusts_is_there() -> None:
