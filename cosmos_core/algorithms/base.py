@@ -38,8 +38,14 @@ class Loss:
     """Loss of the micro-batch, already divided by the denominator of the optimizer step: the losses of micro-batches
     are summed, never averaged."""
     metrics: Metrics
+    """Metrics as `[sum, count]`, or as numbers, whose mean over micro-batches is reported."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """Per-token values whose quantiles are reported: metric name to a one-dimensional tensor."""
+
+    def __post_init__(self) -> None:
+        """Take a number as the metric of a micro-batch, which is averaged over micro-batches."""
+        metrics = {name: _to_sum_and_count(name, value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,15 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
+
+
+def _to_sum_and_count(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.shape == (2,):
+        return value
+    if isinstance(value, Tensor) and value.numel() != 1:
+        shape = tuple(value.shape)
+        raise TypeError(f"metric {name!r} has the shape {shape}; give a number, or [sum, count] as token_metric does")
+    return torch.tensor([float(value), 1.0], dtype=torch.float64)
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:

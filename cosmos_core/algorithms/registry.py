@@ -1,29 +1,37 @@
 """Algorithm registry: `ALGORITHM` of the module `cosmos_core/algorithms/NAME.py`, or a user-defined class."""
 
 import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.base import Algorithm, TrainerView, Update
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import import_user_code, is_import_path
-from cosmos_core.types import Sampling
+from cosmos_core.types import Sampling, ScoredGroup
 
 
 def algorithm_class(policy: AlgorithmConfig) -> type[Algorithm]:
     """Return the class that `train.train_policy.trainer_type` names. Raise ConfigError if the import path of a
-    user-defined algorithm does not name a subclass of `Algorithm`."""
+    user-defined algorithm names no subclass of `Algorithm`, or one that takes other arguments."""
     if not is_import_path(policy.trainer_type):
         module: Any = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}")
         return module.ALGORITHM  # type: ignore[no-any-return]
     user_class = import_user_code(policy.trainer_type)
-    if isinstance(user_class, type) and issubclass(user_class, Algorithm):
-        return user_class
-    raise ConfigError(
-        f"train.train_policy.trainer_type = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
-        f"cosmos_core.algorithms.base.Algorithm"
-    )
+    if not (isinstance(user_class, type) and issubclass(user_class, Algorithm)):
+        raise ConfigError(
+            f"train.train_policy.trainer_type = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
+            f"cosmos_core.algorithms.base.Algorithm"
+        )
+    try:
+        inspect.signature(user_class).bind(policy, {}, None)
+    except TypeError as error:
+        problem = f"it is called with config, custom and sampling: {error}"
+        raise make_algorithm_error(policy, user_class.__init__, problem) from error
+    return user_class
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
@@ -31,7 +39,39 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
     `sampling`: sampling settings of the completions to train on; None: the training has no rollouts."""
     policy = recipe.train.train_policy
     algorithm = algorithm_class(policy)(policy, recipe.custom, sampling)
+    for name, value in vars(Algorithm(policy, recipe.custom, sampling)).items():
+        vars(algorithm).setdefault(name, value)  # a user's class may not call the constructor of its base class
     algorithm.diffusers, algorithm.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length
     if sampling is not None:
         algorithm.teacher = recipe.teacher
     return algorithm
+
+
+def credit_groups(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
+    """Return the samples and metrics that an algorithm makes of scored groups; raise ConfigError for anything else."""
+    result: Any = algorithm.credit(groups)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        with suppress(TypeError, ValueError):
+            return list(result[0]), {name: float(value) for name, value in result[1].items()}
+    method = algorithm_class(algorithm.config).credit
+    problem = f"it returned a {type(result).__name__}, not a tuple of samples and a dict of numbers"
+    raise make_algorithm_error(algorithm.config, method, problem)
+
+
+def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
+    """Yield the optimizer steps that an algorithm makes of samples; raise ConfigError for anything else."""
+    updates: Any = algorithm.updates(samples, view)
+    for update in updates if isinstance(updates, Iterable) else [updates]:
+        if not isinstance(update, Update):
+            method = algorithm_class(algorithm.config).updates
+            problem = f"it gave a {type(update).__name__}, not an Update of cosmos_core.algorithms.base"
+            raise make_algorithm_error(algorithm.config, method, problem)
+        yield update
+
+
+def make_algorithm_error(policy: AlgorithmConfig, function: Any, problem: str) -> ConfigError:
+    """Return the error about a function of a user-defined algorithm, with its file and line."""
+    code_object = getattr(inspect.unwrap(function), "__code__", None)
+    location = f" ({code_object.co_filename}:{code_object.co_firstlineno})" if code_object else ""
+    name = getattr(function, "__name__", "its loss")
+    return ConfigError(f"train.train_policy.trainer_type = {policy.trainer_type!r}: {name}: {problem}{location}")

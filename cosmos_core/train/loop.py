@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.registry import iterate_updates
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.resume import load_checkpoint
 from cosmos_core.checkpoint.save import Checkpointer
@@ -186,7 +187,7 @@ class TrainLoop:
         self.workspace.progress.phase("step")
         start_time, compile_seconds_before = time.perf_counter(), self.workspace.progress.compile_seconds
         update_metrics = []
-        for update in self.algorithm.updates(samples, self.trainer) if samples else ():
+        for update in iterate_updates(self.algorithm, samples, self.trainer) if samples else ():
             update_metrics.append(self.trainer.update(update))
             self._num_updates += 1
             if self.moving_average:

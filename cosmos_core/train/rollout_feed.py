@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.registry import credit_groups
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
@@ -97,7 +98,7 @@ class RolloutFeed(SampleFeed):
             logger.warning("%s, so nothing is learned; %s", problem, remedy)
             return [], {}
         check_scores(self.step, scored_groups)
-        samples_and_metrics = self._algorithm.credit(scored_groups)
+        samples_and_metrics = credit_groups(self._algorithm, scored_groups)
         self.log_groups(self.step + 1, scored_groups)
         return samples_and_metrics
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, compute_means
 from cosmos_core.algorithms.base import Loss, Update
+from cosmos_core.algorithms.registry import make_algorithm_error
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ProgramError
 from cosmos_core.models.base import MicroBatch, ModelAdapter, OutputSpec, has_dropout
@@ -104,7 +105,7 @@ class Trainer:
             )
         self.optimizer.step()
         metrics = {**compute_means(metric_totals), **_compute_quantiles(values_by_metric), **update.metrics}
-        return {"loss": loss, "grad_norm": grad_norm, **metrics}
+        return {"loss": loss, "grad_norm": grad_norm, **{name: float(value) for name, value in metrics.items()}}
 
     def compute_gradients(self, update: Update) -> list[Loss]:
         """Replace the gradients by those of an update, and return the loss of each micro-batch of this rank."""
@@ -201,7 +202,7 @@ class Trainer:
                 names = list(reference_rows[0])
                 padded_rows = {name: pad_sequence([row[name] for row in reference_rows], True) for name in names}
                 micro_batch = replace(micro_batch, outputs=micro_batch.outputs | padded_rows)
-            loss = update.loss(micro_batch)
+            loss = self._call_loss(update, micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro_batch.model_loss is not None:
                 scaled_model_loss = micro_batch.model_loss / num_tokens
@@ -212,9 +213,16 @@ class Trainer:
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
             return loss.value + scaled_model_loss
 
-        loss_fn = (lambda micro_batch: update.loss(micro_batch).value) if update.has_constant_gradient else None
+        loss_fn = (lambda batch: self._call_loss(update, batch).value) if update.has_constant_gradient else None
         self._run_micro_batches(self.adapter, update.samples, compute_loss, update.request, loss_fn=loss_fn)
         return losses
+
+    def _call_loss(self, update: Update, micro_batch: MicroBatch) -> Loss:
+        loss: Any = update.loss(micro_batch)
+        if not isinstance(loss, Loss):
+            problem = f"it returned a {type(loss).__name__}, not a Loss of cosmos_core.algorithms.base"
+            raise make_algorithm_error(self._train.train_policy, update.loss, problem)
+        return loss
 
     def _run_micro_batches(
         self,

@@ -26,6 +26,7 @@ import psutil
 import torch
 
 from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.registry import iterate_updates
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
@@ -291,7 +292,7 @@ class _Measurement:
         self._trainer.max_batch_tokens = 0
         start_time = time.perf_counter()
         try:
-            for update in islice(self._algorithm.updates(samples[: self.num_samples], self._trainer), 1):
+            for update in islice(iterate_updates(self._algorithm, samples[: self.num_samples], self._trainer), 1):
                 self._num_update_samples = len(update.samples)
                 self._trainer.compute_gradients(update)
             self._peak_memory.synchronize()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.errors import ConfigError
 from cosmos_core.models.base import MicroBatch
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.progress import ProgressWriter
@@ -43,3 +46,27 @@ def test_outputs_under_further_weights_are_those_of_each_sample_whatever_its_len
     assert together == pytest.approx(alone, rel=1e-9)
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_a_loss_without_metrics_is_refused_where_it_is_written(tmp_path: Path, is_constant: bool) -> None:
+    def bare(micro_batch: MicroBatch) -> Any:
+        return -micro_batch.logprobs_BS.sum()
+
+    train = TrainConfig.model_validate({"param_dtype": "float32", "train_policy": {"type": "grpo"}})
+    model = load_model(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
+    trainer = trainer_of(model, train, 0, ProgressWriter(tmp_path / "p.json"))
+    with pytest.raises(ConfigError, match=r"trainer_type = 'grpo': bare: it returned a Tensor, .*test_trainer\.py:\d+"):
+        trainer.update(Update(rows(), bare, has_constant_gradient=is_constant))
+
+
+def test_a_plain_number_is_averaged_over_micro_batches(tmp_path: Path) -> None:
+    def loss(micro_batch: MicroBatch) -> Loss:
+        numbers: Any = {"rows": len(micro_batch.samples), "mean": float(micro_batch.logprobs_BS.mean())}
+        return Loss(-micro_batch.logprobs_BS.sum() / 100, numbers)
+
+    train = TrainConfig.model_validate({"param_dtype": "float32", "train_policy": {"type": "grpo", "mini_batch": 2}})
+    model = load_model(str(save_tiny_model(tmp_path / "model")), dtype=torch.float32)
+    trainer = trainer_of(model, train, 0, ProgressWriter(tmp_path / "p.json"))
+    metrics = trainer.update(Update(rows(), loss, metrics={"given": np.float32(0.5)}))
+    assert metrics["rows"] == 2.0 and metrics["mean"] < 0 and type(metrics["given"]) is float
