@@ -5,6 +5,7 @@ Everything that a step needs is a function of the step number and of the checkpo
 and resumed ends with exactly the same weights as an uninterrupted run.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.train.tuning import SpeedTuning
 from cosmos_core.train.validation import Validation
 from cosmos_core.train.weight_sets import MovingAverage
+
+logger = logging.getLogger(__name__)
 
 _PRESTART_SECONDS = 15.0
 """Remaining time of a training at which the process that verifies its export is started."""
@@ -68,6 +71,8 @@ class TrainLoop:
     None: the training starts from the stage's model."""
     step: int = 0
     """Number of completed train steps."""
+    _is_first_attempt: bool = True
+    """Whether the training has no checkpoint of its own to resume from."""
     _num_updates: int = 0
     """Number of optimizer steps taken; a train step may have several."""
     _last_metrics: dict[str, float] = field(default_factory=dict)
@@ -94,8 +99,8 @@ class TrainLoop:
             self.validation.start_async(start_step)
         elif self.validation.was_validation_interrupted(start_step) and self._validate_last_step():
             self._save_checkpoint()
-        if self.validation.compute_metrics and self.validation.config.val_before_train and start_step == 0:
-            self._log_step(0, self._validation_metrics())
+        if self.validation.compute_metrics and self.validation.config.val_before_train and self._is_first_attempt:
+            self._log_step(start_step, self._validation_metrics())
         with StepProfiler(self.workspace.path, self.profiler_config, start_step) as profiler:
             try:
                 self._train(profiler)
@@ -186,14 +191,20 @@ class TrainLoop:
         self.hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.workspace.progress.phase("step")
         start_time, compile_seconds_before = time.perf_counter(), self.workspace.progress.compile_seconds
-        update_metrics = []
+        update_metrics, num_trained_tokens = [], 0
         for update in iterate_updates(self.algorithm, samples, self.trainer) if samples else ():
             update_metrics.append(self.trainer.update(update))
             self._num_updates += 1
+            num_trained_tokens += sum(map(self.trainer.adapter.num_tokens, update.samples))
             if self.moving_average:
                 self.moving_average.update(self._num_updates)
             if self.mfu_counter:
                 self.mfu_counter.add(update)
+        if not self._num_updates:
+            logger.warning(
+                "step %d: the algorithm trains on none of %d samples, and no step before has changed the weights",
+                self.step + 1, len(samples),
+            )  # fmt: skip
         self.algorithm.after_train_step(self.step + 1, self.trainer)
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
         metrics |= _mean_over_updates(update_metrics)
@@ -208,7 +219,7 @@ class TrainLoop:
             "tokens": float(num_tokens),
             "time/train": train_seconds,
             **({"time/compile": compile_seconds} if compile_seconds else {}),
-            "throughput/tokens_per_second": num_tokens / max(1e-9, train_seconds),
+            "throughput/tokens_per_second": num_trained_tokens / max(1e-9, train_seconds),
             **_memory_metrics(),
         }
 
@@ -231,19 +242,22 @@ class TrainLoop:
     def _restore_checkpoint(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
         Raise ConfigError if the checkpoint of another run has as many steps as this training, or more."""
-        train_state, total_steps, seed = self._make_train_state(), self.feed.total_steps, self.config.seed
+        train_state, seed = self._make_train_state(), self.config.seed
         assert seed is not None  # the schema replaces a missing seed by its default
         own_checkpoint_step = start_step = self.checkpointer.load_latest(train_state) or 0
+        self._is_first_attempt = not own_checkpoint_step
         if not own_checkpoint_step and self.first_checkpoint:
             start_step = load_checkpoint(self.first_checkpoint, train_state, self.workspace.progress.beat)
-        if start_step > own_checkpoint_step and start_step >= total_steps:
-            raise ConfigError(
-                f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
-                f"{total_steps}; raise train.epoch or train.max_num_steps"
-            )
         if start_step:
             self.feed.load_state_dict(train_state.feed or {"step": start_step})
-            self.algorithm.load_state_dict(train_state.algorithm)
+        if start_step > own_checkpoint_step and start_step >= self.feed.total_steps:
+            raise ConfigError(
+                f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
+                f"{self.feed.total_steps}; raise train.epoch or train.max_num_steps"
+            )
+        if start_step:
+            if train_state.algorithm:  # the checkpoint of another run may be of an algorithm without a state
+                self.algorithm.load_state_dict(train_state.algorithm)
             self._num_updates = int(train_state.extra.get("num_updates", start_step))
             if self.speed_tuning:
                 self.speed_tuning.restore(train_state.extra.get("speed_settings"))
@@ -265,8 +279,9 @@ class TrainLoop:
             self.hooks("load_checkpoint_hook", step=start_step)
         self.checkpointer.write_best_step(self._best_step_to_save)
         needs_validation = bool(own_checkpoint_step and train_state.extra.get("is_unmeasured"))
-        self.workspace.metrics.remove_lines_after_step(start_step, prefix=VALIDATION_PREFIX if needs_validation else "")
-        self.workspace.progress.step(start_step, total_steps)
+        prefix = VALIDATION_PREFIX if needs_validation else ""
+        self.workspace.metrics.remove_lines_after_step(own_checkpoint_step, prefix=prefix)
+        self.workspace.progress.step(start_step, self.feed.total_steps)
         self.step = start_step
         return start_step, needs_validation and self.validation.async_validation is not None
 

@@ -62,7 +62,7 @@ class RolloutFeed(SampleFeed):
         """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
         before the last planned step if the source drops groups. A step whose groups were all dropped has no samples.
         Raise the errors of `check_scores`, or `ProgramError` if that is the first step."""
-        if self._group_source.is_exhausted or self.step == self.total_steps:
+        if self._has_ended or self.step == self.total_steps:
             return None
         scored_groups, metrics = self._next_groups()
         if self._group_source.is_exhausted and (scored_groups or self.step > 0):
@@ -112,6 +112,11 @@ class RolloutFeed(SampleFeed):
         self._pass_rates.load_state_dict(state.get("pass_rates", {}))
         used_prompts = {"drawn": self._group_plan.first_position(self.step)}
         self._group_source.load_state_dict({**used_prompts, **state.get("source", {})})
+        self.total_steps = self.step if self._has_ended else self.total_steps
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._group_source.is_exhausted
 
 
 class PromptOrder:

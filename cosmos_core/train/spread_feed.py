@@ -82,7 +82,7 @@ class SplitGroupFeed(RolloutFeed):
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples and metrics of a train step, without samples if all groups were dropped; None: the data
         has ended. The last step may be smaller."""
-        if self.step == self.total_steps or (self._group_source.is_exhausted and not self._sample_queue):
+        if self.step == self.total_steps or self._has_ended:
             return None
         num_missing_completions = max(0, self._group_plan.completions_per_step - len(self._sample_queue))
         groups, metrics = self._next_groups(-(-num_missing_completions // self._group_plan.group_size))
@@ -96,7 +96,7 @@ class SplitGroupFeed(RolloutFeed):
             self._sample_queue.add(groups, samples, group_metrics | algorithm_metrics)
         samples, sample_metrics = self._sample_queue.take_samples(self._group_plan.completions_per_step, self.step)
         self.step += 1
-        if self._group_source.is_exhausted and not self._sample_queue:
+        if self._has_ended:
             self.total_steps = self.step
         max_tokens = getattr(self._policy, "max_token_len_per_mini_batch", None)
         return batch_within_token_limit(samples, max_tokens), metrics | sample_metrics
@@ -105,9 +105,13 @@ class SplitGroupFeed(RolloutFeed):
         return super().state_dict() | {"carried": self._sample_queue.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
         if "carried" in state:
             self._sample_queue.load_state_dict(state["carried"])
+        super().load_state_dict(state)
+
+    @property
+    def _has_ended(self) -> bool:
+        return super()._has_ended and not self._sample_queue
 
 
 def _sample_to_state(sample: Sample) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Validation:
     """Train step with the best validation metrics; None if no step was validated yet."""
     _last_validated_step: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
+    _first_step: int | None = 0
+    """Number of the step from which the training began, without a checkpoint of its own; None: it was resumed."""
     _current_step: int = 0
     _is_publish_postponed: bool = False
     """Whether publishing was postponed because engines still validate the weights of another step."""
@@ -123,6 +125,7 @@ class Validation:
         """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
         self.best_step = BestStep(**state["best"]) if state.get("best") else None
         self._current_step, self._last_validated_step = step, int(state.get("measured_at", step))
+        self._first_step = None if state else step
 
     def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
@@ -133,7 +136,7 @@ class Validation:
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._call_hook("post_validation_hook", current_step=step, **metrics)
         self._last_validated_step = step
-        if step:  # step 0, before the training, is never the best step
+        if step != self._first_step:  # the step before the training is never the best step
             self.best_step = select_best_step(self.best_step, step, metrics)
 
     def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:

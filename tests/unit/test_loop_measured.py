@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from cosmos_core.algorithms.base import TrainerView
+from cosmos_core.algorithms.base import TrainerView, Update
 from cosmos_core.algorithms.sft import Sft
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.config.schema.sft import SftConfig
@@ -17,7 +18,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import train as train_stage
 from cosmos_core.train.stop import StopRequested
-from tests.unit.test_loop import inputs, loop_of, stage  # noqa: F401 - the first is a fixture
+from tests.unit.test_loop import inputs, interrupted, loop_of, stage  # noqa: F401 - the first two are fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
@@ -108,3 +109,77 @@ def test_a_train_step_without_samples_is_a_step_of_the_algorithm(
     algorithm = Counts(SftConfig(type="sft"))
     loop_of(stage(tmp_path / "sft", inputs, steps=3), lambda step: {}, Empty, algorithm).run()
     assert algorithm.steps == [1, 2, 3]
+
+
+def test_a_training_that_goes_on_from_another_run_is_measured_before_its_first_step(
+    inputs: Path,  # noqa: F811 - the fixture
+    interrupted: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    """Whatever attempts before have left, and the step of the other run, whose checkpoint lies there, is not the best
+    one here."""
+    at = stage(tmp_path / "sft", inputs)
+    at.recipe = at.recipe.copy_with(validation=at.recipe.validation.copy_with(freq=2, val_before_train=True))
+    measured: list[int] = []
+
+    def measure(step: int) -> dict[str, float]:
+        measured.append(step)
+        if measured == [3, 4]:
+            raise KeyboardInterrupt  # killed without a checkpoint
+        return {"validation/loss": 1 - 1 / step}
+
+    for is_killed in (True, False):
+        loop = loop_of(at, measure)
+        loop.first_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
+        with pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
+            loop.run()
+        loop.checkpointer.close()
+    assert measured == [3, 4, 3, 4, 6]
+    assert loop.validation.best_step == BestStep(4, "validation/loss", 0.75)
+    lines = read_metrics(at.path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "validation/loss" in line] == [3, 4, 6]
+
+
+def test_an_algorithm_gets_no_state_from_a_checkpoint_without_one(
+    inputs: Path,  # noqa: F811 - the fixture
+    interrupted: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    class Counting(Sft):
+        count = 0
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+
+    algorithm = Counting(SftConfig(type="sft"))
+    loop = loop_of(stage(tmp_path / "sft", inputs), lambda step: {}, algorithm=algorithm)
+    loop.first_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
+    loop.run()
+    loop.checkpointer.close()
+    assert loop.step == 6 and algorithm.count == 0
+
+
+def test_the_tokens_of_a_second_are_those_that_were_trained_and_a_training_of_none_is_reported(
+    inputs: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Leaving(Sft):
+        """An algorithm that leaves out the first row of each step, and in the first step all."""
+
+        num_tokens: ClassVar[list[int]] = []
+
+        def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
+            kept = samples[1:] if self.num_tokens else []
+            self.num_tokens.append(sum(len(sample.input_ids) for sample in kept))
+            yield from super().updates(kept, view) if kept else ()
+
+    at = stage(tmp_path / "sft", inputs)
+    at.recipe = at.recipe.copy_with(train=at.recipe.train.copy_with(train_batch_per_replica=2))
+    loop_of(at, lambda step: {}, algorithm=Leaving(SftConfig(type="sft"))).run()
+    lines = [line for line in read_metrics(at.path / "metrics.jsonl") if "tokens" in line]
+    trained = [line["throughput/tokens_per_second"] * line["time/train"] for line in lines]
+    assert trained == pytest.approx(Leaving.num_tokens) and Leaving.num_tokens[0] == 0 and len(lines) == 3
+    assert [message for message in caplog.messages if "trains on none" in message] == [
+        "step 1: the algorithm trains on none of 2 samples, and no step before has changed the weights"
+    ]

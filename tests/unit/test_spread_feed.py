@@ -190,6 +190,20 @@ def test_a_truncated_completion_that_is_not_trained_keeps_its_position(excludes:
     assert steps == ([[0], [2], [11, 12]] if excludes else [[0, 1], [2], [11, 12]])
 
 
+@pytest.mark.parametrize(("feed", "last_steps"), [(RolloutFeed, [2, 2]), (SplitGroupFeed, [4, 2])])
+def test_a_training_has_no_step_behind_the_last_prompt_unless_completions_are_left(
+    feed: type[RolloutFeed], last_steps: list[int], tmp_path: Path
+) -> None:
+    """A training that starts there from the checkpoint of another run would do nothing."""
+    config = recipe({**GRPO, "train.train_batch_per_replica": 3, "rollout.n_generation": 2})
+    source = FilteredGroupSource(sync_of(Shuffling(), tmp_path, lambda group: 0.0, 2), lambda start, count: [], 2)
+    found = rollout_feed(PROMPTS, source, config, algorithm=Grpo(GrpoConfig()), feed=feed)
+    for entries, last_step in zip(([[0, None]], []), last_steps, strict=True):
+        found.total_steps = 4
+        found.load_state_dict({"step": 2, "source": {"drawn": 5}, "carried": {"entries": entries, "metrics": {}}})
+        assert found.total_steps == last_step
+
+
 def test_samples_that_cannot_be_told_apart_are_refused_with_the_remedy() -> None:
     group = Group(PROMPTS[0], (Completion((Segment((1,), True, (-1.0,), 0),), "stop", ""),) * 3, 0)
     with pytest.raises(ConfigError, match=r"1 samples of 3 completions .* a multiple of rollout\.n_generation"):
