@@ -21,16 +21,18 @@ from cosmos_core.checkpoint.resume import (
     saved_steps,
     step_folder,
 )
-from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.table import flatten_nonempty_tables
+from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.observe import gallery
 from cosmos_core.parallel.mesh import broadcast_object, is_first_rank
-from cosmos_core.run.files import link_or_copy, read_json_object, replace_folder, write_json
+from cosmos_core.run.files import link_or_copy, parse_step, read_json_object, replace_folder, write_json
 from cosmos_core.run.fingerprint import COPIED_FILES_KEY
 from cosmos_core.run.plan import FINGERPRINT_FILE
 from cosmos_core.run.workspace import Workspace
+from cosmos_core.train.completions import COMPLETIONS_FOLDER
+from cosmos_core.train.feeds import rows_per_step
 from cosmos_core.train.measure import SAMPLES_FILE
 from cosmos_core.types import is_at_or_below
 
@@ -80,14 +82,48 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     logger.log(log_level, message + "starts at step 0%s", workspace.run_path.parent, resume_hint)
 
 
-def check_base_model(folder: Path, stage_folder: Path, model_reference: str, model: str) -> None:
+def check_base_model(folder: Path, stage_folder: Path, model: str) -> None:
     """Raise ModelError if the checkpoint in `folder`, `.../step_N/policy` with only the trained weights, belongs to
-    another base model than `model`, to which the stage in `stage_folder` refers as `model_reference`."""
+    another base model than `model`, that of the stage in `stage_folder`; log a warning if this cannot be known."""
     fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (folder.parents[2], stage_folder)]
-    fingerprint_inputs = [fingerprint["ingredients"] for fingerprint in fingerprints if fingerprint.get("ingredients")]
-    models = [(item["model"], item["inputs"].get(referenced_stage(model_reference))) for item in fingerprint_inputs]
-    if len(models) == 2 and models[0] != models[1]:  # compare only if both models are known
+    models = [_identify_model(each["ingredients"]) for each in fingerprints if each.get("ingredients")]
+    if len(models) < 2 or models[0] == models[1]:
+        return
+    if models[0][0] == models[1][0]:
         raise ModelError(f"train.resume = '{folder}' began from another model than {model}; start from that one")
+    message = "train.resume = '%s': it is not known whether it began from %s, of which the untrained weights are taken"
+    logger.warning(message, folder, model)
+
+
+def _identify_model(ingredients: dict[str, Any]) -> tuple[str, str]:
+    """Return the form in which a fingerprint has a model (`stage`, `hub:`, `remote:`, or empty for the digest of a
+    folder), and its value in this form. Values of different forms cannot be compared."""
+    model = str(ingredients["model"])
+    if stage_digest := ingredients["inputs"].get(model):
+        return "stage", stage_digest
+    return model[: model.find(":") + 1], model
+
+
+def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -> None:
+    """Log a warning if the steps before the checkpoint in `folder`, `.../step_N/policy`, took another number of rows
+    than those of this training, which goes on at the row that its own steps would have reached. `group_size`: number of
+    samples that a step gets from each row."""
+    ingredients = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
+    settings, policy = flatten_nonempty_tables(ingredients.get("config", {})), train.train_policy
+    batch_size = settings.get("train.train_batch_per_replica")
+    saves_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
+    if not batch_size or saves_position or settings.get("train.train_policy.type") != policy.type:
+        return
+    earlier_group_size = settings.get("rollout.n_generation", 1) if policy.has_rollouts else 1
+    num_earlier_rows, num_rows = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
+    if num_earlier_rows != num_rows and not policy.has_token_based_batches:
+        step = parse_step(folder.parent.name)
+        logger.warning(
+            "train.resume = '%s': its %d steps took %d rows each, those of this training take %d, so that it goes on "
+            "at row %d instead of %d; keep train.train_batch_per_replica%s",
+            folder, step, num_earlier_rows, num_rows, step * num_rows, step * num_earlier_rows,
+            " and rollout.n_generation" if policy.has_rollouts else "",
+        )  # fmt: skip
 
 
 def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +150,16 @@ def _link_checkpoint(
 
 
 def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage_fingerprint: str) -> str | None:
+    # The checkpoint comes last, because a stage with a checkpoint of its own adopts nothing.
+    with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
+        for file_name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER, COMPLETIONS_FOLDER):
+            source_path, target_path = folder.parent / file_name, stage_folder / file_name
+            if source_path.is_dir():  # images and videos of the samples, completions
+                with replace_folder(target_path) as copied_folder:
+                    ignore = shutil.ignore_patterns(".*.tmp")  # of the other run, which may still train
+                    shutil.copytree(source_path, copied_folder, False, ignore, link_or_copy, dirs_exist_ok=True)
+            elif source_path.is_file():
+                shutil.copy2(source_path, target_path)
     for step in steps:
         source_folder = step_folder(folder, step)
         try:
@@ -130,12 +176,4 @@ def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage
             if source_folder.exists():
                 raise
             return f"{source_folder.name} is gone"
-    with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
-        for file_name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER):
-            source_path, target_path = folder.parent / file_name, stage_folder / file_name
-            if source_path.is_dir():  # the folder with the images and videos of the samples
-                with replace_folder(target_path) as copied_folder:
-                    shutil.copytree(source_path, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
-            elif source_path.is_file():
-                shutil.copy2(source_path, target_path)
     return None

@@ -46,7 +46,7 @@ from cosmos_core.train.logprob_drift import LogprobDriftCheck
 from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.reference import REFERENCE_WEIGHTS, reference_logprobs
-from cosmos_core.train.resume_from import adopt_checkpoint, check_base_model
+from cosmos_core.train.resume_from import adopt_checkpoint, check_base_model, warn_of_other_step_size
 from cosmos_core.train.rollout_feed import (
     PromptOrder,
     RolloutFeed,
@@ -160,7 +160,8 @@ class _TrainingSetup:
         validation = self._make_validation(async_validation)
         first_checkpoint = Path(train_config.resume) if isinstance(train_config.resume, str) else None
         if first_checkpoint:
-            check_base_model(first_checkpoint, stage.path, stage.config.model, stage.model)
+            check_base_model(first_checkpoint, stage.path, stage.model)
+            warn_of_other_step_size(first_checkpoint, train_config, self._recipe.group_size)
         reports_mfu, should_stop = self._recipe.logging.report_mfu, self._recipe.rollout.stop_on_alarm
         return TrainLoop(
             stage, train_config, trainer, sample_feed, self.algorithm, self._make_checkpointer(), validation,

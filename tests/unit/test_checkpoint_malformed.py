@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,31 @@ def test_the_media_of_the_samples_come_along(tmp_path: Path) -> None:
     (earlier / "visual_output/step_1/0-0.png").write_bytes(b"png")
     (earlier / "samples.jsonl").write_text('{"step": 1, "media": ["visual_output/step_1/0-0.png"]}\n')
     (later.path / "samples.jsonl").write_text('{"step": 0, "media": []}\n')  # of an attempt that saved no checkpoint
+    (earlier / "completions").mkdir()
+    (earlier / "completions/step_000001.jsonl").write_text("{}\n")
+    (earlier / "completions/.step_000002.jsonl.7.tmp").write_text("{")  # of the other run, which still trains
     adopt_checkpoint(later, later.fingerprint)
     [media] = json.loads((later.path / "samples.jsonl").read_text())["media"]
     assert (later.path / media).read_bytes() == b"png"
+    assert [path.name for path in (later.path / "completions").iterdir()] == ["step_000001.jsonl"]
+
+
+def test_who_is_killed_while_a_checkpoint_is_adopted_adopts_the_metrics_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = tmp_path / "out/first/stages/sft"
+    later = stage_of(tmp_path / "out/second/stages/sft", recipe({**SFT, "train.resume": True}))
+    save(earlier / "checkpoints", "a list", later.fingerprint)
+    (earlier / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+
+    def kill(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    for is_killed in (True, False):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
+            patched.setattr(resume_from.shutil, "copy2", kill if is_killed else shutil.copy2)
+            adopt_checkpoint(later, later.fingerprint)
+    assert (later.path / "metrics.jsonl").read_text() == (earlier / "metrics.jsonl").read_text()
 
 
 def test_a_disk_that_is_full_while_a_checkpoint_is_copied_is_one_line(
