@@ -221,7 +221,7 @@ def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonV
         return {key: _extract_tensors(child, f"{name}.{key}", tensors) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         return [_extract_tensors(child, f"{name}.{i}", tensors) for i, child in enumerate(value)]
-    json_value: JsonValue = value
+    json_value: JsonValue = value.item() if isinstance(value, np.generic) else value
     return json_value
 
 

@@ -30,7 +30,7 @@ def test_named_weights_and_the_states_of_feed_and_algorithm_come_back(tmp_path: 
     }
     buffered = {"reward": 0.5, "ids": torch.tensor([5, 6]), "logprobs": torch.zeros(0)}
     state.feed = {"frontier": [4, 7], "buffered": [buffered]}
-    state.algorithm = {"baseline": torch.tensor(0.25, dtype=torch.float64), "seen": 3}
+    state.algorithm = {"baseline": torch.tensor(0.25, dtype=torch.float64), "seen": np.int64(3)}
     open_checkpoints(tmp_path).save(1, state)
 
     fresh = make_state()
