@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.environment import mask_secrets, mask_text
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import (
@@ -38,7 +40,7 @@ from cosmos_core.machine_properties import MachineProperties, measure_machine
 from cosmos_core.observe import formatting
 from cosmos_core.observe.logs import StepLogger, configure_logging
 from cosmos_core.observe.sinks.base import send_to_sinks
-from cosmos_core.registry import find_error_location, import_user_code
+from cosmos_core.registry import find_error_location, import_user_code, is_user_code, locate_code
 from cosmos_core.run.files import raise_disk_full, read_umask, write_json
 from cosmos_core.run.libraries import RECORDED_LIBRARIES
 from cosmos_core.run.manifest import commit_manifest
@@ -49,6 +51,7 @@ from cosmos_core.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+_USER_CODE_KEYS = ("train.train_policy.trainer_type", "rollout.backend", "policy.model_class")
 HARDWARE_FILE = "facts.json"
 """File with the hardware and libraries of each rank, in the order of the ranks, for the report."""
 _PACKAGES_THAT_WARN_ON_EACH_RANK = tuple(
@@ -160,7 +163,7 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
         with tempfile.TemporaryDirectory() as scratch_folder:
             stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
             stage.metrics = MetricsWriter(Path(scratch_folder) / "metrics.jsonl")
-            return program(stage, **stage.config.arguments)
+            return _call_program(program, stage)
 
 
 def _configure_rank_logging(*, is_first_rank: bool) -> None:
@@ -175,8 +178,10 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
 
     def convert_user_error(error: Exception) -> Exception:
-        if not stage.config.entry or is_transient(error):
+        if is_transient(error):
             return error
+        if not stage.config.entry:
+            return _name_user_code(error, stage.recipe)
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
         return ConfigError(f"{stage_description} raised {error_text}; traceback in the log")
 
@@ -191,6 +196,18 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         result_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
         raise ConfigError(f"{stage_description} returned {result_text}; return a cosmos_core.types.Outcome")
     return stage_outcome
+
+
+def _name_user_code(error: Exception, recipe: Recipe) -> Exception:
+    """Return an error that a user's algorithm, engine or model family raised as a `ProgramError` with the key of the
+    recipe, the file and the line; any other error unchanged."""
+    for key in _USER_CODE_KEYS:
+        name, frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
+        with suppress(ConfigError):  # a built-in name has no file
+            file = os.path.realpath(locate_code(name)) if is_user_code(name) else ""
+            if lines := [each.lineno for each in frames if os.path.realpath(each.filename) == file]:
+                return ProgramError(f"{key} = {name!r}: {type(error).__name__}: {error} ({file}:{lines[-1]})")
+    return error
 
 
 def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachineProperties]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from cosmos_core.errors import Preempted, ProgramError
+from cosmos_core.registry import import_user_code
 from cosmos_core.run import stage as stage_module
 from cosmos_core.train import generation
 from cosmos_core.worker import program
+from tests.effects.change import GRPO, recipe
 
 
 def test_secrets_in_tables_of_custom_and_arguments_are_masked_also_in_processes_of_engines(
@@ -53,3 +55,29 @@ def test_a_function_that_exits_as_a_script_does_is_one_line() -> None:
             program._call_program(lambda _, code=code: sys.exit(code), stage)
     with pytest.raises(Preempted):
         program._call_program(lambda _: sys.exit(75), stage)  # it has saved, and goes on when the run is resumed
+
+
+@pytest.mark.parametrize("key", ["train.train_policy.trainer_type", "rollout.backend", "policy.model_class"])
+def test_an_error_in_a_users_algorithm_engine_or_family_names_key_file_and_line(key: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine:\n    def step(self, call):\n        return call()\n")
+    stage: Any = SimpleNamespace(
+        name="rl",
+        config=SimpleNamespace(entry="", arguments={}),
+        recipe=recipe({**GRPO, key: f"{tmp_path}/mine.py:Mine"}),
+    )
+    mine = import_user_code(f"{tmp_path}/mine.py:Mine")()
+
+    def divide() -> float:
+        return 1 / 0
+
+    message = rf"^{key} = '.*mine\.py:Mine': ZeroDivisionError: division by zero \(.*mine\.py:3\)$"
+    with pytest.raises(ProgramError, match=message):
+        program._call_program(lambda _: mine.step(divide), stage)
+    with pytest.raises(ZeroDivisionError):
+        program._call_program(lambda _: divide(), stage)  # not of the user
+
+    def lose_connection() -> None:
+        raise ConnectionResetError("gone")
+
+    with pytest.raises(ConnectionResetError):
+        program._call_program(lambda _: mine.step(lose_connection), stage)  # is tried again
