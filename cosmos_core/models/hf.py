@@ -187,7 +187,7 @@ def check_rows(
         check_token_ids(folder, embedding.weight.shape[0])
     max_row_tokens = find_longest_row_length(folder)
     max_positions = getattr(text_config, "max_position_embeddings", None)
-    prompt_lengths = [find_longest_row_length(folder, "prompt_ids", split) for split in completed_splits]
+    prompt_lengths = [find_longest_row_length(folder, "prompt_ids", name) for name in completed_splits]
     max_prompt_tokens = max(prompt_lengths, default=0)
     if max_positions and max_prompt_tokens >= max_positions:
         raise ModelError(
