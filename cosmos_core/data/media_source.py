@@ -44,7 +44,6 @@ _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name"
 _PATH_KEYS = ("image_path", "img_path", "images", "video_path")
 """Columns that contain the media of a row if it has no column of `_MEDIA_KEYS`; otherwise they are metadata."""
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-_MEDIA_FOLDERS = ("videos", "images")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 
 
@@ -128,7 +127,8 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     split_name = tar_split.partition("[")[0] if metadata_file else tar_split
     lists_media = metadata_file is not None and not text_files
     if split_name not in {"", "train"} and not tar_files and path.is_dir() and (lists_media or _is_media_folder(path)):
-        raise DataError(f"{config_key}.split = {split!r}, but {path} has no folder of that name")
+        missing = "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing}")
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
     if "[" in split and (tar_files or (text_files and not has_captions)):
         raise DataError(f"{config_key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
@@ -248,7 +248,7 @@ def describe_error(error: Exception) -> str:
 def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
     """Yield an item for each video or image NAME with a metas/NAME.txt, and for each metas/NAME.txt without media."""
     media_by_stem: dict[str, list[Path]] = {}
-    for file in _list_files(folder, _MEDIA_FOLDERS, _MEDIA_SUFFIXES):
+    for file in _list_files(folder, ("videos", "images"), _MEDIA_SUFFIXES):
         media_by_stem.setdefault(file.stem, []).append(file)
     embedding_by_stem = {file.stem: file for file in _list_files(folder, _EMBEDDING_FOLDERS, EMBEDDING_SUFFIXES)}
     text_files = _list_files(folder, ["metas"], [".txt"])

@@ -204,3 +204,12 @@ def test_shards_that_are_named_for_a_held_out_split_are_not_learned(tmp_path):
     assert [item.prompt for item in items_of(tmp_path, split=["val"])] == ["held"]
     with pytest.raises(DataError, match=r"split = 'train\[:1\]': .* has no rows to take a slice of"):
         items_of(tmp_path / "more.tar", split=["train[:1]"])
+
+
+def test_a_slice_of_a_folder_of_pairs_is_refused_as_one(tmp_path):
+    (tmp_path / "1.png").write_bytes(png())
+    (tmp_path / "1.txt").write_text("a cat")
+    with pytest.raises(DataError, match=r"split = 'train\[:1\]', but .* has no rows to take a slice of; name"):
+        items_of(tmp_path, split="train[:1]")
+    with pytest.raises(DataError, match=r"split = 'test', but .* has no folder of that name"):
+        items_of(tmp_path, split="test")
