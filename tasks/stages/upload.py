@@ -103,7 +103,8 @@ def _find_superseded_version(
     )
     versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}
     # A kill between the move of the pointer and the record of the publication leaves only the history of the target.
-    if hasattr(target, "history") and record["version"] in target.history():
+    is_repeated = read_state(stage.path).attempt > 1
+    if is_repeated and hasattr(target, "history") and record["version"] in target.history():
         versions.add(record["version"])
     if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
