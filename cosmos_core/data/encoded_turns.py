@@ -13,12 +13,17 @@ from cosmos_core.errors import DataError
 
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
 _TURN_LIST_START_REGEX = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+_TURN_PAIR_KEYS = ({"human", "assistant"}, {"user", "assistant"})
 _MAX_LITERAL_CHARACTERS = 1 << 20  # longer literals are not parsed: the parser needs 100 times their memory
 
 
 def decode_conversation(value: Any, location: str = "") -> Any:
-    """Decode a conversation that is stored as text; return any other value unchanged. Raise DataError if a text that
-    begins like turns cannot be decoded; without a `location` such a text is returned unchanged."""
+    """Decode a conversation that is stored as text, or as the pairs of turns of ms-swift; return any other value
+    unchanged. Raise DataError if a text that begins like turns cannot be decoded; without a `location` such a text is
+    returned unchanged."""
+    if isinstance(value, list) and value and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in value):
+        is_last = "assistant".__eq__  # columnar formats may have put it first
+        return [{"role": role, "content": pair[role]} for pair in value for role in sorted(pair, key=is_last)]
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
         return value
     turns = parse_json(value)

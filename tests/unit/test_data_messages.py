@@ -39,6 +39,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         {"messages": str(np.array([ASKED, ANSWERED]))},  # as pandas writes what it has read from parquet
         {"instruction": "", "input": "q", "output": "a"},
         {"conversations": SHAREGPT},
+        {"system": "", "conversation": [{"assistant": "a", "human": "q"}]},
         {"mine": [ASKED, ANSWERED], "messages": [ASKED]},
         {"prompt": "q", "response": "a"},
         {"prompt": "q", "completion": "a"},
