@@ -154,7 +154,10 @@ def _select_longer_prompt(
 def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
     """Return the chosen and the rejected completion of a row. In rows of ms-swift the chosen completion is in a column
     of turns or in `response`, and the rejected one in `rejected_messages`, or in `rejected_response`, in place of all
-    that follows the last turn of the user."""
+    that follows the last turn of the user. Older rows of LLaMA-Factory have both as a list in `output`."""
+    outputs = None if has_column_value(row, "chosen") else row.get("output")
+    if isinstance(outputs, list) and len(outputs) == 2 and all(isinstance(text, str) for text in outputs):
+        return [read_content(text, location) for text in outputs]
     rejected_column = find_column(row, _SWIFT_REJECTED_COLUMNS)
     chosen_column = find_column(row, (*_TURNS_COLUMNS, "response"))
     if has_column_value(row, "chosen") or not (rejected_column and chosen_column):

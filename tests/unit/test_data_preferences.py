@@ -70,6 +70,7 @@ FORMS: dict[str, Row] = {
         "rejected": {"from": "gpt", "value": "5"},
     },
     "other columns": {"question": "2+2?", "chosen": "4", "rejected": "5"},
+    "LLaMA-Factory, in one column": {"instruction": "2+2?", "input": "", "output": ["4", "5"]},
     "Argilla": {"input": "2+2?", "chosen": "4", "rejected": "5"},
     "ms-swift": {"messages": [user("2+2?"), assistant("4")], "rejected_response": "5"},
     "ms-swift, two conversations": {
