@@ -17,13 +17,11 @@ from cosmos_core.algorithms.base import metric_weights
 from cosmos_core.algorithms.registry import algorithm_class
 from cosmos_core.checkpoint.resume import check_checkpoint
 from cosmos_core.config.inputs import referenced_stage
-from cosmos_core.config.schema.distillation import DistillationConfig
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.pipeline import BLOCK_PREFIX
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.train import TrainConfig
@@ -123,7 +121,10 @@ def run(stage: Stage) -> Outcome:
             lines += _describe_precision(config, stage.recipe.train.param_dtype)
         teacher_config = stage.recipe.teacher_for_stage(stage.kind)
         if teacher_config and referenced_stage(teacher_config.model_name_or_path) is None:
-            lines.append(_check_teacher(teacher_config, stage.recipe, tokenizer))
+            lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
+            teacher_name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
+            mesh, master_dtype = stage.recipe.policy.parallelism, stage.recipe.train.master_dtype
+            check_teacher_parallelism(teacher_name, teacher_revision, master_dtype, mesh)
         reward_lines = check_rewards(stage)
         lines += reward_lines
         if reward_lines:
@@ -191,14 +192,11 @@ def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -
         apply_pp(model, parallelism, 0)
 
 
-def _check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check a teacher and, if there are several ranks, that the mesh can split it; return the report line about it."""
-    report_line, mesh = check_teacher(teacher, recipe, tokenizer), recipe.policy.parallelism
+def check_teacher_parallelism(model_name: str, revision: str | None, dtype: str, mesh: ParallelismConfig) -> None:
+    """Check that the mesh of a training can split its teacher, if there are several ranks."""
     if mesh.world_size > 1:
         with name_teacher_in_errors():
-            name, revision, dtype = teacher.model_name_or_path, teacher.model_revision, recipe.train.master_dtype
-            _check_parallelism(_open_without_weights(name, revision, dtype, mesh), mesh)
-    return report_line
+            _check_parallelism(_open_without_weights(model_name, revision, dtype, mesh), mesh)
 
 
 def _generates_completions(stage: StageContext) -> bool:

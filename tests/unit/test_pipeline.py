@@ -25,7 +25,7 @@ from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel import fsdp
 from cosmos_core.parallel.pipeline import apply_pp, extract_pipeline_stage, stage_layer_indices, stages_of_rank
 from cosmos_core.train import check
-from tests.effects.change import GRPO, SFT, recipe
+from tests.effects.change import SFT, recipe
 from tests.effects.change import stage_of as stage_of_run
 from tests.unit.tiny_families import save_family
 
@@ -191,18 +191,16 @@ def test_a_check_refuses_heads_that_ranks_cannot_split(axis: str, tmp_path: Path
     ],
 )  # fmt: skip
 def test_a_check_refuses_what_a_mesh_cannot_split(
-    family: str, mesh: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, mesh: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     """Of the policy, and of a teacher, whose weights lie on the same ranks."""
     settings = {f"policy.parallelism.{axis}": size for axis, size in mesh.items()}
     folder = save_family(family, tmp_path / family)
     with pytest.raises(ModelError, match=f"^policy.parallelism.{message}"):
         check.run(stage_of_run(tmp_path / "policy", recipe({**SFT, **settings}), model=folder))
-    monkeypatch.setattr(check, "check_teacher", lambda *_: "teacher")  # its tokens are those of another model
-    teacher = {"distillation.enable": True, "distillation.model_name_or_path": str(folder)}
-    student = recipe({**GRPO, **settings, **teacher})
+    parallelism = recipe(settings).policy.parallelism
     with pytest.raises(ModelError, match=f"^distillation.model_name_or_path: policy.parallelism.{message}"):
-        check._check_teacher(student.distillation, student, None)  # type: ignore[arg-type]
+        check.check_teacher_parallelism(str(folder), None, "float32", parallelism)
 
 
 def test_hidden_states_are_received_on_the_device_that_computes() -> None:
