@@ -78,12 +78,19 @@ def _list_validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]
     columns, compared_stages, branch_stages = [], select_compared_stages(run), list_sweep_stages(run)
     for stage in run.stages:
         if stage.kind.trains_model and stage.name not in branch_stages:
-            initial_metrics = next((line for line in stage.metric_lines if line.get("step") == 0), {})
+            initial_metrics = _find_initial_validation(stage)
             if metrics := {key: value for key, value in initial_metrics.items() if _is_validation_metric(key)}:
                 columns.append((f"before {stage.name}", metrics))
         if stage in compared_stages:
             columns.append((stage.name, stage.metrics))
     return columns
+
+
+def _find_initial_validation(stage: StageRecord) -> dict[str, Any]:
+    """Return the metrics of the validation before the first train step, which is at step N if a training starts from
+    the checkpoint of step N of another run; empty if there was none."""
+    first_line = min(stage.metric_lines, key=lambda line: line["step"], default={})
+    return first_line if all(key.startswith(("step", "time", "validation/")) for key in first_line) else {}
 
 
 def _is_validation_metric(key: str) -> bool:
@@ -96,7 +103,8 @@ def make_sample_table(run: RunRecord) -> dict[str, Any]:
     columns: list[tuple[str, dict[str, LoggedSample]]] = []
     compared_stages = select_compared_stages(run)
     for stage in (stage for stage in run.stages if stage.samples):
-        initial_samples = [line for line in stage.samples if line.step == 0] if stage.kind.trains_model else []
+        initial_step = _find_initial_validation(stage).get("step") if stage.kind.trains_model else None
+        initial_samples = [line for line in stage.samples if line.step == initial_step]
         if initial_samples:
             columns.append((f"before {stage.name}", {line.prompt: line for line in initial_samples}))
         if stage.kind.feed != "rollouts" or (initial_samples and stage in compared_stages):

@@ -168,12 +168,15 @@ def test_the_page_names_the_rewards_and_the_weights_that_were_trained(
     assert (dict(facts)["reward"], dict(facts)["trains"]) == (rewards, "some weights")
 
 
-def test_what_was_measured_before_the_first_step_is_before_what_was_measured_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [0, 7], ids=["model", "checkpoint"])
+def test_what_was_measured_before_the_first_step_is_before_what_was_measured_after(tmp_path: Path, step: int) -> None:
+    """A training may start from the checkpoint of another run, at the step of which it is measured."""
     run = finished_run(tmp_path)
     for stage, loss in (("sft", 4.1), ("grpo", 0.45)):
-        start = {"step": 0, "validation/loss": loss, "time/validate": 1.0}
-        write_lines(run / f"stages/{stage}/metrics.jsonl", [start, {"step": 1, "loss": 2.0}])
-        write_lines(run / f"stages/{stage}/samples.jsonl", [{"step": 0, "prompt": "2+2?", "completion": f"of {stage}"}])
+        start = {"step": step, "validation/loss": loss, "time/validate": 1.0}
+        write_lines(run / f"stages/{stage}/metrics.jsonl", [start, {"step": step + 1, "loss": 2.0}])
+        samples = [{"step": step, "prompt": "2+2?", "completion": f"of {stage}"}]
+        write_lines(run / f"stages/{stage}/samples.jsonl", samples)
     names, rows = make_validation_metrics_table(read_run(run))
     assert names == ["eval-base", "before sft", "eval-sft", "before grpo", "eval-grpo"]
     [loss] = [row for row in rows if row["name"] == "loss"]
