@@ -33,6 +33,7 @@ _IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_COLUMNS = ("images", "image")
 _OTHER_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
 """Columns of images that are read only if no part of a turn names the source of its image."""
+_IMAGE_SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _BASE64_IMAGE_REGEX = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 """Pattern of a PNG, JPEG, GIF or WebP file in base64, which data sets of Cosmos-RL have without `data:` before it."""
@@ -74,6 +75,12 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
         problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"
         raise DataError(f"{location}: {problem}; give it a column `image` or `images`")
     return turns_with_placeholders, sources
+
+
+def has_image_sizes(turns: list[Message]) -> bool:
+    """Return whether a part of the turns gives the size of its image, as rows for Qwen's models may."""
+    parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
+    return any(part.get(key) is not None for part in parts for key in _IMAGE_SIZE_KEYS)
 
 
 def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:

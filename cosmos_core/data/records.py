@@ -28,7 +28,7 @@ from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
 from cosmos_core.data.columns import is_filled
 from cosmos_core.data.conversation import tokenise_conversation, truncate_tokens
 from cosmos_core.data.formats import LocatedRow
-from cosmos_core.data.images import align_images, read_image
+from cosmos_core.data.images import align_images, has_image_sizes, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
 from cosmos_core.data.learned import list_added_tokens
 from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
@@ -290,6 +290,7 @@ def make_conversation_record(
     )
     ids, mask = truncate_visual_tokens(tokens, row_spec.max_tokens, location)
     counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+    counts["sized_images"] = int(has_image_sizes(turns))
     counts["truncated_rows"] = int(len(tokens.ids) > row_spec.max_tokens)
     return Record((ids, mask, image_refs, location), has_merged_turns, counts)
 

@@ -46,8 +46,9 @@ class RowChunk(NamedTuple):
     counts: Counter[str]
     """Counts of `images`, `image_tokens` and `learned_ends` (learned end tokens), and of rows: `truncated_rows`
     were cut, `other_column` were read from another column than the recipe names, `plain_rows` learn every token,
-    `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column, and
-    `rendered_texts` have the end token of a turn in a text that the chat template renders as one turn."""
+    `continued_rows` are plain text whose prompt has no loss, `text_alone` leave out a response in another column,
+    `rendered_texts` have the end token of a turn in a text that the chat template renders as one turn, and
+    `sized_images` give the size of an image."""
     unread_column_counts: Counter[str]
     """Number of rows in which a column has a value that the tokenised row does not contain, by column name."""
 
@@ -141,6 +142,11 @@ class SplitCounts:
             lines.append(
                 f"{count} of {self.num_rows} rows have the token that ends a turn in a text, which the chat template "
                 "renders once more; give turns, or the words of one turn alone"
+            )
+        if count := self._counts["sized_images"]:
+            lines.append(
+                f"{count} of {self.num_rows} rows give the size of an image (max_pixels or another key of its part), "
+                "which has no effect: custom.vision.min_pixels and max_pixels are those of all images"
             )
         if count := sum(int((lengths > self._max_prompt_tokens).sum()) for lengths in self._row_lengths):
             lines.append(

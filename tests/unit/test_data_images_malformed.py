@@ -15,10 +15,11 @@ from cosmos_core.data.images import read_image
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.data.messages import read_conversation
+from cosmos_core.data.prepare import run
 from cosmos_core.errors import DataError
 from cosmos_core.models.hf import load_tokenizer
 from tests.unit.data_tokenizers import learned
-from tests.unit.test_data_images import ANSWER, CAT, SHOWN, prepare
+from tests.unit.test_data_images import ANSWER, CAT, SHOWN, prepare, stage_with
 from tests.unit.tiny_vlms import MIXED, PARTS, picture, save_vlm
 
 
@@ -119,6 +120,20 @@ def test_pairs_whose_images_differ_are_refused_and_not_learned_with_one_of_them(
     assert len(open_pairs(prepare(tmp_path / "a", model, [], train_policy=policies["cat"]), "train")) == 1
     with pytest.raises(DataError, match=r"^dog\.jsonl:1: column 'rejected_images' differs from the images"):
         prepare(tmp_path / "b", model, [], train_policy=policies["dog"])
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_a_size_of_one_image_that_has_no_effect_is_told(tmp_path, model, method):
+    (tmp_path / "cat.png").write_bytes(CAT)
+    shown = [{"type": "image", "image": "cat.png", **size} for size in ({"max_pixels": 64}, {"max_pixels": None})]
+    turns = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]} for part in shown]
+    rows = [{"messages": [turn, ANSWER]} for turn in turns]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = {"type": method, "dataset": {"name": str(tmp_path / "b.jsonl")}}
+    assert run(stage_with(tmp_path / "s", model, [], train_policy=policy)).info["notices"] == [
+        "train: 1 of 2 rows give the size of an image (max_pixels or another key of its part), which has no effect: "
+        "custom.vision.min_pixels and max_pixels are those of all images"
+    ]
 
 
 def test_a_file_uri_may_name_the_host_and_escape_characters(tmp_path):

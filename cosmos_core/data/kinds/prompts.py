@@ -15,7 +15,7 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.columns import find_column
 from cosmos_core.data.conversation import tokenise_prompt, tokenise_rendered_prompt
-from cosmos_core.data.images import is_pillow_image
+from cosmos_core.data.images import has_image_sizes, is_pillow_image
 from cosmos_core.data.kinds.base import IDS_TYPE, VALIDATION_SPLIT, HeldOutSet, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.kinds.sequences import open_sequences
@@ -129,6 +129,7 @@ class PromptsKind(TokenisedKind):
             )
             check_tools(tools, text, location)
             counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+            counts["sized_images"] = int(has_image_sizes(messages))
             values = (tokens.ids, text, reference_response, reward_columns, image_refs, location)
             return Record(values, has_merged_turns, counts)
         (ids, text), has_merged_turns = tokenise_turns(
