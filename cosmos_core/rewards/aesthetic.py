@@ -1,5 +1,6 @@
 """Aesthetic score of an image by the LAION predictor: linear layers over its CLIP embedding, without the prompt."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ class AestheticReward:
     """Reward model with the score `aesthetic`, about 1 to 10; `options.predictor` is the file of the linear layers."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        predictor_file = Path(settings.options.get("predictor", ""))
-        if not predictor_file.is_file():
+        predictor = str(settings.options.get("predictor") or "")
+        predictor_file = Path(os.path.expanduser(predictor))
+        if predictor and not predictor_file.is_file():
+            problem = f"predictor = {predictor!r}: no such file in {str(Path.cwd())!r}"
+            raise RewardError(f"the reward 'aesthetic': {problem}; give the whole path")
+        if not predictor:
             raise RewardError(
                 "the reward 'aesthetic' needs predictor, in [custom.aesthetic] of a recipe or in options of a service: "
                 "the file of LAION's layers over CLIP, such as sac+logos+ava1-l14-linearMSE.pth, or as safetensors"

@@ -277,6 +277,11 @@ def test_what_cannot_be_had_is_refused_in_one_line(name: str, reason: str) -> No
     assert reason in str(caught.value) and str(caught.value).isprintable()
 
 
+def test_a_predictor_that_is_not_there_is_named() -> None:
+    with pytest.raises(RewardError, match=r"predictor = 'lost/layers\.pth': no such file in '/"):
+        load_scorer("aesthetic", "", RewardModelSettings(options={"predictor": "lost/layers.pth"}))
+
+
 @pytest.fixture(scope="module")
 def image_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random ImageReward in the names of its own code, and the modules of transformers that it came from."""
