@@ -108,10 +108,8 @@ def run(stage: Stage) -> Outcome:
         lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
         refused_settings = find_refused_generation_settings(stage.model, revision)
         if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            raise ModelError(
-                f"{stage.model}/{GENERATION_CONFIG}: vLLM refuses to load {', '.join(refused_settings)}; "
-                "remove it there"
-            )
+            problem = f"vLLM refuses to load {', '.join(refused_settings)}"
+            raise ModelError(f"{stage.model}/{GENERATION_CONFIG}: {problem}; remove it there")
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
             rollout = stage.recipe.rollout
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
@@ -122,12 +120,11 @@ def run(stage: Stage) -> Outcome:
         teacher_config = stage.recipe.teacher_for_stage(stage.kind)
         if teacher_config and referenced_stage(teacher_config.model_name_or_path) is None:
             lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
-            teacher_name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
+            name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
             mesh, master_dtype = stage.recipe.policy.parallelism, stage.recipe.train.master_dtype
-            check_teacher_parallelism(teacher_name, teacher_revision, master_dtype, mesh)
-        reward_lines = check_rewards(stage)
-        lines += reward_lines
-        if reward_lines:
+            check_teacher_parallelism(name, teacher_revision, master_dtype, mesh)
+        if reward_lines := check_rewards(stage):
+            lines += reward_lines
             lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
     return Outcome(info={**info, "found": "; ".join(lines)})
 
