@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ from typing import Any
 
 from cosmos_core.errors import ConfigError, StageFailed
 
-_MEASURE_TIMEOUT_SECONDS = 120
+_MEASURE_TIMEOUT_SECONDS, _CONNECT_TIMEOUT_SECONDS = 120, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,27 @@ def _measure_machine(
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if ray_address:
             messages = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: the cluster gives no properties: {messages}") from error
+            connection_error = find_connection_error(ray_address)
+            problem = f"it is not reached: {connection_error}" if connection_error else f"no properties: {messages}"
+            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {problem}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
     # Read the GPUs in this process: all interpreters see the same, and another interpreter may lack pynvml.
     gpus = tuple(machine_properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
     return replace(machine_properties, gpus=gpus)
+
+
+def find_connection_error(address: str) -> str:
+    """Return why an address `host:port` cannot be connected to; empty if it can, or the address has another form."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address:
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def map_device_entries_to_uuids() -> dict[str, str]:

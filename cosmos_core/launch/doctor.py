@@ -4,7 +4,6 @@ The machines of workers that `cosmos worker` started report themselves to the Pr
 """
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ from typing import Any
 from cosmos_core.environment import mask_text
 from cosmos_core.launch import worker_report
 from cosmos_core.launch.worker_report import is_worker_online, read_free_bytes
+from cosmos_core.machine_properties import find_connection_error
 
 _MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
-_MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS, _CONNECT_TIMEOUT_SECONDS = 1.0, 5.0, 5.0
+_MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS = 1.0, 5.0
 _MIN_DISK_BYTES = 20 * 2**30
 
 
@@ -139,11 +139,8 @@ def _check_ray() -> Iterator[Diagnosis]:
     ray_address = os.environ.get("RAY_ADDRESS", "")
     if ":" not in ray_address or "://" in ray_address:
         return
-    host, _, port = ray_address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS).close()
-    except (OSError, ValueError) as error:
-        yield Diagnosis("Ray", f"RAY_ADDRESS = {ray_address!r} is not reached: {error}", is_healthy=False)
+    if connection_error := find_connection_error(ray_address):
+        yield Diagnosis("Ray", f"RAY_ADDRESS = {ray_address!r} is not reached: {connection_error}", is_healthy=False)
         return
     ray_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(ray_token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import pytest
 
 from cosmos_core import machine_properties
 from cosmos_core.cluster.properties import collect_cluster_properties, rank_environment, with_environment
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.machine_properties import MachineProperties, measure_machine, measure_worker_machine
 from cosmos_core.run.digests import DigestCache
@@ -180,6 +181,20 @@ def test_a_rank_of_a_cluster_has_its_variables_before_it_imports_what_it_runs(
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     command = [sys.executable, "-c", program]
     assert subprocess.check_output(command, input=pickle.dumps(function), env=environment) == b"at http://mirror\n"
+
+
+def test_a_cluster_that_is_not_reached_is_told_from_one_that_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expire(command: list[str], **settings: Any) -> str:
+        raise subprocess.TimeoutExpired(command, 120)
+
+    monkeypatch.setattr(machine_properties.subprocess, "check_output", expire)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(StageFailed, match=f"^RAY_ADDRESS = '{address}': no properties: .*timed out after 120"):
+            measure_worker_machine(may_use_ray=True)
+    with pytest.raises(StageFailed, match=f"^RAY_ADDRESS = '{address}': it is not reached: .*Connection refused"):
+        measure_worker_machine(may_use_ray=True)
 
 
 def test_a_cluster_whose_gpus_are_all_taken_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
