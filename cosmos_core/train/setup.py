@@ -166,7 +166,7 @@ class _TrainingSetup:
         return TrainLoop(
             stage, train_config, trainer, sample_feed, self.algorithm, self._make_checkpointer(), validation,
             hooks=Hooks(stage), profiler_config=self._recipe.profiler,
-            check_metrics=_make_drift_check(train_config, self._sampling, should_stop=should_stop),
+            check_metrics=_make_drift_check(train_config, self._sampling, trainer, should_stop=should_stop),
             moving_average=MovingAverage(trainer.weight_sets, train_config) if train_config.ema_enable else None,
             mfu_counter=FlopsUtilization(trainer, train_config.param_dtype) if reports_mfu else None,
             speed_tuning=self._make_speed_tuning(sample_feed), first_checkpoint=first_checkpoint,
@@ -342,10 +342,12 @@ def _completion_metrics_fn(
 
 
 def _make_drift_check(
-    train: TrainConfig, sampling: Sampling | None, *, should_stop: bool
+    train: TrainConfig, sampling: Sampling | None, trainer: Trainer, *, should_stop: bool
 ) -> Callable[[int, dict[str, float]], dict[str, float]]:
     """Return a function that checks for log-probability drift between engines and trainer, if completions are text."""
     if sampling is None or sampling.flow is not None:
         return lambda step, metrics: {}
     dtype = getattr(torch, train.param_dtype)
-    return LogprobDriftCheck(dtype, get_transfer_dtype(train), sampling, should_stop=should_stop).check_step
+    return LogprobDriftCheck(
+        dtype, get_transfer_dtype(train), sampling, should_stop=should_stop, has_dropout=trainer.has_dropout
+    ).check_step

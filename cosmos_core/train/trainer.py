@@ -67,7 +67,7 @@ class Trainer:
     @property
     def has_separate_gradients(self) -> bool:
         """Return whether the gradient of a sample depends on no other sample of the update and on no random number."""
-        return not self.adapter.has_model_loss and not self._has_dropout
+        return not self.adapter.has_model_loss and not self.has_dropout
 
     @property
     def samples_per_pass(self) -> int:
@@ -147,14 +147,14 @@ class Trainer:
         self.weight_sets.move_towards_policy(weights, fraction)
 
     @property
-    def _has_dropout(self) -> bool:
+    def has_dropout(self) -> bool:
         """Return whether the model has dropout; the value is the same on all ranks, also of a pipeline."""
         adapter = self.adapter  # `adapter.meta_copy` has all modules of the model, also on a pipeline rank
         return has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
     def _find_sets_equal_to_policy(self, names: Sequence[str]) -> list[str]:
         """Return those of the named weight sets that equal the policy on all ranks; none if the model has dropout."""
-        if not names or self._has_dropout:
+        if not names or self.has_dropout:
             return []
         equal_names_by_rank = all_gather_object([name for name in names if self.weight_sets.equals_policy(name)])
         return [name for name in names if all(name in rank_names for rank_names in equal_names_by_rank)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.rollout import hf
 from cosmos_core.rollout.base import EngineSettings
 from cosmos_core.run.progress import read_metrics
@@ -52,6 +53,22 @@ def test_what_sampling_changes_is_no_alarm(sampling: Sampling, difference: float
     drift = LogprobDriftCheck(torch.float32, None, sampling)
     assert drift.check_step(1, metrics) == {"watch/alarm": alarm}
     assert drift.check_step(2, {"rollout/tokens_not_finite": 2.0}) == {"watch/alarm": 1.0}
+
+
+def test_dropout_of_an_adapter_which_the_engine_does_not_apply_is_no_alarm(
+    task: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    config = recipe({**GRPO, "entropy_coeff": 1.0}, train_batch_per_replica=8, max_num_steps=2, optm_lr=0.1)
+    lora = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear")
+    config = config.copy_with(policy=config.policy.copy_with(lora=lora))
+    at = make_stage(tmp_path / "rl", "rl", config, task / "task/model", task / "rl-data/data")
+    train(at)
+    lines = read_metrics(at.path / "metrics.jsonl")
+    assert [line["watch/alarm"] for line in lines] == [0.0, 0.0]
+    assert lines[-1]["rollout/logprob_difference_mean"] > 0.001, "more than rounding explains"
+    drift = LogprobDriftCheck(torch.float32, None, Sampling(), has_dropout=True)
+    assert drift.check_step(1, {"rollout/logprob_difference_mean": 1.5}) == {"watch/alarm": 1.0}
 
 
 @pytest.mark.parametrize("takes_rollouts", [False, True])
