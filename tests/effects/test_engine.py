@@ -60,7 +60,9 @@ def test_it_changes_what_an_alarm_does(change: Change) -> None:
 
     def watch(recipe: Recipe) -> dict[str, float]:
         should_stop = recipe.rollout.stop_on_alarm
-        return setup._make_drift_check(recipe.train, training_sampling(recipe), should_stop=should_stop)(1, metrics)
+        trainer: Any = SimpleNamespace(has_dropout=False)
+        sampling = training_sampling(recipe)
+        return setup._make_drift_check(recipe.train, sampling, trainer, should_stop=should_stop)(1, metrics)
 
     assert watch(change.before) == {"watch/alarm": 1.0}
     with pytest.raises(StageFailed, match="differ by 100 nats per token"):
