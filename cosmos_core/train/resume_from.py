@@ -21,6 +21,7 @@ from cosmos_core.checkpoint.resume import (
     saved_steps,
     step_folder,
 )
+from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.table import flatten_nonempty_tables
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError, StageFailed
@@ -99,7 +100,7 @@ def _identify_model(ingredients: dict[str, Any]) -> tuple[str, str]:
     """Return the form in which a fingerprint has a model (`stage`, `hub:`, `remote:`, or empty for the digest of a
     folder), and its value in this form. Values of different forms cannot be compared."""
     model = str(ingredients["model"])
-    if stage_digest := ingredients["inputs"].get(model):
+    if stage_digest := ingredients["inputs"].get(referenced_stage(model) or ""):
         return "stage", stage_digest
     return model[: model.find(":") + 1], model
 

@@ -12,6 +12,8 @@ from cosmos_core.errors import ModelError
 from cosmos_core.train.resume_from import check_base_model, warn_of_other_step_size
 from tests.effects.change import GRPO, SFT, recipe
 
+OF_STAGE = {"model": "stage:first", "inputs": {"first": "ab"}}
+
 
 def checkpoint(folder: Path, ingredients: dict[str, Any], source: dict[str, Any] | None = None) -> Path:
     """The checkpoint of step 4 of a stage with a fingerprint."""
@@ -28,10 +30,10 @@ def checkpoint(folder: Path, ingredients: dict[str, Any], source: dict[str, Any]
         ({"model": "ab"}, {"model": "ab"}, ""),
         ({"model": "ab"}, {"model": "cd"}, "began from another model"),
         ({"model": "hub:a/b@1"}, {"model": "hub:a/b@2"}, "began from another model"),
-        ({"model": "first", "inputs": {"first": "ab"}}, {"model": "again", "inputs": {"again": "ab", "x": "y"}}, ""),
-        ({"model": "first", "inputs": {"first": "ab"}}, {"model": "first", "inputs": {"first": "c"}}, "began from ano"),
+        (OF_STAGE, {"model": "stage:again", "inputs": {"again": "ab", "x": "y"}}, ""),
+        (OF_STAGE, {**OF_STAGE, "inputs": {"first": "c"}}, "began from another model"),
         ({"model": "hub:a/b@1"}, {"model": "ab"}, "it is not known whether it began from MODEL"),
-        ({"model": "first", "inputs": {"first": "ab"}}, {"model": "cd"}, "it is not known whether it began from MODEL"),
+        (OF_STAGE, {"model": "cd"}, "it is not known whether it began from MODEL"),
     ],
 )
 def test_a_base_model_is_compared_in_the_form_in_which_both_runs_have_it(
