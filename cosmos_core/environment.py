@@ -9,7 +9,7 @@ import os
 import re
 import ssl
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -35,8 +35,8 @@ _SECRET_NAME_PATTERN = re.compile(
 )
 _CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[.-]")
 _CREDENTIAL_PATTERN = re.compile(
-    r"(?:^|_)(?:api|access|auth|bearer|bot|cred\w*|encrypt\w*|\w*pass(?:word|wd|phrase)|pass|private|secrets?|sign(?:ing)?)"
-    r"(?:key)?(?:_|$)",
+    r"(?:^|_)(?:api|access|o?auth(?!ors?(?:_|$))\w*|bearer|bot|cred\w*|encrypt\w*|\w*pass(?:word|wd|phrase)|(?:user)?pass|private"
+    r"|secrets?|sign(?:ing|ature)?)(?:key)?(?:_|$)",
     re.I,
 )
 _LOCATION_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
@@ -132,15 +132,15 @@ def mask_error_message(error: BaseException) -> None:
         notes[:] = map(mask_text, notes)
 
 
-def find_secrets(values: Any, parent_key: str = "") -> Iterator[str]:
+def find_secrets(values: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield each string in nested settings whose key, or a key above it, is the name of a secret, such as `api_key`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from find_secrets(value, parent_key if _is_secret_name(parent_key) else str(key))
+            yield from find_secrets(value, (*keys, str(key)))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from find_secrets(value, parent_key)
-    elif isinstance(values, str) and _is_secret_setting(parent_key, values):
+            yield from find_secrets(value, keys)
+    elif isinstance(values, str) and _is_secret_setting(keys, values):
         yield values
 
 
@@ -151,7 +151,7 @@ def mask_named_secrets(values: Any, parent_key: str = "") -> Any:
         return {key: mask_named_secrets(value, secret_key or str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):
         return [mask_named_secrets(value, parent_key) for value in values]
-    return MASK if isinstance(values, str) and _is_secret_setting(parent_key, values) else values
+    return MASK if isinstance(values, str) and _is_secret_setting((parent_key,), values) else values
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:
@@ -163,10 +163,7 @@ def mask_settings(settings: Any, key: str = "") -> Any:
         return type(settings)(mask_settings(value, key) for value in settings)
     if not isinstance(settings, str) or not _USER_SETTING_PATTERN.search(key):
         return settings
-    names = key.split(".")
-    return (
-        "***" if _is_secret_setting(next(filter(_is_secret_name, names), names[-1]), settings) else mask_text(settings)
-    )
+    return MASK if _is_secret_setting(key.split("."), settings) else mask_text(settings)
 
 
 def mask_file(file: Path, names: Iterable[str] = ()) -> None:
@@ -213,11 +210,13 @@ def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
     return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
 
 
-def _is_secret_setting(key: str, value: str) -> bool:
-    """Return True if the key of a setting is the name of a secret, and its value is neither a word such as the name of
-    a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the path of a secret."""
-    is_word = _WORD_PATTERN.fullmatch(value) and not _CREDENTIAL_PATTERN.search(_CAMEL_CASE_BOUNDARY.sub("_", key))
-    return _is_secret_name(key) and not (is_word or _LOCATION_PATTERN.search(key))
+def _is_secret_setting(keys: Sequence[str], value: str) -> bool:
+    """Return True if one of the keys that lead to a setting is the name of a secret, and its value is neither a word,
+    such as the name of a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the
+    path of a secret."""
+    secret_names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys if _is_secret_name(key)]
+    is_word = _WORD_PATTERN.fullmatch(value) and not any(map(_CREDENTIAL_PATTERN.search, secret_names))
+    return bool(secret_names) and not (is_word or _LOCATION_PATTERN.search(keys[-1]))
 
 
 @lru_cache(maxsize=1024)

@@ -157,6 +157,7 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
         "accessKey": "cdefghij",
         "apikey": "klmnopqr",
         "db_password": "stuvwxyz",
+        **{name: f"{name}_letters" for name in ("oauth_token", "authorization_token", "signature_key", "userpass_key")},
     }
     assert list(find_secrets(letters)) == list(letters.values())
 
@@ -173,6 +174,10 @@ def test_settings_are_shown_without_what_users_name_a_secret() -> None:
     assert shown == {"custom": masked, "train": {"score_key": "f", "seed": None}}
     columns = {"api": {"text_key": "question"}, "signal": {"label_key": "text"}}
     assert mask_settings({"custom": columns}) == {"custom": columns}
+    nested = {"tokens": {"openai_password": "correcthorse"}, "text_key": {"password": "batterystaple"}}
+    masked = {"tokens": {"openai_password": "***"}, "text_key": {"password": "***"}}
+    assert mask_settings({"custom": nested}) == {"custom": masked}
+    assert list(find_secrets(nested)) == ["correcthorse", "batterystaple"]
     assert mask_settings({"custom": {"credentials": {"of": "abc"}}}) == {"custom": {"credentials": {"of": "***"}}}
     assert mask_settings("abc", "entry.arguments.api_key") == "***" and mask_settings("abc", "judge.key_env") == "abc"
 
