@@ -172,8 +172,12 @@ def run_as_rank(program: RankProgram, messages: RankMessages, rendezvous: Rendez
         with process_group(rendezvous):
             return_value = program(messages)
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
-        if not isinstance(error, CosmosError):
+        is_user_error = type(error) is ProgramError
+        if is_user_error or not isinstance(error, CosmosError) or "traceback in the log" in str(error):
             traceback.print_exc()
+        if is_user_error:
+            error = RankRaised(f"rank {rendezvous.rank}: {error}")
+        elif not isinstance(error, CosmosError):
             error_class = RankFailed if is_transient(error) else RankRaised
             error = error_class(f"rank {rendezvous.rank}: {type(error).__name__}: {error}")
         return False, error
@@ -212,7 +216,17 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                 signal.signal(signal.SIGTERM, sigterm_handler)  # `ray.init` sets one that ends this process
             yield ray, owns_cluster, actor_threads
         finally:
+            if owns_cluster:
+                _skip_sigterm_at_shutdown(ray)
             ray.shutdown()
+
+
+def _skip_sigterm_at_shutdown(ray: Any) -> None:
+    """Let `ray.shutdown` kill the processes of an embedded cluster at once. They block SIGTERM, after which it would
+    wait a second for each."""
+    if (node := ray._private.worker._global_node) is not None:
+        kill_all_processes = node.kill_all_processes
+        node.kill_all_processes = lambda **settings: kill_all_processes(**{**settings, "allow_graceful": False})
 
 
 @contextmanager

@@ -55,7 +55,11 @@ def test_the_processes_of_an_embedded_cluster_live_until_it_is_shut_down(monkeyp
         os.kill(os.getpid(), signal.SIGTERM)  # and meanwhile this process is asked to stop
         children.append(subprocess.Popen(["sleep", "600"]))
 
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=start, shutdown=lambda: children[0].kill()))
+    kills: list[dict[str, bool]] = []
+    node = SimpleNamespace(kill_all_processes=lambda **settings: kills.append(settings) or children[0].kill())
+    worker = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
+    shutdown = lambda: node.kill_all_processes(check_alive=False, allow_graceful=True)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=start, shutdown=shutdown, _private=worker))
     monkeypatch.setattr(group, "_restrict_ray_access", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     previous = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
@@ -69,3 +73,4 @@ def test_the_processes_of_an_embedded_cluster_live_until_it_is_shut_down(monkeyp
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert children[0].wait() == -signal.SIGKILL
+    assert kills == [{"check_alive": False, "allow_graceful": False}], "SIGTERM is blocked: Ray would wait in vain"

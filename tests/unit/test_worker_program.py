@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cosmos_core.cluster import group
+from cosmos_core.cluster.group import RankRaised
+from cosmos_core.cluster.rank import RankMessages, Rendezvous
 from cosmos_core.errors import Preempted, ProgramError
 from cosmos_core.registry import import_user_code
 from cosmos_core.run import stage as stage_module
@@ -58,7 +63,9 @@ def test_a_function_that_exits_as_a_script_does_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("key", ["train.train_policy.trainer_type", "rollout.backend", "policy.model_class"])
-def test_an_error_in_a_users_algorithm_engine_or_family_names_key_file_and_line(key: str, tmp_path: Path) -> None:
+def test_an_error_in_a_users_algorithm_engine_or_family_names_key_file_and_line(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text("class Mine:\n    def step(self, call):\n        return call()\n")
     stage: Any = SimpleNamespace(
         name="rl",
@@ -75,6 +82,11 @@ def test_an_error_in_a_users_algorithm_engine_or_family_names_key_file_and_line(
         program._call_program(lambda _: mine.step(divide), stage)
     with pytest.raises(ZeroDivisionError):
         program._call_program(lambda _: divide(), stage)  # not of the user
+    monkeypatch.setattr(group, "process_group", lambda rendezvous: nullcontext())
+    rank_program = lambda _: program._call_program(lambda _: mine.step(divide), stage)  # noqa: E731
+    is_done, error = group.run_as_rank(rank_program, RankMessages(), Rendezvous(1, 2, "127.0.0.1", 1, 0))
+    assert not is_done and isinstance(error, RankRaised) and re.match(message.replace("^", "rank 1: "), str(error))
+    assert "Traceback" in (log := capfd.readouterr().err) and "return 1 / 0" in log
 
     def lose_connection() -> None:
         raise ConnectionResetError("gone")
