@@ -36,9 +36,13 @@ _WORDS_AROUND_MATH = re.compile(
     r"|\A\s*(?!sqrt|sinh|cosh|tanh|arc)[A-Za-z]{4,}(?::\s*| +(?:- +)?)(?=[\\\d(-]|[a-z] ?=)"  # Therefore \frac{1}{2}
     r"|\A\s*[A-Za-z]{2,}(?: +[A-Za-z]+)*? +[A-Za-z]{2,}[\s:]+(?=[\\\d(-]|[a-z] ?=)"  # the answer is x = \frac{1}{2}
     r"|(?<=[\d}%]) +(?:[a-z]{4,}(?: of\b.*)?\W*|of [a-z].*)\Z"  # \frac{1}{2} of the cake
-    r"|(?<=\})(?: or|\s*=)\s*\d*(?:\.\d+(?:\\?%)?|\\?%)\s*\Z",  # \frac{3}{8} or 37.5\%
+    r"|(?<=\})(?: or \d*\.?\d+\\?%|\s*=\s*\d*\.\d+)\s*\Z",  # \frac{3}{8} or 37.5\%
     re.S,
 )
+_WORDS_OF_MATH = re.compile(
+    r"\b(?:negative|minus|plus|half|double|twice|hundred|thousand|[mbtr]+illion|dozen|pairs?|squared|cubed|factorial|alpha|beta"
+    r"|gamma|delta|theta|lambda|sigma|omega|infinity)\b", re.I,
+)  # fmt: skip
 _BOXED_INTEGER_PATTERN = re.compile(rf"\\boxed\{{{_INTEGER_PATTERN}\}}[\s$.]*")
 
 
@@ -95,11 +99,12 @@ def _grade_completion(completion_end: str, reference: str) -> float:
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
-    boxed_texts = [f"\\boxed{{{text}}}"]
-    if _MATH_DELIMITER.search(text):
-        text_groups = [[text], boxed_texts]
-    else:  # math-verify would find the fraction alone in x + \frac{1}{2}, and multiply the letters of words
-        text_groups = [[f"\\boxed{{{_WORDS_AROUND_MATH.sub('', text)}}}", *boxed_texts], [text]]
+    boxed_text = f"\\boxed{{{text}}}"
+    text_groups = [[text], [boxed_text]]
+    if not _MATH_DELIMITER.search(text):
+        # math-verify would find the fraction alone in x + \frac{1}{2}, and multiply the letters of words.
+        formula = text if _WORDS_OF_MATH.search(text) else _WORDS_AROUND_MATH.sub("", text)
+        text_groups = [[*dict.fromkeys([f"\\boxed{{{formula}}}", boxed_text])], [text]]
     parsed_groups = ([e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in text_groups)
     return next(filter(None, parsed_groups), [])
 

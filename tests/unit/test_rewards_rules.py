@@ -206,6 +206,9 @@ def test_direct_math_compares_the_last_answer_line_after_normalisation(answer, r
             for said in ("dollars", "chance", "of the cake", "or 75\\%", "= 0.75", "probability of rain")
         ],
         ("\\boxed{3/4 dollars}", "3/4 dollars", 1),
+        *[("\\boxed{5}", f"5 {word}", 0) for word in ("million", "thousand", "dozen", "squared", "factorial", "theta")],
+        *[("\\boxed{5}", f"{word} 5", 0) for word in ("negative", "minus", "the answer is negative")],
+        ("\\boxed{\\frac12}", "\\frac{1}{2} or 1.5", 0),
         *[
             (f"\\boxed{{{wanted}}}", wanted, 1)
             for wanted in ("abc+\\frac{1}{2}", "x_{total}+\\frac{1}{2}", "\\sin x+\\frac{1}{2}\\text{ for each } x")
