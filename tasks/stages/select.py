@@ -13,7 +13,7 @@ from cosmos_core.types import Outcome, StageKind
 KIND = StageKind(
     name="select",
     entry="tasks.stages.select:run",
-    result_version=1,
+    result_version=2,
     makes="model",
     selects_branch=True,
     required_keys={"sweep": '{ metric = "validation/accuracy" }'},
