@@ -119,8 +119,9 @@ class ParameterBinding:
         if self.takes_any_keyword:
             text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
             declared_names = {parameter.name for parameter in self.parameters}
-            extra_names = {*text_parameters, *REWARD_PARAMETERS, *_row_columns(group[0])} - {"images"} - declared_names
-            keyword_arguments |= {name: get_argument(name) for name in extra_names}
+            parameter_names = [name for name in REWARD_PARAMETERS if name != "images"]
+            extra_names = [*text_parameters, *parameter_names, *_row_columns(group[0])]
+            keyword_arguments |= {name: get_argument(name) for name in extra_names if name not in declared_names}
         return positional_arguments, keyword_arguments
 
 
@@ -161,7 +162,8 @@ def _get_argument(parameter_name: str, request: RewardFields) -> Any:
     if parameter_name == "images":
         from cosmos_core.data.images import open_image
 
-        return [open_image(image_ref) for image_ref in request.get("images", ())] or row_columns.get("images", [])
+        image_refs = request.get("images", ())
+        return row_columns["images"] if "images" in row_columns else [open_image(each) for each in image_refs]
     if parameter_name in REWARD_PARAMETERS:
         return request.get(parameter_name)
     if parameter_name in row_columns:

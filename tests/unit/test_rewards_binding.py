@@ -207,6 +207,8 @@ def test_a_function_that_declares_images_gets_those_of_the_prompt_and_others_get
     code = "def f(completion, images): return len(images[0]) if images else 0"
     assert scores(tmp_path / "own", code, "a", columns=own_column) == [5.0]
     assert scores(tmp_path / "none", code, "a") == [0.0]
+    code = "def f(completion, **others): return len(others['images'][0])"
+    assert scores(tmp_path / "others", code, "a", columns=own_column) == [5.0]
 
 
 @pytest.mark.parametrize("name", ["completions", "solution_strs"])
