@@ -238,7 +238,7 @@ def _make_socket_folder() -> Iterator[str | None]:
         yield None
         return
     folder = locate_socket_folder(os.environ.get(ATTEMPT_VARIABLE) or secrets.token_hex(6))
-    lock_descriptor = create_locked_folder(folder)
+    lock_descriptor = create_locked_folder(folder, parent_variable="")
     try:
         yield str(folder)
     finally:

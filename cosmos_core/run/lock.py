@@ -66,9 +66,10 @@ def open_stage_lock(run_path: Path, stage: str) -> FileLock:
         raise make_disk_full_error(error, path) or StageFailed(f"stage {stage!r}: {path}: {error.strerror}") from error
 
 
-def create_locked_folder(folder: Path) -> int:
+def create_locked_folder(folder: Path, parent_variable: str = "TMPDIR = ") -> int:
     """Create a private folder for temporary files, and return the descriptor that holds its shared lock: while a
-    process has it open, no other process removes the folder. Raise ConfigError if the file system has no locks."""
+    process has it open, no other process removes the folder. Raise ConfigError, which names the parent folder by
+    `parent_variable`, if the file system has no locks."""
     hidden_folder = folder.with_name(f".{folder.name}")  # nobody looks for names that begin with a dot
     hidden_folder.mkdir(mode=0o700)
     lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -79,7 +80,7 @@ def create_locked_folder(folder: Path) -> int:
         hidden_folder.rmdir()
         if error.errno not in _NO_LOCKS_ERRNOS:
             raise
-        raise _make_missing_locks_error(folder.parent, error, "TMPDIR = ") from error
+        raise _make_missing_locks_error(folder.parent, error, parent_variable) from error
     hidden_folder.rename(folder)
     return lock_descriptor
 

@@ -58,6 +58,7 @@ _PACKAGES_THAT_WARN_ON_EACH_RANK = tuple(
     f"cosmos_core.{name}" for name in ("algorithms", "checkpoint", "models", "rollout", "train")
 )
 """Packages whose warnings are about the recipe, the model or a whole train step, and therefore equal on all ranks."""
+_MODULES_THAT_WARN_OF_THE_MACHINE = ("cosmos_core.models.kernels", "cosmos_core.rollout.registry")
 
 
 def main() -> int:
@@ -169,8 +170,11 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
 def _configure_rank_logging(*, is_first_rank: bool) -> None:
     """Let the first rank log everything, and other ranks warnings, but none that the first rank gives as well."""
     configure_logging("INFO" if is_first_rank else "WARNING")
-    for package in () if is_first_rank else _PACKAGES_THAT_WARN_ON_EACH_RANK:
-        logging.getLogger(package).setLevel(logging.ERROR)
+    if not is_first_rank:
+        for package in _PACKAGES_THAT_WARN_ON_EACH_RANK:
+            logging.getLogger(package).setLevel(logging.ERROR)
+        for module in _MODULES_THAT_WARN_OF_THE_MACHINE:
+            logging.getLogger(module).setLevel(logging.WARNING)
 
 
 def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:

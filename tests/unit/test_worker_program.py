@@ -40,14 +40,15 @@ def test_secrets_in_tables_of_custom_and_arguments_are_masked_also_in_processes_
 def test_what_every_rank_would_warn_of_is_said_by_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
     monkeypatch.setattr(program, "configure_logging", levels.append)
-    alike, own = (logging.getLogger(f"cosmos_core.{name}") for name in ("train.weight_sets", "tools.runner"))
+    alike = logging.getLogger("cosmos_core.train.weight_sets")
+    own = [logging.getLogger(f"cosmos_core.{name}") for name in ("tools.runner", "models.kernels", "rollout.registry")]
     try:
         for is_first in (True, False):
             program._configure_rank_logging(is_first_rank=is_first)
             assert alike.isEnabledFor(logging.WARNING) is is_first and alike.isEnabledFor(logging.ERROR)
-            assert own.isEnabledFor(logging.WARNING), "each rank calls tools of its own"
+            assert all(each.isEnabledFor(logging.WARNING) for each in own), "of its own tools, and of its machine"
     finally:
-        for name in program._PACKAGES_THAT_WARN_ON_EACH_RANK:
+        for name in (*program._PACKAGES_THAT_WARN_ON_EACH_RANK, *program._MODULES_THAT_WARN_OF_THE_MACHINE):
             logging.getLogger(name).setLevel(logging.NOTSET)
     assert levels == ["INFO", "WARNING"]
 
