@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ def parse_parameters(assignments: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
+def _format_option(name: str, value: Any) -> str:
+    """Return the option `-p NAME=VALUE` of which `parse_parameters` makes a parameter, quoted for a shell."""
+    is_plain_text = isinstance(value, str) and parse_parameters([f"{name}={value}"])[name] == value
+    return f"-p {shlex.quote(f'{name}={value if is_plain_text else json.dumps(value)}')}"
+
+
 def refuse_flow_parameters(assignments: Sequence[str]) -> None:
     """Raise `ConfigError` if a command that names a TOML file has `-p` options, which set parameters of a flow."""
     if assignments:
@@ -66,10 +73,13 @@ def resume_flow(run_path: Path) -> int:
     start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
     secret_names = [name for name, value in start_info.parameters.items() if json.dumps(MASK) in json.dumps(value)]
     if secret_names:
-        options = " ".join(f"-p {name}=..." for name in secret_names)
+        secret_options = {name: f"-p {name}=..." for name in secret_names}
+        options = [
+            secret_options.get(name) or _format_option(name, value) for name, value in start_info.parameters.items()
+        ]
         raise ConfigError(
-            f"run {run_path.name}: run.json does not keep the secret {options}; continue the run with the command that "
-            f"started it: cosmos run {start_info.entrypoint} {options} --run-id {run_path.name}"
+            f"run {run_path.name}: run.json does not keep the secret {' '.join(secret_options.values())}; continue the "
+            f"run with: cosmos run {start_info.entrypoint} {' '.join(options)} --run-id {run_path.name}"
         )
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
     folder = start_info.working_directory  # empty if an earlier version started the run

@@ -144,14 +144,21 @@ def find_secrets(values: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
         yield values
 
 
-def mask_named_secrets(values: Any, parent_key: str = "") -> Any:
-    """Return nested settings with `***` for each string that `find_secrets` yields."""
+def mask_named_secrets(values: Any, keys: tuple[str, ...] = ()) -> Any:
+    """Return parameters of a flow with `***` for each string whose key, or a key above it, names a credential, or that
+    looks like a secret. `key`, `keys` and `tokens` alone, as in `sort_key` and `stop_tokens`, name no credential."""
     if isinstance(values, Mapping):
-        secret_key = parent_key if _is_secret_name(parent_key) else ""
-        return {key: mask_named_secrets(value, secret_key or str(key)) for key, value in values.items()}
+        return {key: mask_named_secrets(value, (*keys, str(key))) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return [mask_named_secrets(value, parent_key) for value in values]
-    return MASK if isinstance(values, str) and _is_secret_setting((parent_key,), values) else values
+        return [mask_named_secrets(value, keys) for value in values]
+    if not isinstance(values, str) or not values.strip():
+        return values
+    names, ambiguous_words = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys], r"(?i)(^|_)(keys?|tokens)(?=_|$)"
+    credentials = [
+        name for name in names if _CREDENTIAL_PATTERN.search(name) or _is_secret_name(re.sub(ambiguous_words, "", name))
+    ]
+    text = f"{names[-1]}={values}"
+    return MASK if _is_secret_setting(credentials, values) or mask_text(text) != text else values
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:

@@ -21,6 +21,7 @@ from cosmos_core.environment import (
     mask_error_message,
     mask_file,
     mask_log_records,
+    mask_named_secrets,
     mask_settings,
     mask_text,
 )
@@ -160,6 +161,24 @@ def test_an_error_and_settings_are_known_by_their_own() -> None:
         **{name: f"{name}_letters" for name in ("oauth_token", "authorization_token", "signature_key", "userpass_key")},
     }
     assert list(find_secrets(letters)) == list(letters.values())
+
+
+def test_parameters_of_a_flow_are_kept_unless_their_name_or_value_is_a_secret() -> None:
+    """A run whose parameter is not kept cannot be resumed: sort orders, columns and stop tokens are kept."""
+    kept = {"sort_key": "score:desc", "keys": "question,answer", "text_key": "messages[0].content", "hf_token": ""}
+    kept |= {
+        "split_key": "train[:100]",
+        "stop_tokens": ["</s>", "\n\n"],
+        "stop_token": "\n\n",
+        "url": "http://s:9000/b",
+    }
+    assert mask_named_secrets(kept) == kept
+    secrets = {"api_key": "correct horse", "accessKey": "a1", "hf_token": "a1b2", "password": "x", "secret": "a 1"}
+    secrets |= {"keys": KNOWN[0], "wandb_key": "0123456789abcdef" * 2, "url": "http://ada:correct-horse@store:9000/b"}
+    assert mask_named_secrets({"of": secrets}) == {"of": dict.fromkeys(secrets, "***")}
+    nested = {"password": {"of": ["abc"]}, "keys": {"of": ["a:b"], "db_password": "correcthorse"}}
+    masked = {"password": {"of": ["***"]}, "keys": {"of": ["a:b"], "db_password": "***"}}
+    assert mask_named_secrets(nested) == masked
 
 
 def test_an_event_quotes_an_error_without_secrets(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from cosmos_core import cli
-from cosmos_core.cli_flow import resume_flow
+from cosmos_core.cli_flow import parse_parameters, resume_flow
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import EXIT_USAGE, ConfigError, DataError, ModelError, RewardError
@@ -365,12 +366,21 @@ def test_each_data_set_of_a_mixture_is_compared_with_that_of_the_existing_run(tm
 
 def test_a_secret_parameter_of_a_flow_is_not_kept_and_a_resume_asks_for_it(tmp_path: Path) -> None:
     make_inputs(tmp_path)
-    parameters = {"api_key": "correct horse", "base": "model", "service": {"password": ["battery"], "rate": 0.5}}
+    service: dict[str, Any] = {"password": ["battery"], "rate": 0.5}
+    parameters = {
+        "api_key": "correct horse",
+        "base": "a b",
+        "hf_token": "",
+        "size": "3",
+        "n": 3,
+        "service": service,
+    }
     run = create_run(load_recipe(tmp_path), run_id="r", entrypoint="f.py:flow", parameters=parameters)
     start_info = read_start_info(run.path)
     assert start_info is not None
-    assert start_info.parameters == {"api_key": "***", "base": "model", "service": {"password": ["***"], "rate": 0.5}}
-    options = "-p api_key=... -p service=..."
-    said = f"run r: run.json does not keep the secret {options}; .*: cosmos run f.py:flow {options} --run-id r$"
-    with pytest.raises(ConfigError, match=said):
+    assert start_info.parameters == {**parameters, "api_key": "***", "service": {"password": ["***"], "rate": 0.5}}
+    with pytest.raises(ConfigError, match=r"keep the secret -p api_key=... -p service=...;") as refused:
         resume_flow(run.path)
+    command = shlex.split(str(refused.value).partition(": cosmos run f.py:flow ")[2])
+    assert command[::2] == ["-p"] * 6 + ["--run-id"] and command[-1] == "r"
+    assert parse_parameters(command[1:-2:2]) == {**parameters, "api_key": "...", "service": "..."}
