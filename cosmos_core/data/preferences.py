@@ -55,7 +55,9 @@ def read_preference(
     chosen_value, rejected_value = _read_completions(row, location, with_images)
     if chosen_value == rejected_value:
         raise SkippedRow(location, "with equal chosen and rejected")
-    has_prompt_turns = "user" in {turn["role"] for turn in chosen_value if isinstance(turn, dict)}
+    roles = [turn["role"] for turn in chosen_value if isinstance(turn, dict)]
+    is_swift_conversation = bool(roles) and not has_column_value(row, "chosen")
+    has_prompt_turns = "user" in roles or (is_swift_conversation and roles[0] != "assistant")
     # If the completions contain the prompt, ignore columns of turns, which would repeat the prompt and a completion.
     # `input` is a prompt in rows without an `instruction` that it continues.
     other_columns = () if has_prompt_turns else (*_TURNS_COLUMNS, "input")
@@ -167,7 +169,9 @@ def _read_completions(row: Row, location: str, with_images: bool) -> list[list[M
     if isinstance(chosen, str):
         return [chosen, rejected]
     rejected = [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected
-    num_prompt_turns = max((i for i, turn in enumerate(chosen, 1) if turn["role"] == "user"), default=0)
+    roles = [turn["role"] for turn in chosen]
+    num_leading_turns = roles.index("assistant") if "assistant" in roles else 0
+    num_prompt_turns = max((i for i, role in enumerate(roles, 1) if role == "user"), default=num_leading_turns)
     return [chosen, rejected if rejected[0]["role"] != "assistant" else [*chosen[:num_prompt_turns], *rejected]]
 
 

@@ -230,6 +230,9 @@ def test_a_rejected_response_of_ms_swift_replaces_all_that_follows_the_last_turn
     calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
     chosen = [calling, {"role": "tool", "content": "4"}, assistant("It is 4.")]
     assert read_preference(row, "x") == (said, chosen, [assistant("No idea.")])
+    system = {"role": "system", "content": "Say hello."}
+    without_user = {"messages": [system, assistant("Hello.")], "rejected_response": rejected}
+    assert read_preference(without_user, "x") == ([system], [assistant("Hello.")], [assistant("No idea.")])
 
 
 def test_nothing_that_is_said_before_a_completion_is_left_out() -> None:
