@@ -142,7 +142,7 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
                 row_counts["text_alone"] += row_spec.row_kind.omits_response(row, conversation_column)
                 if RENDERED_COLUMN not in raw_row:
                     texts = [value for name, value in raw_row.items() if name not in unread_columns]
-                    row_counts["rendered_texts"] += _is_rendered_twice(record, texts, end_tokens)
+                    row_counts["rendered_texts"] += _is_rendered_twice(record, row_spec, texts, end_tokens)
             except SkippedRow as skipped:
                 error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
                 skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
@@ -159,10 +159,12 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
     return RowChunk(record_batch, skipped_rows, locations_with_merged_turns, row_counts, unread_column_counts)
 
 
-def _is_rendered_twice(record: Record, values: list[Any], end_tokens: Collection[str]) -> bool:
+def _is_rendered_twice(record: Record, row_spec: RecordSpec, values: list[Any], end_tokens: Collection[str]) -> bool:
     """Return whether the chat template has rendered a text as a turn that holds the token with which turns end."""
     is_plain_text = bool(record.counts.keys() & {"plain_rows", "continued_rows"})
-    return not is_plain_text and any(token in v for v in values if isinstance(v, str) for token in end_tokens)
+    reference = dict(zip(row_spec.row_kind.columns, record.values, strict=False)).get("reference")  # is not rendered
+    texts = (value for value in values if isinstance(value, str) and value != reference)
+    return not is_plain_text and any(token in text for text in texts for token in end_tokens)
 
 
 def read_pass_rates(file: Path) -> dict[str, float | None]:

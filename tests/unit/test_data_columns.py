@@ -62,6 +62,15 @@ def test_a_text_that_a_template_has_rendered_before_is_told_and_plain_text_is_no
     assert "notices" not in run(make_stage(tmp_path / "t", model, sft(tmp_path / "b.jsonl"))).info
 
 
+def test_a_reference_that_ends_like_a_turn_is_not_rendered(tmp_path, model):
+    rows = [
+        {"prompt": "1+1?", "answer": "2<|im_end|>"},
+        {"prompt": "1+2?", "solution": [{"from": "gpt", "value": "3"}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "notices" not in run(make_stage(tmp_path / "s", model, grpo(tmp_path / "a.jsonl"))).info
+
+
 @pytest.mark.parametrize("policy", [{"type": "sft"}, {"type": "sft", "trainer_type": "dpo"}, {"type": "grpo"}])
 def test_a_wrong_column_is_told_before_a_wrong_test_size(tmp_path, model, policy):
     data = tmp_path / "train.jsonl"
