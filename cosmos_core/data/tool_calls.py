@@ -1,6 +1,7 @@
 """Conversion of tools and tool calls in rows, from the formats of OpenAI and ShareGPT to the form of chat templates."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,12 +51,14 @@ def pop_tool_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
 def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
     """Return the thoughts (`<think>...</think>` or an empty text) and the tool calls in the text of a ShareGPT
     `function_call`, which has the calls as JSON; None if the text holds no calls."""
-    thoughts, end_tag, calls_text = text.rpartition("</think>") if isinstance(text, str) else ("", "", text)
-    value = parse_json(calls_text)
+    if not isinstance(text, str):
+        return None
+    starts = (0, *(match.end() for match in re.finditer("</think>", text)))  # arguments may hold the tag too
+    start, value = next(((i, value) for i in starts if (value := parse_json(text[i:])) is not None), (0, None))
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
-    return thoughts + end_tag, decode_arguments([{"type": "function", "function": call} for call in calls])
+    return text[:start], decode_arguments([{"type": "function", "function": call} for call in calls])
 
 
 def decode_arguments(calls: list[Any]) -> list[Any]:

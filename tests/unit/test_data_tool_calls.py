@@ -16,7 +16,7 @@ from cosmos_core.data.conversation import tokenise_conversation
 from cosmos_core.data.messages import SkippedRow, read_conversation
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.data.rows import load_rows
-from cosmos_core.data.tool_calls import read_tools
+from cosmos_core.data.tool_calls import parse_sharegpt_calls, read_tools
 from cosmos_core.errors import DataError
 from tests.unit.data_tokenizers import CHATML, byte_tokenizer, learned
 
@@ -86,6 +86,13 @@ def learned_turns(template: str, turns: Any) -> list[str]:
 )
 def test_arguments_are_learned_as_they_are_called(form: Any, arguments: Any, template: str, written: str) -> None:
     assert learned_of(form(arguments), template) == [f"weather({written})<|im_end|>"]
+
+
+@pytest.mark.parametrize("thoughts", ["", "<think>It says </think> here.</think>"])
+def test_arguments_may_hold_the_tag_that_ends_thoughts(thoughts: str) -> None:
+    call = {"name": "say", "arguments": {"text": "a</think>b"}}
+    expected = thoughts, [{"type": "function", "function": call}]
+    assert parse_sharegpt_calls(f"{thoughts}{json.dumps(call)}") == expected
 
 
 @pytest.mark.parametrize(("arguments", "written"), [("", "{}"), ("{}", "{}"), ("Paris", '"Paris"'), ("[1]", '"[1]"')])
