@@ -73,6 +73,8 @@ class TrainLoop:
     """Number of completed train steps."""
     _is_first_attempt: bool = True
     """Whether the training has no checkpoint of its own to resume from."""
+    _start_step: int = 0
+    """Step at which this attempt started."""
     _num_updates: int = 0
     """Number of optimizer steps taken; a train step may have several."""
     _last_metrics: dict[str, float] = field(default_factory=dict)
@@ -227,7 +229,10 @@ class TrainLoop:
         """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. No weight may have
         changed since the last completed step."""
         progress_text = f"stopped after step {self.step} of {self.feed.total_steps}"
-        if not (self.config.save_ckpt_at_exit and self.step > 0):
+        # Before its first step, a first attempt has only the checkpoint of another run; save nothing, so that the next
+        # attempt is a first one too, which measures before its first step.
+        has_new_step = self.step > (self._start_step if self._is_first_attempt else 0)
+        if not (self.config.save_ckpt_at_exit and has_new_step):
             return Preempted(f"{progress_text}; nothing saved")
         self.checkpointer.wait()
         if (validating_step := self.validation.validating_step) not in (None, self.step):
@@ -282,7 +287,7 @@ class TrainLoop:
         prefix = VALIDATION_PREFIX if needs_validation else ""
         self.workspace.metrics.remove_lines_after_step(own_checkpoint_step, prefix=prefix)
         self.workspace.progress.step(start_step, self.feed.total_steps)
-        self.step = start_step
+        self.step = self._start_step = start_step
         return start_step, needs_validation and self.validation.async_validation is not None
 
     @property

@@ -140,6 +140,32 @@ def test_a_training_that_goes_on_from_another_run_is_measured_before_its_first_s
     assert [line["step"] for line in lines if "validation/loss" in line] == [3, 4, 6]
 
 
+def test_a_stop_before_the_first_step_saves_no_checkpoint_of_another_run(
+    inputs: Path,  # noqa: F811 - the fixture
+    interrupted: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    """The next attempt is the first one again, and measures before its first step."""
+    at = stage(tmp_path / "sft", inputs)
+    at.recipe = at.recipe.copy_with(validation=at.recipe.validation.copy_with(freq=2, val_before_train=True))
+    measured: list[int] = []
+
+    def measure(step: int) -> dict[str, float]:
+        measured.append(step)
+        if measured == [3]:
+            raise StopRequested
+        return {"validation/loss": 1 / step}
+
+    stops = pytest.raises(Preempted, match="stopped after step 3 of 6; nothing saved")
+    for stopping in (stops, nullcontext()):
+        loop = loop_of(at, measure)
+        loop.first_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
+        with stopping:
+            loop.run()
+        loop.checkpointer.close()
+    assert measured == [3, 3, 4, 6]
+
+
 def test_an_algorithm_gets_no_state_from_a_checkpoint_without_one(
     inputs: Path,  # noqa: F811 - the fixture
     interrupted: Path,  # noqa: F811 - the fixture
