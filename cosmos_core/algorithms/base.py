@@ -174,6 +174,8 @@ class Algorithm:
 
 
 def _to_sum_and_count(name: str, value: Any) -> Tensor:
+    if isinstance(value, list | tuple):
+        value = torch.tensor(value, dtype=torch.float64)
     if isinstance(value, Tensor) and value.shape == (2,):
         return value
     if isinstance(value, Tensor) and value.numel() != 1:

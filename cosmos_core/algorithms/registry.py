@@ -51,8 +51,10 @@ def credit_groups(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> tuple[
     """Return the samples and metrics that an algorithm makes of scored groups; raise ConfigError for anything else."""
     result: Any = algorithm.credit(groups)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        # Run a user's generator first, because its errors are not about what was returned.
+        samples = list(result[0]) if isinstance(result[0], Iterator) else result[0]
         with suppress(TypeError, ValueError):
-            return list(result[0]), {name: float(value) for name, value in result[1].items()}
+            return list(samples), {name: float(value) for name, value in result[1].items()}
     method = algorithm_class(algorithm.config).credit
     problem = f"it returned a {type(result).__name__}, not a tuple of samples and a dict of numbers"
     raise make_algorithm_error(algorithm.config, method, problem)

@@ -62,6 +62,12 @@ def test_numbers_of_other_libraries_are_metrics(tmp_path: Path) -> None:
     assert {type(value) for value in metrics.values()} == {float}
 
 
+def test_an_error_inside_a_generator_of_samples_is_the_users(tmp_path: Path) -> None:
+    body = "    def credit(self, groups): return (int(x) for x in 'a'), {}\n"
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        credit_groups(make_algorithm(settings(tmp_path, body)), [])
+
+
 @pytest.mark.parametrize("has_data_term", [False, True])
 @pytest.mark.parametrize("body", ["return None", "return [None]", "yield len(samples)"])
 def test_updates_that_are_no_updates_are_refused(body: str, has_data_term: bool, tmp_path: Path) -> None:
@@ -82,9 +88,11 @@ def test_one_update_is_taken_however_it_is_given(body: str, tmp_path: Path) -> N
 
 def test_a_number_is_the_metric_of_a_micro_batch() -> None:
     numbers: dict[str, Any] = {"a": 0.5, "b": np.float32(2), "c": torch.tensor(3.0, requires_grad=True), "d": 1}
-    loss = Loss(torch.zeros(()), {**numbers, "e": torch.tensor([6.0, 4.0])})
+    loss = Loss(torch.zeros(()), {**numbers, "e": torch.tensor([6.0, 4.0]), "g": [6, 4], "h": (torch.tensor(6.0), 4)})
     assert {name: metric.tolist() for name, metric in loss.metrics.items()} == {
         "a": [0.5, 1.0], "b": [2.0, 1.0], "c": [3.0, 1.0], "d": [1.0, 1.0], "e": [6.0, 4.0],
+        "g": [6.0, 4.0], "h": [6.0, 4.0],
     }  # fmt: skip
-    with pytest.raises(TypeError, match=r"metric 'f' has the shape \(3,\); give a number, or \[sum, count\]"):
-        Loss(torch.zeros(()), {"f": torch.zeros(3)})
+    for value in (torch.zeros(3), [0, 0, 0]):
+        with pytest.raises(TypeError, match=r"metric 'f' has the shape \(3,\); give a number, or \[sum, count\]"):
+            Loss(torch.zeros(()), {"f": value})
