@@ -43,34 +43,61 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
         result = read_result(run.stage_path(name))
         if result is None:
             raise StageFailed(f"stage {stage.name!r} needs the result of {name!r}, which is not there")
-        if reads_checkpoint_metrics and (checkpoint := _find_exported_checkpoint(run.pipeline, name)):
-            result["metrics"] = _read_checkpoint_metrics(run.stage_path(name), result, checkpoint)
+        if reads_checkpoint_metrics and (checkpoint := _find_exported_checkpoint(run.pipeline, stage, name)):
+            result |= _read_checkpoint_metrics(run.stage_path(name), result, checkpoint)
         upstream[name] = {**result, "path": str(run.stage_path(name))}
     return upstream
 
 
-def _find_exported_checkpoint(pipeline: Pipeline, name: str) -> str:
-    """Return the checkpoint, `best` or a step, that every export of the stage `name` reads; empty: the final model."""
-    kinds = [(stage, pipeline.stage_kind(stage)) for stage in pipeline.stages if stage.model == f"{STAGE_PREFIX}{name}"]
-    exports = [stage for stage, kind in kinds if kind.makes in {"model", "publication"} and not kind.trains_model]
-    checkpoints = {stage.checkpoint for stage in exports}
-    return checkpoints.pop() if len(checkpoints) == 1 else ""
+def _find_exported_checkpoint(pipeline: Pipeline, reader: StageConfig, name: str) -> str:
+    """Return the checkpoint, `best` or a step, of the stage `name` that is exported for the model of `reader` or, if it
+    has none, for those of the uploads after it; empty: the final model. If no such export is known, as in a Python flow
+    whose upload was not called yet, the exports in `after` count, otherwise all."""
+    dependents = pipeline.stage_and_dependents(reader.name)
+    uploads = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
+    published = [each for each in uploads if each.name in dependents]
+    ancestors = _collect_model_ancestors(pipeline, [reader] if reader.model or reader.sweep else published)
+    for names in (ancestors, reader.after, [stage.name for stage in pipeline.stages]):
+        readers = [stage for stage in map(pipeline.stage, names) if stage.model == f"{STAGE_PREFIX}{name}"]
+        kinds = [(stage, pipeline.stage_kind(stage)) for stage in readers]
+        exports = [stage for stage, kind in kinds if kind.makes in {"model", "publication"} and not kind.trains_model]
+        checkpoints = {stage.checkpoint for stage in exports}
+        if checkpoints:
+            return checkpoints.pop() if len(checkpoints) == 1 else ""
+    return ""
 
 
-def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> dict[str, float]:
+def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> set[str]:
+    """Return the names of `stages` and of the stages from which their models descend."""
+    names, ancestors = [stage.name for stage in stages], set[str]()
+    while names:
+        if (name := names.pop()) in ancestors:
+            continue
+        ancestors.add(name)
+        stage = pipeline.stage(name)
+        names += filter(None, [referenced_stage(stage.model)])
+        names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
+        # A stage that merges models names them in `after`.
+        names += stage.after if "after" in pipeline.stage_kind(stage).required_keys else ()
+    return ancestors
+
+
+def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Result:
     """Return the metrics of a checkpoint, `best` or a step, of the training in `path`, whose result has those of the
-    last step. Validation metrics of other steps are left out."""
+    last step. Validation metrics of other steps are left out. With them, return the text for an error of a stage that
+    needs others, if this machine does not have those of the checkpoint."""
     best_step = result["info"].get("best") or {}
     step = best_step.get("step") if checkpoint == "best" else int(checkpoint)
     if step == result["info"].get("step"):
-        return dict(result["metrics"])
+        return {}
     metrics = {key: value for key, value in result["metrics"].items() if not key.startswith("validation/")}
     if step == best_step.get("step"):
         metrics[best_step["metric"]] = best_step["value"]
     for line in read_metrics(path / METRICS_FILE):
         if line["step"] == step:
             metrics |= {key: value for key, value in line.items() if key not in {"step", "time"}}
-    return metrics
+    is_missing, hint = not (path / METRICS_FILE).is_file(), f"; those of step {step} of {path.name!r} are in "
+    return {"metrics": metrics, "hint": f"{hint}{path / METRICS_FILE}, which is not on this machine" * is_missing}
 
 
 def prepare_stage_folder(

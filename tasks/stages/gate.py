@@ -172,6 +172,7 @@ def _find_measured_metrics(
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported_metric_names) or 'nothing'}"
+            + "".join(result.get("hint", "") for result in stage.inputs.values())
         )
     if published_metrics is None or not condition.needs_published_model:
         return list(metrics_by_name.values())

@@ -69,5 +69,6 @@ def _read_metric(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
         raise ConfigError(
             f"stage {stage.name!r}: branch {sweep_branch.stages[0]!r} did not report {metric!r}; "
             f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
+            + "".join(stage.inputs[name].get("hint", "") for name in sweep_branch.stages)
         )
     return float(metrics[metric])

@@ -275,6 +275,11 @@ model = "stage:sft"
 after = "sft"
 CHECKPOINT
 [[pipeline.stages]]
+name = "archive"
+kind = "export"
+model = "stage:sft"
+after = "sft"
+[[pipeline.stages]]
 name = "measure"
 kind = "validate"
 model = "stage:sft"
@@ -294,7 +299,8 @@ target = "FOLDER/published"
 
 
 def exported(folder: Path, checkpoint: str) -> Pipeline:
-    """A training, the export of one of its checkpoints, and a gate before its publication."""
+    """A training, the exports of one of its checkpoints and of its final model, and a gate before the former is
+    published."""
     make_inputs(folder)
     setting = f'checkpoint = "{checkpoint}"' if checkpoint else ""
     text = EXPORTED.replace("FOLDER", str(folder)).replace("CHECKPOINT", setting)
@@ -331,6 +337,11 @@ def test_a_gate_judges_the_checkpoint_that_is_exported(
         assert inputs["sft"]["metrics"] == {"validation/loss": loss} | others
     with pytest.raises(GateFailed, match=f"validation/loss = {loss}") if loss > 0.5 else nullcontext():
         run_stage(run, "gate")
+    if not has_lines:
+        settings = ("gate.require=validation/tokens >= 7",)
+        other = Run(run.path, load_pipeline(tmp_path / "c.toml", settings, all_kinds()))
+        with pytest.raises(ConfigError, match=r"; those of step 1 of 'sft' are in .*sft/metrics.jsonl, which is not"):
+            run_stage(other, "gate")
 
 
 @pytest.mark.parametrize(
