@@ -243,14 +243,17 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         raise ConfigError(f"start = 'published': {problem}; publish to a folder or s3:// too, without quantising")
     addresses_by_training: dict[str, tuple[str, str]] = {}
     for stage in loadable_stages:
+        first_trainings = _find_first_trainings(pipeline, stage)
+        if hasattr(open_target(stage.target), "where"):  # checked before the first publication, too
+            for name in sorted(first_trainings):
+                _check_initial_weights(pipeline, pipeline.stage(name), stage.target)
         if (address := _find_published_address(stage.target)) is not None:
-            addresses_by_training |= dict.fromkeys(_find_first_trainings(pipeline, stage), address)
+            addresses_by_training |= dict.fromkeys(first_trainings, address)
     overrides = []
     for stage in pipeline.stages:
         if stage.name not in addresses_by_training:
             continue
         model_address, revision = addresses_by_training[stage.name]
-        _check_initial_weights(pipeline, stage, model_address)
         setting_key = "model" if stage.model else "policy.model_name_or_path"
         name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
         # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
@@ -263,9 +266,8 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
     return list(dict.fromkeys(overrides))
 
 
-def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, address: str) -> None:
-    """Raise ConfigError if a setting of a training would change the weights of the published model that it starts
-    from."""
+def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, target: str) -> None:
+    """Raise ConfigError if a setting of a training would change the weights of the model published at `target`."""
     recipe, policy = pipeline.recipes[stage.name], pipeline.recipes[stage.name].policy
     settings = {
         "policy.model_safetensor_path": policy.model_safetensor_path,
@@ -275,7 +277,7 @@ def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, address: str)
     for key, value in settings.items():
         if value:
             raise ConfigError(
-                f"stage {stage.name!r}: start = 'published': {key} = {value!r} would change the weights of {address}; "
+                f"stage {stage.name!r}: start = 'published': {key} = {value!r} would change the weights of {target}; "
                 "leave it out, or take start = 'base'"
             )
 

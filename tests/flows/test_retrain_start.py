@@ -97,10 +97,10 @@ def test_nothing_changes_the_weights_of_the_published_model_that_a_training_star
     (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
     (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
     pipeline = load_pipeline(tmp_path / "c.toml", [f"sft.{key}={tmp_path}/old"], all_kinds())
-    assert make_start_overrides(pipeline) == []
-    (tmp_path / "model").mkdir()
-    FileTarget(tmp_path / "published").publish(tmp_path / "model", "v1", {"version": "v1", "metrics": {}, "files": {}})
-    with pytest.raises(
-        ConfigError, match=f"^stage 'sft': start = 'published': {key} = .*/old' would change the weights"
-    ):
+    said = f"^stage 'sft': start = 'published': {key} = .*/old' would change the weights of .*/published"
+    with pytest.raises(ConfigError, match=said):  # before the first training, since each later one would be refused
         make_start_overrides(pipeline)
+    own = tmp_path / "own.py"
+    own.write_text("class Target:\n    def __init__(self, _): ...\n    def published(self): ...\n")
+    overrides = [f"sft.{key}={tmp_path}/old", f"publish.target={own}:Target"]
+    assert make_start_overrides(load_pipeline(tmp_path / "c.toml", overrides, all_kinds())) == [], "trains on the base"
