@@ -35,7 +35,7 @@ _INSTRUCTION_INPUT_COLUMNS = ("input", "context")  # columns of Alpaca and Dolly
 PROMPT_COLUMNS = ("prompt", "question", "problem", "conversations", "messages", "query")
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _KNOWN_COLUMNS = {*_CONVERSATION_COLUMNS, *PROMPT_COLUMNS, *sum(_PAIR_COLUMNS, ())} - {*_INSTRUCTION_INPUT_COLUMNS}
-_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth")
+REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth")
 _STANDARD_ROLES = {
     "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
@@ -217,7 +217,7 @@ def _extract_prompt(turns: list[Message], reference_response: str | None, locati
 
 
 def _read_reference_response(row: Row, column: str, location: str) -> str | None:
-    column = column or find_column(row, _REFERENCE_COLUMNS)
+    column = column or find_column(row, REFERENCE_COLUMNS)
     reward_model = None if column else row.get("reward_model")  # verl stores the reference in this column
     value = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if value is None:

@@ -33,6 +33,7 @@ from cosmos_core.data.kinds.registry import load_row_kind, load_tokenised_kind
 from cosmos_core.data.media_source import open_media_items
 from cosmos_core.data.messages import (
     PROMPT_COLUMNS,
+    REFERENCE_COLUMNS,
     RESPONSE_COLUMNS,
     ColumnTrackingRow,
     Row,
@@ -205,7 +206,9 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
             error_message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
             raise DataError(error_message) from error
         # One of the two may have a known name: {"answer": ..., "problem": ...} begins with the response.
-        sorted_columns = sorted(text_columns, key=lambda name: (name in RESPONSE_COLUMNS) - (name in PROMPT_COLUMNS))
+        prompt_names = {*PROMPT_COLUMNS, "instruction", "input"}
+        response_names = {*RESPONSE_COLUMNS, *(REFERENCE_COLUMNS if row_kind.is_prompt else ())}
+        sorted_columns = sorted(text_columns, key=lambda name: (name in response_names) - (name in prompt_names))
         inferred_columns = dict(zip(_TEXT_COLUMN_OPTIONS, sorted_columns, strict=False))
         reason = "in their order" if sorted_columns == text_columns else "by their names"
         return inferred_columns, f"the only two columns of text, {reason}"

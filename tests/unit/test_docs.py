@@ -121,7 +121,7 @@ def test_the_known_names_of_columns_stand_on_one_page_and_are_those_of_the_reade
     names = {
         *messages._KNOWN_COLUMNS,
         *messages._SYSTEM_COLUMNS,
-        *messages._REFERENCE_COLUMNS,
+        *messages.REFERENCE_COLUMNS,
         *preferences._PROMPT_COLUMNS,
     }
     assert names <= set(re.findall(r"`(\w+)`", page))

@@ -63,12 +63,19 @@ def test_two_columns_of_text_with_unknown_names_are_prompt_and_response(
     assert found["policy.model_max_length"] == 64 >= longest
 
 
-@pytest.mark.parametrize(("first", "second"), [("answer", "problem"), ("completion", "Frage"), ("Antwort", "query")])
+@pytest.mark.parametrize(
+    ("method", "first", "second"),
+    [
+        *(("sft", *names) for names in [("answer", "problem"), ("completion", "Frage"), ("Antwort", "query")]),
+        *(("sft", *names) for names in [("summary", "instruction"), ("Antwort", "input"), ("solution", "instruction")]),
+        *(("grpo", *names) for names in [("solution", "task"), ("ground_truth", "input"), ("output", "instruction")]),
+    ],
+)
 def test_a_known_name_says_which_of_two_columns_is_the_prompt(
-    tmp_path: Path, model: str, first: str, second: str
+    tmp_path: Path, model: str, method: str, first: str, second: str
 ) -> None:
     data = write_rows(tmp_path, {first: "Das ist 2.", second: "Was ist 1 plus 1?"})
-    found = settings(CliOptions("sft", model, data))
+    found = settings(CliOptions(method, model, data, reward="exact_match" * (method == "grpo")))
     names = [found[f"train.train_policy.{name}_column_name"] for name in ("prompt", "response")]
     assert names == [second, first]
 
