@@ -102,7 +102,10 @@ def _make_reply_text(message: Any) -> str:
     calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
     text = "\n".join(filter(None, [message.content, *texts]))
-    return f"<think>\n{thoughts.strip()}\n</think>\n\n{text}" if thoughts else text
+    if not thoughts:
+        return text
+    # Thoughts without a text or a call after them were cut off.
+    return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{text}" * bool(text)
 
 
 def _make_vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:

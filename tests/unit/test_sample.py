@@ -43,18 +43,10 @@ def candidate(text: str, reward: float | None, *, is_finished: bool = True, seed
     return ScoredCompletion(text, [{"role": "assistant", "content": text}], reward, {}, "", seed, 1, is_finished)
 
 
-GROUP = SampledPrompt(
-    7,
-    [
-        candidate("a", 0.5, seed=3),
-        candidate("b", 1.0, seed=2),
-        candidate("b", 1.0, seed=1),
-        candidate("c", None),
-        candidate("d", 1.0, is_finished=False, seed=4),
-        candidate("e", 0.0, seed=5),
-        candidate(" ", 0.0, seed=6),
-    ],
-)
+GROUP = SampledPrompt(7, [
+    candidate("a", 0.5, seed=3), candidate("b", 1.0, seed=2), candidate("b", 1.0, seed=1), candidate("c", None),
+    candidate("d", 1.0, is_finished=False, seed=4), candidate("e", 0.0, seed=5), candidate(" ", 0.0, seed=6),
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -381,6 +373,8 @@ def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, 
     assert completion.text.startswith("<think>\n5\n</think>\n\n<tool_call>\n"), "what the server has parsed is kept"
     assert requests[0]["tools"] == [{"type": "function", "function": add}] and "tools" not in requests[1]
     assert requests[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"b": 2}'
+    with chat_server(complete=lambda asked: {"content": None, "reasoning": "5\n"}) as (url, _):
+        assert complete_one(task, tmp_path / "cut", url).text == "<think>\n5", "the thoughts were cut off"
     assert parse_tool_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
 
 
