@@ -288,6 +288,13 @@ def test_a_model_that_looks_at_values_has_unknown_activations(tiny: Path, monkey
     assert found.peak == found.memory.weights + found.memory.gradients + found.memory.optimizer
 
 
+def test_an_algorithm_may_return_one_update(tiny: Path, tmp_path: Path) -> None:
+    body = "    def updates(self, samples, view): return next(iter(super().updates(samples, view)))\n"
+    (tmp_path / "mine.py").write_text(f"from cosmos_core.algorithms.sft import Sft\n\nclass Mine(Sft):\n{body}")
+    found = of(tiny, counted({**SFT, "trainer_type": f"{tmp_path}/mine.py:Mine"}))
+    assert found.memory == of(tiny, counted(SFT)).memory and found.memory.activations
+
+
 PIPELINE = """
 [pipeline]
 threads = 1
