@@ -74,7 +74,7 @@ def run(stage: Stage) -> Outcome:
         for other_file in list_files_below(model_folders[0]):
             name = other_file.relative_to(model_folders[0])
             if other_file.suffix != ".safetensors" and name.parts[0] not in {"README.md", ADAPTER_FOLDER}:
-                (temporary_folder / name).parent.mkdir(exist_ok=True)
+                (temporary_folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(other_file, temporary_folder / name)
     stage.progress.phase("load")
     # init_on_meta raises an error if tensors of the merged model and of its transformers class differ in name or shape.

@@ -182,8 +182,11 @@ def test_a_merged_model_has_each_chat_template_of_its_first_model(folder: Path, 
     tokenizer.save_pretrained(model)
     (model / "lora").mkdir()
     (model / "lora/adapter_config.json").write_text("{}")
+    (model / "assets/licences").mkdir(parents=True)
+    (model / "assets/licences/a.txt").write_text("a")
     run(stage_of(tmp_path, tmp_path / "merge"))
     assert AutoTokenizer.from_pretrained(tmp_path / "merge/model").chat_template == tokenizer.chat_template
+    assert (tmp_path / "merge/model/assets/licences/a.txt").read_text() == "a"
     assert not (tmp_path / "merge/model/lora").exists(), "the adapter of one of the models is not that of the merge"
 
 
