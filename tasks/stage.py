@@ -187,6 +187,8 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
     """Run a stage on its work pool. If the child flow run ended without recording an error, count a failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
+        if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may not have the approval
+            check_models_approved(run)
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
         failure = _to_cosmos_error(error, path)

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -23,6 +24,7 @@ from cosmos_core.run.manifest import read_result
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.upload.file import FileTarget
+from tasks import stage
 from tasks.kinds import all_kinds
 from tasks.publication import compute_models_digest
 from tasks.stage import run_stage, should_retry
@@ -153,8 +155,11 @@ def test_another_setting_moves_the_old_content_aside_instead_of_going_on_in_it(t
     assert older["metrics"] == {"count": 3.0}
 
 
-def test_only_the_models_that_a_person_has_approved_are_published(tmp_path: Path) -> None:
-    """Neither by a flow for one stage nor by a run that is resumed with other rows."""
+def test_only_the_models_that_a_person_has_approved_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by a flow for one stage, nor by a run that is resumed with other rows, nor by the machine of a work pool,
+    which does not have the approval."""
     run = counting_run(tmp_path)
     with open(run.path / "pipeline.toml", "a") as file:
         file.write(
@@ -177,3 +182,13 @@ def test_only_the_models_that_a_person_has_approved_are_published(tmp_path: Path
     save_approval(run.path, None)
     run_stage(run, "publish")
     assert len(FileTarget(str(tmp_path / "published")).history()) == 2
+    remote = Run(run.path, run.pipeline.with_stages(
+        each.model_copy(update={"work_pool": "gpu"}) if each.name == "publish" else each for each in run.pipeline.stages
+    ))  # fmt: skip
+    monkeypatch.setattr(stage, "run_remote_stage", lambda *_: ({"made": "there"}, False))
+    monkeypatch.setattr(stage.events, "emit_stage_failed", lambda *_: None)
+    save_approval(run.path, PublicationApproval(approved_models=digest))
+    refused: Any = stage.produce_result(remote, "publish")
+    assert refused.is_failed() and read_state(run.stage_path("publish")).exit_code == 64
+    save_approval(run.path, PublicationApproval(approved_models=compute_models_digest(run)))
+    assert stage.produce_result(remote, "publish") == {"made": "there"}
