@@ -10,7 +10,7 @@ from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.error_handling import convert_errors
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.registry import find_error_location, is_import_path, load_class
 from cosmos_core.run.hub import call_with_timeout
 
@@ -79,7 +79,7 @@ def append_version(saved_history: list[str], version: str, history: list[str] | 
 
 def check_targets(pipeline: Pipeline) -> None:
     """Raise ConfigError if a publication target of a pipeline cannot be opened, cannot be written by the stage that
-    publishes, or cannot be read by a gate that compares with it."""
+    publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond."""
     for stage in pipeline.stages:
         is_user_code = is_import_path(split_publication_target(stage.target)[0])
         if not stage.target or (is_user_code and stage.work_pool):  # the machines of the pool have the user's code
@@ -105,14 +105,16 @@ def _check_published_metrics(stage: StageConfig, record: dict[str, Any] | None) 
 
 
 def _convert_target_error(location: str, target: str, error: Exception) -> Exception:
-    """Return an error of a publication target, or of any kind of a user's class, as a ConfigError that names the stage;
-    return any other error unchanged."""
+    """Return an error of a publication target, or of any kind of a user's class, as an error that names the stage: an
+    UploadError if the target may respond later, otherwise a ConfigError. Return any other error unchanged."""
     setting_text, error_text = f"target = {target!r}: ", str(error)
     if not isinstance(error, (ConfigError, UploadError, TimeoutError)):
         if not is_import_path(split_publication_target(target)[0]):
             return error
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
-    return ConfigError(f"{location}: {setting_text}{error_text.removeprefix(setting_text)}")
+    may_respond_later = isinstance(error, (UploadError, TimeoutError)) and not isinstance(error, DamagedRecord)
+    error_class = UploadError if may_respond_later else ConfigError
+    return error_class(f"{location}: {setting_text}{error_text.removeprefix(setting_text)}")
 
 
 def open_target(target: str) -> PublicationTarget:

@@ -10,8 +10,9 @@ import pytest
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.upload.base import check_targets
+from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 
 
@@ -50,3 +51,29 @@ def test_the_folder_of_an_unknown_user_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=re.escape(said)):
         check_capabilities(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("no response within 30 s"), UploadError), (UploadError("the Hub responds with 503"), UploadError),
+        (DamagedRecord("published.json is damaged"), ConfigError), (ConfigError("no such bucket"), ConfigError),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stage", ["gate", "up"])
+def test_an_outage_is_no_error_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], stage: str
+) -> None:
+    def fail(_: FileTarget) -> None:
+        raise error
+
+    monkeypatch.setattr(FileTarget, "published" if stage == "gate" else "check", fail)
+    target = f"target = '{tmp_path}/published'\n"
+    (tmp_path / "p.toml").write_text(
+        "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n[[pipeline.stages]]\nname = 'gate'\n"
+        f"kind = 'gate'\nafter = 'm'\nrequire = 'm.accuracy >= published'\n{target}[[pipeline.stages]]\nname = 'up'\n"
+        f"kind = 'upload'\nafter = ['m', 'gate']\nmodel = 'stage:m'\n{target}"
+    )
+    with pytest.raises(kind, match=f"p.toml: stage '{stage}': target = '{tmp_path}/published': {error}$") as raised:
+        check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+    assert raised.type is kind
