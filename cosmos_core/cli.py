@@ -102,7 +102,7 @@ def run(
     pipeline = _compose_pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    with open_session(_check_pipeline(pipeline)) as run_session:
+    with open_session(_check_pipeline(pipeline, run_id=run_id)) as run_session:
         check_first_rows(pipeline)
         run = _require_unclaimed_run(open_or_create_run(pipeline, run_id=run_id))
         exit_code = run_session(run, from_stage, verify)
@@ -345,9 +345,8 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     return pipeline
 
 
-def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = False) -> Path:
-    """Check a pipeline in this process; return the folder that holds its runs. With `allows_unsupported_settings`,
-    print a note about a setting that this version does not support, instead of raising an error."""
+def _check_pipeline(pipeline: Pipeline, *, run_id: str = "", allows_unsupported_settings: bool = False) -> Path:
+    """Check a pipeline in this process; return the folder of its runs. Unsupported settings may be noted only."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder
@@ -365,9 +364,10 @@ def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = F
     check_meshes(pipeline)
     check_inputs(pipeline)
     set_command_credentials(pipeline)
-    check_targets(pipeline)
+    output_dir = create_writable_folder(pipeline.output_dir)
+    check_targets(pipeline, output_dir / run_id)
     check_store(pipeline)
-    return create_writable_folder(pipeline.output_dir)
+    return output_dir
 
 
 def _open_run(run_name: str, output_dir: Path) -> Run:

@@ -86,12 +86,13 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
         return open_run(path, kinds)
     pipeline = resolve_gpu_settings(load_pipeline(path, overrides, kinds))
     set_credentials(pipeline)  # credentials for files in stores and on the Hub, which are looked up next
-    check_targets(pipeline)
-    check_store(pipeline)
     # If Prefect retries a flow run, continue the run that the first attempt of the flow run created.
-    run_id_file = flow_runs_folder(create_writable_folder(pipeline.output_dir)) / flow_run_id
+    output_dir = create_writable_folder(pipeline.output_dir)
+    run_id_file = flow_runs_folder(output_dir) / flow_run_id
     if flow_run_id and not run_id and run_id_file.is_file():
         run_id = run_id_file.read_text(encoding="utf-8")
+    check_targets(pipeline, output_dir / run_id)
+    check_store(pipeline)
     run = open_or_create_run(pipeline, run_id=run_id)
     if flow_run_id:
         record_flow_run(run, flow_run_id)

@@ -209,10 +209,10 @@ def make_result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
 
 
 def check_store(pipeline: Pipeline) -> None:
-    """Raise ConfigError if the artifact store of a pipeline cannot be reached."""
+    """Raise ConfigError if the artifact store of a pipeline refuses access, UploadError if it does not respond."""
     url = pipeline.config.artifact_store
     try:
         if url:
             ArtifactStore(url).check()
     except (ConfigError, UploadError) as error:
-        raise ConfigError(f"{pipeline.source_path}: pipeline.artifact_store = {url!r}: {error}") from error
+        raise type(error)(f"{pipeline.source_path}: pipeline.artifact_store = {url!r}: {error}") from error

@@ -13,6 +13,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
 from cosmos_core.registry import find_error_location, is_import_path, load_class
 from cosmos_core.run.hub import call_with_timeout
+from cosmos_core.run.state import FINISHED_STATES, read_state
 
 PUBLICATION_FILE = "publication.json"
 """Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
@@ -77,10 +78,13 @@ def append_version(saved_history: list[str], version: str, history: list[str] | 
     return history[-_MAX_VERSIONS:] if history[-1:] == [version] else [*history[-_MAX_VERSIONS + 1 :], version]
 
 
-def check_targets(pipeline: Pipeline) -> None:
+def check_targets(pipeline: Pipeline, run_path: Path | None = None) -> None:
     """Raise ConfigError if a publication target of a pipeline cannot be opened, cannot be written by the stage that
-    publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond."""
+    publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond.
+    Stages that are finished in the run at `run_path`, which is continued, are not checked again."""
     for stage in pipeline.stages:
+        if run_path is not None and read_state(run_path / "stages" / stage.name).state in FINISHED_STATES:
+            continue
         is_user_code = is_import_path(split_publication_target(stage.target)[0])
         if not stage.target or (is_user_code and stage.work_pool):  # the machines of the pool have the user's code
             continue

@@ -10,7 +10,9 @@ import pytest
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
+from cosmos_core.errors import ConfigError, CosmosError, DamagedRecord, UploadError
+from cosmos_core.run.state import update_state
+from cosmos_core.upload.artifact_store import ArtifactStore, check_store
 from cosmos_core.upload.base import check_targets
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
@@ -76,4 +78,21 @@ def test_an_outage_is_no_error_of_the_configuration(
     )
     with pytest.raises(kind, match=f"p.toml: stage '{stage}': target = '{tmp_path}/published': {error}$") as raised:
         check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+    assert raised.type is kind
+    update_state(tmp_path / "run" / "stages" / stage, state="done")
+    check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()), tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", [UploadError, ConfigError])
+def test_an_outage_of_the_artifact_store_is_none_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[CosmosError]
+) -> None:
+    def fail(_: ArtifactStore) -> None:
+        raise kind("s3://bucket/x: no")
+
+    monkeypatch.setattr(ArtifactStore, "check", fail)
+    head = "[pipeline]\nartifact_store = 's3://bucket/x'\n[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\n"
+    (tmp_path / "p.toml").write_text(f"{head}entry = 'json:loads'\n")
+    with pytest.raises(kind, match=r"p.toml: pipeline.artifact_store = 's3://bucket/x': s3://bucket/x: no") as raised:
+        check_store(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
     assert raised.type is kind
