@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,7 @@ def test_the_processes_of_an_embedded_cluster_live_until_it_is_shut_down(monkeyp
 
     def start(**settings: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as `ray.init` does
-        os.kill(os.getpid(), signal.SIGTERM)  # and meanwhile this process is asked to stop
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # meanwhile the worker is asked to stop
         children.append(subprocess.Popen(["sleep", "600"]))
 
     kills: list[dict[str, bool]] = []
