@@ -346,7 +346,7 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
 
 
 def _check_pipeline(pipeline: Pipeline, *, run_id: str = "", allows_unsupported_settings: bool = False) -> Path:
-    """Check a pipeline in this process; return the folder of its runs. Unsupported settings may be noted only."""
+    """Check a pipeline; return the folder of its runs. `allows_unsupported_settings`: note them, raise no error."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder

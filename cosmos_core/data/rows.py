@@ -261,8 +261,8 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     _warn_of_missing_files(split_files, config_key)
     for file in split_files[0].parent.iterdir():
         if file.suffix in _UNREAD_COMPRESSIONS and data_suffix(file.stem):
-            known_compressions = "read are also .gz, .bz2 and .xz; decompress it"
-            logger.warning("%s.name: %s in %s is not read: %s", config_key, file.name, file.parent, known_compressions)
+            remedy = "only .gz, .bz2 and .xz are decompressed; decompress it"
+            logger.warning("%s.name: %s in %s is not read: %s", config_key, file.name, file.parent, remedy)
     return split_files
 
 
