@@ -17,11 +17,11 @@ class _OptionalDependencyHook(MetaPathFinder):
     start-up time of a process."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        module_of_check, check_function = _UNUSED_DEPENDENCIES.get(name, ("", ""))
-        if module_of_check in sys.modules:
-            setattr(sys.modules[module_of_check], check_function, lambda: False)
+        module_with_check, check_function_name = _UNUSED_DEPENDENCIES.get(name, ("", ""))
+        if module_with_check in sys.modules:
+            setattr(sys.modules[module_with_check], check_function_name, lambda: False)
 
 
 sys.meta_path.insert(0, _OptionalDependencyHook())
-for _name in ("torchao", "torch.utils._pytree"):  # hide their log warnings, which do not concern this project
+for _name in ("torchao", "torch.utils._pytree"):  # hide irrelevant log warnings of these libraries
     logging.getLogger(_name).setLevel(logging.ERROR)

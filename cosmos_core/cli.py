@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
     from cosmos_core.run.directory import Run
 
-# `ClickException`, the base class of `BadParameter`: newer versions of typer contain click, older ones import it.
+# `ClickException`, a base class of `BadParameter`, taken from typer because newer versions contain their own click.
 _COMMAND_LINE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def run(
     pipeline = _compose_pipeline(configs, overrides)
     if from_stage:
         pipeline.stage(from_stage)
-    with open_session(_check_pipeline(pipeline, run_id=run_id)) as run_session:
+    with open_session(_check_pipeline(pipeline)) as run_session:
         check_first_rows(pipeline)
         run = _require_unclaimed_run(open_or_create_run(pipeline, run_id=run_id))
         exit_code = run_session(run, from_stage, verify)
@@ -198,7 +198,7 @@ def plan(
     unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported_settings=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
-    except CosmosError as error:  # continue, as an estimate needs no Hub commits
+    except CosmosError as error:  # continue with `--estimate`, which needs no Hub commits
         if not estimate:
             raise
         print_notices([str(error)])
@@ -259,7 +259,7 @@ def logs(
     from cosmos_core.observe.tail import print_log
     from cosmos_core.run.directory import find_run
 
-    print_log(find_run(run_name, output_dir), stage, follow=follow)
+    print_log(find_run(run_name, output_dir), stage, should_follow=follow)
 
 
 @app.command()
@@ -294,9 +294,9 @@ def reward_service(
     ] = False,
 ) -> None:
     """Serve rewards of images, videos and texts to other machines until the process is stopped."""
-    arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
-    arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
-    os.execv(sys.executable, [sys.executable, *arguments, *["--self-test"] * self_test])
+    service_arguments = ["-m", "cosmos_core.rewards.service", "--config", str(config)]
+    service_arguments += ["--host", host] * bool(host) + (["--port", str(port)] if port >= 0 else [])
+    os.execv(sys.executable, [sys.executable, *service_arguments, *["--self-test"] * self_test])
 
 
 app.command("try")(try_model)
@@ -345,8 +345,8 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     return pipeline
 
 
-def _check_pipeline(pipeline: Pipeline, *, run_id: str = "", allows_unsupported_settings: bool = False) -> Path:
-    """Check a pipeline; return the folder of its runs. `allows_unsupported_settings`: note them, raise no error."""
+def _check_pipeline(pipeline: Pipeline, *, allows_unsupported_settings: bool = False) -> Path:
+    """Check a pipeline; return the folder of its runs. `allows_unsupported_settings`: print a note, no error."""
     from cosmos_core.config.capabilities import check_capabilities
     from cosmos_core.config.mesh import check_meshes
     from cosmos_core.run.directory import create_writable_folder
@@ -364,10 +364,9 @@ def _check_pipeline(pipeline: Pipeline, *, run_id: str = "", allows_unsupported_
     check_meshes(pipeline)
     check_inputs(pipeline)
     set_command_credentials(pipeline)
-    output_dir = create_writable_folder(pipeline.output_dir)
-    check_targets(pipeline, output_dir / run_id)
+    check_targets(pipeline)
     check_store(pipeline)
-    return output_dir
+    return create_writable_folder(pipeline.output_dir)
 
 
 def _open_run(run_name: str, output_dir: Path) -> Run:

@@ -40,8 +40,8 @@ def agent_docs(context: typer.Context) -> None:
     typer.echo(render_config_reference(all_kinds()), nl=False)
 
 
-def _iterate_commands(name: str, command_group: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_commands(group_name: str, command_group: Any) -> Iterator[tuple[str, Any]]:
     """Yield the full name of each command in a group of commands and its sub-groups, with the command."""
     for command_name, command in vars(command_group)["commands"].items():
-        full_name, is_group = f"{name} {command_name}", "commands" in vars(command)
+        full_name, is_group = f"{group_name} {command_name}", "commands" in vars(command)
         yield from _iterate_commands(full_name, command) if is_group else [(full_name, command)]

@@ -67,7 +67,8 @@ def convert(file: ConfigArgument) -> None:
     _load_pipeline(file)  # raises ConfigError if the configuration is invalid
     notices: list[str] = []
     config_values, _ = read_config(file, notices)
-    if not config_values.get("pipeline", {}).get("stages"):  # skip pipelines with stages, whose algorithms may differ
+    # Do not translate the algorithm keys of a pipeline with stages, because its stages may have different algorithms.
+    if not config_values.get("pipeline", {}).get("stages"):
         config_values = with_current_algorithm_keys(config_values, notices)
     print_notices(notices)
     typer.echo(tomli_w.dumps(config_values), nl=False)
@@ -103,28 +104,28 @@ def print_notices(notices: list[str]) -> None:
 def describe_usage_error(error: Any) -> str:
     """Return the message for an error in the command line. For an unknown option, suggest `--set` if the command has
     this option, because the unknown option may be a setting of the recipe."""
-    context, remedy = vars(error).get("ctx"), ""
+    click_context, set_option_hint = vars(error).get("ctx"), ""
     if {"option_name", "possibilities"} <= vars(error).keys():
         similar_options = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
         error.possibilities = similar_options
-        if not similar_options and any(each.name == "overrides" for each in context.command.params):
-            remedy = "; a setting of the recipe is given as --set KEY=VALUE, such as --set train.epoch=2"
-    help_command = getattr(context, "command_path", "cosmos")
-    return f"{error.format_message().rstrip('.')}{remedy}; see {help_command} --help"
+        if not similar_options and any(parameter.name == "overrides" for parameter in click_context.command.params):
+            set_option_hint = "; a setting of the recipe is given as --set KEY=VALUE, such as --set train.epoch=2"
+    help_command = getattr(click_context, "command_path", "cosmos")
+    return f"{error.format_message().rstrip('.')}{set_option_hint}; see {help_command} --help"
 
 
-def describe_system_error(error: Exception) -> str:
+def describe_system_error(system_error: Exception) -> str:
     """Return the message for an error of the operating system or of the Prefect server; raise any other error again."""
-    if isinstance(error, OSError):
-        return f"{error.filename or 'the system'}: {error.strerror or error}"
+    if isinstance(system_error, OSError):
+        return f"{system_error.filename or 'the system'}: {system_error.strerror or system_error}"
     # The classes are compared by name, because most commands do not import Prefect.
-    if type(error).__module__.partition(".")[0] not in {"httpx", "prefect"}:
-        raise error
-    return f"the Prefect server {os.environ.get('PREFECT_API_URL', 'of the profile')}: {error}"
+    if type(system_error).__module__.partition(".")[0] not in {"httpx", "prefect"}:
+        raise system_error
+    return f"the Prefect server {os.environ.get('PREFECT_API_URL', 'of the profile')}: {system_error}"
 
 
-def _load_pipeline(file: Path) -> Pipeline:
+def _load_pipeline(config_file: Path) -> Pipeline:
     from cosmos_core.config.compose import load_pipeline
     from tasks.kinds import all_kinds
 
-    return load_pipeline(file, [], all_kinds())
+    return load_pipeline(config_file, [], all_kinds())

@@ -31,10 +31,10 @@ def find_entrypoint(configs: Sequence[Path], *, is_toml_required: bool) -> str:
     return entrypoint
 
 
-def parse_parameters(assignments: Sequence[str]) -> dict[str, Any]:
+def parse_parameters(parameter_assignments: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of `-p NAME=VALUE` options; a value is JSON or, otherwise, a string."""
     parameters: dict[str, Any] = {}
-    for assignment in assignments:
+    for assignment in parameter_assignments:
         name, separator, value_text = assignment.partition("=")
         if not separator or not name.isidentifier():
             raise ConfigError(f"-p {assignment}: write NAME=VALUE")
@@ -45,15 +45,15 @@ def parse_parameters(assignments: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-def _format_option(name: str, value: Any) -> str:
-    """Return the option `-p NAME=VALUE` of which `parse_parameters` makes a parameter, quoted for a shell."""
-    is_plain_text = isinstance(value, str) and parse_parameters([f"{name}={value}"])[name] == value
-    return f"-p {shlex.quote(f'{name}={value if is_plain_text else json.dumps(value)}')}"
+def _format_option(parameter_name: str, value: Any) -> str:
+    """Return the option `-p NAME=VALUE`, quoted for a shell, from which `parse_parameters` reads a parameter."""
+    is_plain_text = isinstance(value, str) and parse_parameters([f"{parameter_name}={value}"])[parameter_name] == value
+    return f"-p {shlex.quote(f'{parameter_name}={value if is_plain_text else json.dumps(value)}')}"
 
 
-def refuse_flow_parameters(assignments: Sequence[str]) -> None:
+def refuse_flow_parameters(parameter_assignments: Sequence[str]) -> None:
     """Raise `ConfigError` if a command that names a TOML file has `-p` options, which set parameters of a flow."""
-    if assignments:
+    if parameter_assignments:
         raise ConfigError("-p is for a flow, FILE.py:FLOW; settings of a TOML file are changed with --set KEY=VALUE")
 
 
@@ -71,18 +71,22 @@ def resume_flow(run_path: Path) -> int:
     from cosmos_core.run.directory import RunStartInfo, read_start_info
 
     start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
+    folder = start_info.working_directory  # empty if an earlier version started the run
     secret_names = [name for name, value in start_info.parameters.items() if json.dumps(MASK) in json.dumps(value)]
     if secret_names:
         secret_options = {name: f"-p {name}=..." for name in secret_names}
-        options = [
+        parameter_options = [
             secret_options.get(name) or _format_option(name, value) for name, value in start_info.parameters.items()
         ]
+        command = (
+            f"COSMOS_OUTPUT_DIR={shlex.quote(str(run_path.parent))} cosmos run {shlex.quote(start_info.entrypoint)}"
+        )
+        change_folder = f"cd {shlex.quote(folder)} && " if folder and folder != os.getcwd() else ""
         raise ConfigError(
             f"run {run_path.name}: run.json does not keep the secret {' '.join(secret_options.values())}; continue the "
-            f"run with: cosmos run {start_info.entrypoint} {' '.join(options)} --run-id {run_path.name}"
+            f"run with: {change_folder}{command} {' '.join(parameter_options)} --run-id {shlex.quote(run_path.name)}"
         )
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    folder = start_info.working_directory  # empty if an earlier version started the run
     if folder and not os.access(folder, os.X_OK):
         raise ConfigError(
             f"run {run_path.name} was started in {folder}, to which relative paths of its flow refer; there is no such "
@@ -145,6 +149,6 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
 
 
 def _require_flow_file(entrypoint: str) -> None:
-    file = Path(entrypoint.rpartition(":")[0])
-    if not file.is_file():
-        raise ConfigError(f"{entrypoint}: no such file: {file}")
+    flow_file = Path(entrypoint.rpartition(":")[0])
+    if not flow_file.is_file():
+        raise ConfigError(f"{entrypoint}: no such file: {flow_file}")

@@ -40,8 +40,8 @@ def _format_metrics(target_store: Any, version: str) -> str:
         metrics = target_store.record_of(version)["metrics"].items()
     except DamagedRecord:
         return "gone"
-    numeric_metrics = [(key, value) for key, value in sorted(metrics) if isinstance(value, int | float)]
-    return ", ".join(f"{key} = {value:.4g}" for key, value in numeric_metrics[:5])
+    numeric_metrics = [(metric_name, value) for metric_name, value in sorted(metrics) if isinstance(value, int | float)]
+    return ", ".join(f"{metric_name} = {value:.4g}" for metric_name, value in numeric_metrics[:5])
 
 
 def rollback(target: TargetArgument) -> None:
@@ -49,8 +49,8 @@ def rollback(target: TargetArgument) -> None:
     target_store = _open_publication_target(target)
     version_history = target_store.history()
     if len(version_history) < 2:
-        problem = f"only {version_history[0]!r} was published" if version_history else "nothing was published"
-        raise ConfigError(f"{target}: {problem}, there is nothing to go back to")
+        problem_text = f"only {version_history[0]!r} was published" if version_history else "nothing was published"
+        raise ConfigError(f"{target}: {problem_text}, there is nothing to go back to")
     target_store.point_to(version_history[-2], version_history[:-1])
     typer.echo(f"published: {target_store.where(version_history[-2])}; before: {version_history[-1]}")
 
@@ -77,6 +77,6 @@ def check_model(
     adapter."""
     import subprocess
 
-    command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
-    completed_process = subprocess.run(command + (["--class", model_class] if model_class else []), check=False)
+    check_command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
+    completed_process = subprocess.run(check_command + (["--class", model_class] if model_class else []), check=False)
     raise typer.Exit(completed_process.returncode)

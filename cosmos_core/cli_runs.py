@@ -141,9 +141,9 @@ def lineage(
     path = Path(name) if is_path else find_run(name, output_dir)
     lineage_entries = trace_lineage(path)
     for entry in lineage_entries:
-        kind = f"({entry.kind}) " if entry.kind else ""
+        kind_text = f"({entry.kind}) " if entry.kind else ""
         digest = entry.digest.removeprefix("hub:").rpartition("@")[2][:12]
         gpu_hours = f"  {entry.gpu_seconds / 3600:.4g} GPU hours" if entry.gpu_seconds else ""
-        typer.echo(f"{'  ' * entry.depth}{entry.name} {kind}{digest}  {entry.location}  {entry.status}{gpu_hours}")
+        typer.echo(f"{'  ' * entry.depth}{entry.name} {kind_text}{digest}  {entry.location}  {entry.status}{gpu_hours}")
     if broken_entries := [f"{entry.name}: {entry.status}" for entry in lineage_entries if entry.is_broken]:
         raise CosmosError(f"{path} does not come from what its manifests name: {'; '.join(broken_entries)}")

@@ -52,11 +52,11 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
-    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # seconds, as in prefect.yaml
-    arguments = ["worker", "start", "--pool", pool]
-    arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
-    arguments += ["--type", type_] * bool(type_)
-    os.execv(sys.executable, [sys.executable, "-m", "cosmos_core.launch.prefect", *arguments])
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # interval in seconds, as in prefect.yaml
+    prefect_arguments = ["worker", "start", "--pool", pool]
+    prefect_arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
+    prefect_arguments += ["--type", type_] * bool(type_)
+    os.execv(sys.executable, [sys.executable, "-m", "cosmos_core.launch.prefect", *prefect_arguments])
 
 
 def doctor(
@@ -73,7 +73,7 @@ def doctor(
     is_healthy = True
     for diagnosis in _diagnose_cluster(output_dir) if checks_cluster else check_machine(output_dir.absolute()):
         is_healthy &= diagnosis.is_healthy
-        message = mask_text(diagnosis.message)  # an address may have a password
+        message = mask_text(diagnosis.message)  # mask a password in an address
         typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {message}")
     if not is_healthy:
         raise typer.Exit(EXIT_CRASH)
@@ -88,8 +88,8 @@ def _diagnose_cluster(output_dir: Path) -> Iterator[Diagnosis]:
 
     if not get_current_settings().api.url:
         raise ConfigError("PREFECT_API_URL is not set; it names the server of the cluster")
-    with get_client(sync_client=True) as client:
-        yield from run_checks(output_dir.absolute(), client)
+    with get_client(sync_client=True) as prefect_client:
+        yield from run_checks(output_dir.absolute(), prefect_client)
 
 
 def serve_reports(
@@ -117,9 +117,9 @@ def reap(output_dir: OutputDirOption = Path("outputs")) -> None:
     from cosmos_core.launch import reap as leftovers
 
     has_changes = False
-    for line in leftovers.reap(output_dir.absolute()):
+    for report_line in leftovers.reap(output_dir.absolute()):
         has_changes = True
-        typer.echo(line)
+        typer.echo(report_line)
     if not has_changes:
         typer.echo("nothing is left over")
 
@@ -156,24 +156,24 @@ def clean(
         typer.echo(f"{verdict.path.name}  {run_details}  {retention_text}")
     removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
     removed_runs = list(retention.remove_runs(runs_folder, removable_runs)) if yes else removable_runs
-    freed_bytes = format_bytes(sum(verdict.size for verdict in removed_runs))
-    count_text, hint = f"{len(removed_runs)} of {len(runs)} runs", "; remove them with --yes" if removed_runs else ""
-    typer.echo(f"removed {count_text}, {freed_bytes}" if yes else f"{count_text} may be removed, {freed_bytes}{hint}")
+    freed_size = format_bytes(sum(verdict.size for verdict in removed_runs))
+    run_count, yes_hint = f"{len(removed_runs)} of {len(runs)} runs", "; remove them with --yes" if removed_runs else ""
+    typer.echo(f"removed {run_count}, {freed_size}" if yes else f"{run_count} may be removed, {freed_size}{yes_hint}")
 
 
-def _clean_store(url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
+def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
     from cosmos_core.observe.formatting import format_bytes, format_duration
     from cosmos_core.upload.store_retention import StoreRetention
 
-    retention = StoreRetention(url, num_kept_runs=num_kept_runs, older_than_seconds=older_than_seconds)
-    for run in retention.runs:
+    store_retention = StoreRetention(store_url, num_kept_runs=num_kept_runs, older_than_seconds=older_than_seconds)
+    for run in store_retention.runs:
         retention_text = f"stays: {run.reason_to_keep}" if run.reason_to_keep else "goes"
         typer.echo(f"{run.name}  {run.pipeline}, {format_duration(run.age_seconds)} old  {retention_text}")
-    num_removable_runs = sum(not run.reason_to_keep for run in retention.runs)
+    num_removable_runs = sum(not run.reason_to_keep for run in store_retention.runs)
     if is_confirmed:
-        num_deleted, freed_bytes = retention.remove()
-        typer.echo(f"removed {num_deleted} of {len(retention.runs)} runs, {format_bytes(freed_bytes)}")
+        num_deleted, freed_bytes = store_retention.remove()
+        typer.echo(f"removed {num_deleted} of {len(store_retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:
-        hint = "; remove them with --yes" if retention.removable_bytes else ""
-        removable_size = format_bytes(retention.removable_bytes)
-        typer.echo(f"{num_removable_runs} of {len(retention.runs)} runs may be removed, {removable_size}{hint}")
+        next_step = "; remove them with --yes" if store_retention.removable_bytes else ""
+        size_text = format_bytes(store_retention.removable_bytes)
+        typer.echo(f"{num_removable_runs} of {len(store_retention.runs)} runs may be removed, {size_text}{next_step}")

@@ -75,15 +75,15 @@ def _check_rewards(rewards: Sequence[str]) -> str:
     """Return the names of rewards, separated by commas; raise ConfigError if a name is no reward."""
     from cosmos_core.registry import is_user_code, list_defined_names, locate_code, suggest_names
 
-    names = list_defined_names("cosmos_core.rewards")
+    known_names = list_defined_names("cosmos_core.rewards")
     for name in (reward_names := _parse_name_list(",".join(rewards)) or [""]):
         if is_user_code(name):
             locate_code(name)
         elif name.endswith(".py"):
             raise ConfigError(f"--reward {name}: name a function of the file as well, {name}:FUNCTION")
-        elif name not in names:
-            hint = suggest_names(name, names)
-            raise ConfigError(f"--reward {name}: no such reward{hint}; your own is file.py:function")
+        elif name not in known_names:
+            suggestion_text = suggest_names(name, known_names)
+            raise ConfigError(f"--reward {name}: no such reward{suggestion_text}; your own is file.py:function")
     return ",".join(reward_names)
 
 
@@ -126,8 +126,8 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     _save_and_run_recipe(options, [model_setting, *(each for each in settings if each[1])], save, dry_run, overrides)
 
 
-def _parse_name_list(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _parse_name_list(comma_separated_names: str) -> list[str]:
+    return [name.strip() for name in comma_separated_names.split(",") if name.strip()]
 
 
 def init() -> None:
@@ -166,51 +166,51 @@ def try_model(
     from cosmos_core.observe.logs import add_log_silencing_variables
     from cosmos_core.run.remote import download_url
 
-    folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
+    model_folders = [download_url(_resolve_model(name, output_dir), output_dir) for name in models]
     options: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "names": models}
-    options["system_prompts"] = [_find_system_prompt(folder) for folder in folders]
-    arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *folders]
+    options["system_prompts"] = [_find_system_prompt(folder) for folder in model_folders]
+    program_arguments = ["-m", "cosmos_core.models.try_models", json.dumps(options), *model_folders]
     sys.stdout.flush()
     os.environ |= add_log_silencing_variables(os.environ)
-    encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:replace"  # print characters outside of the encoding as "?"
-    os.execv(sys.executable, [sys.executable, *arguments])
+    io_encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
+    os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"  # print characters outside of the encoding as "?"
+    os.execv(sys.executable, [sys.executable, *program_arguments])
 
 
-def _resolve_model(name: str, output_dir: Path) -> str:
+def _resolve_model(model_name: str, output_dir: Path) -> str:
     """Return the model folder of a run or of a stage; return any other name with `~` expanded."""
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.manifest import read_result
 
-    name = os.path.expanduser(name)
-    paths = (Path(name), output_dir / name)
-    if path := next((each for each in paths if (each / "result.json").is_file()), None):
-        result = read_result(path)
-        model_path = str(result["info"].get("model") or "") if result else ""
+    model_name = os.path.expanduser(model_name)
+    candidate_paths = (Path(model_name), output_dir / model_name)
+    if path := next((each for each in candidate_paths if (each / "result.json").is_file()), None):
+        stage_result = read_result(path)
+        model_path = str(stage_result["info"].get("model") or "") if stage_result else ""
         if not model_path:
-            raise ConfigError(f"{name}: this stage made no model")
+            raise ConfigError(f"{model_name}: this stage made no model")
         return model_path if "://" in model_path else str(path / model_path)
-    is_run = any((each / "pipeline.toml").is_file() for each in paths)
-    if not is_run and (not name.isdecimal() or os.path.isdir(name)):  # a run id has only digits
-        return name
-    run = read_run(find_run(name, output_dir))
+    is_run_folder = any((each / "pipeline.toml").is_file() for each in candidate_paths)
+    if not is_run_folder and (not model_name.isdecimal() or os.path.isdir(model_name)):  # a run id has only digits
+        return model_name
+    run = read_run(find_run(model_name, output_dir))
     if run.model is None:
         raise ConfigError(f"run {run.path.name} has made no model yet; cosmos status {run.path.name} says where it is")
     return str(run.model)
 
 
-def _find_system_prompt(folder: str) -> str:
+def _find_system_prompt(model_folder: str) -> str:
     """Return the system prompt of the training that made the model in a folder of a run; empty if there is none."""
     from cosmos_core.config.inputs import referenced_stage
     from cosmos_core.run.directory import open_run
     from tasks.kinds import all_kinds
 
-    for path in Path(folder).absolute().parents:
-        if path.parent.name == "stages" and (path / "result.json").is_file():
+    for parent_folder in Path(model_folder).absolute().parents:
+        if parent_folder.parent.name == "stages" and (parent_folder / "result.json").is_file():
             with suppress(ConfigError):  # ignore a run of an older version, which may be unreadable
-                pipeline = open_run(path.parents[1], all_kinds()).pipeline
-                stage = pipeline.stage(path.name)
+                pipeline = open_run(parent_folder.parents[1], all_kinds()).pipeline
+                stage = pipeline.stage(parent_folder.name)
                 while not pipeline.stage_kind(stage).trains_model and (name := referenced_stage(stage.model)):
                     stage = pipeline.stage(name)
                 return str(getattr(pipeline.recipes[stage.name].train.train_policy, "system_prompt", ""))
@@ -233,8 +233,8 @@ def _save_and_run_recipe(
         typer.echo(_render_recipe(command_options, settings) + run_command_comment, nl=False)
         return
     path = _write_recipe(command_options, settings, save)
-    command = shlex.join(["cosmos", "run", str(path), *set_options])
-    typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {command}")
+    run_command = shlex.join(["cosmos", "run", str(path), *set_options])
+    typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {run_command}")
     _replace_process_with_run(path, set_options)
 
 
@@ -243,13 +243,13 @@ def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
     from cosmos_core.config.compose import load_pipeline
     from tasks.kinds import all_kinds
 
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write(recipe_text)
-        file.flush()
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as recipe_file:
+        recipe_file.write(recipe_text)
+        recipe_file.flush()
         try:
-            load_pipeline(Path(file.name), overrides, all_kinds())
+            load_pipeline(Path(recipe_file.name), overrides, all_kinds())
         except ConfigError as error:
-            raise ConfigError(str(error).removeprefix(f"{file.name}: ")) from error
+            raise ConfigError(str(error).removeprefix(f"{recipe_file.name}: ")) from error
 
 
 def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] = ()) -> list[_Setting]:
@@ -263,42 +263,44 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     settings = {setting.keys: setting.value for setting in map(parse_override, overrides)}
     rows = {keys[-1]: item for keys, item in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _SPLIT_KEYS}
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
-    paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
-    if "://" not in (data := paths["data"]) and data_suffix(data) and not os.path.exists(data):
+    input_paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
+    if "://" not in (data := input_paths["data"]) and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
-    local_paths = {name: download_url(path, Path("outputs")) for name, path in paths.items()}
+    local_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
     custom_settings: dict[str, Any] = {}
     for keys, value in settings.items():
-        table = nest_value(keys[1:], value)  # `--set custom={...}` sets a whole table
-        if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(table, dict):
-            custom_settings = merge_tables(custom_settings, table)
+        custom_table = nest_value(keys[1:], value)  # `--set custom={...}` sets a whole table
+        if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(custom_table, dict):
+            custom_settings = merge_tables(custom_settings, custom_table)
     program_options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom_settings), default=str)
-    command = [sys.executable, "-m", "cosmos_core.train.propose", program_options]
-    completed_process = subprocess.run(command, capture_output=True, text=True, check=False)
+    propose_command = [sys.executable, "-m", "cosmos_core.train.propose", program_options]
+    completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
-        key, message = ".".join((*_DATASET_KEYS, "name")), completed_process.stderr.strip().splitlines()[-1]
-        message = message.replace(f"{key} = ", "--data ").replace(key, "--data")
-        raise ConfigError(message.replace(" or beside the file that is run", ""))
+        key, error_message = ".".join((*_DATASET_KEYS, "name")), completed_process.stderr.strip().splitlines()[-1]
+        error_message = error_message.replace(f"{key} = ", "--data ").replace(key, "--data")
+        raise ConfigError(error_message.replace(" or beside the file that is run", ""))
     if completed_process.returncode:
         [*_, last_line] = ["", *completed_process.stderr.strip().splitlines()]
         raise CosmosError(f"the look at model and rows ended with {completed_process.returncode}: {last_line[-2000:]}")
-    original_names = {path: command_options[name] for name, path in local_paths.items() if path}
+    original_names_by_path = {path: command_options[name] for name, path in local_paths.items() if path}
     settings_and_reasons = json.loads(completed_process.stdout)
-    return [(key, original_names.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
+    return [(key, original_names_by_path.get(str(value), value), reason) for key, value, reason in settings_and_reasons]
 
 
 def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) -> str:
     lines_by_table: dict[str, list[str]] = {}
     for key, value, reason in settings:
-        table, _, name = key.rpartition(".")
-        lines_by_table.setdefault(table, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
+        table_key, _, name = key.rpartition(".")
+        lines_by_table.setdefault(table_key, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     option_values = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
-    command = " ".join(shlex.join([word for option in option_values for word in option]).split())  # one line
-    recipe_text = f"# cosmos {command_options['method']} {command}\n"
-    if command_options["method"] == "eval":  # `cosmos run` trains a recipe without stages
+    options_text = " ".join(
+        shlex.join([word for option in option_values for word in option]).split()
+    )  # one comment line
+    recipe_text = f"# cosmos {command_options['method']} {options_text}\n"
+    if command_options["method"] == "eval":  # without stages `cosmos run` would train
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
-    for table, lines in sorted(lines_by_table.items()):
-        recipe_text += f"\n[{table}]\n" + "\n".join(lines) + "\n"
+    for table_key, lines_of_table in sorted(lines_by_table.items()):
+        recipe_text += f"\n[{table_key}]\n" + "\n".join(lines_of_table) + "\n"
     try:
         return f"{_RECIPE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
     except UnicodeEncodeError as error:
@@ -315,25 +317,25 @@ def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path
 def _write_recipe(command_options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
     """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited or
     that command still runs."""
-    path, text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
+    path, recipe_text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:
-            is_unlocked = True
+            is_lock_free = True
             try:
                 fcntl.flock(recipe_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:  # ignore a file system without locks
-                is_unlocked = not isinstance(error, BlockingIOError)
+                is_lock_free = not isinstance(error, BlockingIOError)
             existing_text = path.read_text(encoding="utf-8", errors="replace")
-            if existing_text == text:
+            if existing_text == recipe_text:
                 return path
-            if not is_unlocked:
+            if not is_lock_free:
                 raise ConfigError(f"{path} is the recipe of a command that still runs; write another with --save FILE")
             first_line, _, recipe_body = existing_text.partition("\n")
             recipe_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
             if existing_text and first_line != f"{_RECIPE_HEADER}{recipe_digest}":
                 remedy = f"run it with cosmos run {path}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy}")
-            path.write_text(text, encoding="utf-8")
+            path.write_text(recipe_text, encoding="utf-8")
     except OSError as error:
         remedy = "name a file in a folder that exists with --save"
         raise ConfigError(f"{path}: the recipe cannot be written: {error.strerror}; {remedy}") from error

@@ -43,30 +43,38 @@ _LOCATION_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
 _WORD_PATTERN = re.compile(
     r"[A-Za-z_<|>/.-]+|<[^\s<>]{1,30}>|\[\w{1,30}\](?: \w{1,12})?|(?=.{1,19}\Z)[A-Za-z]+\d?(?:_[A-Za-z]*\d{0,3})*"
 )
+_ORDINARY_KEY_PATTERN = re.compile(
+    r"(?:.*_)?(?:sort|order|group|join|index|primary|foreign|partition|split|dict|column|row|id|text|image|video|media"
+    r"|label|prompt|question|response|completion|reference|context|message|content|title|score|metric|reward|stop"
+    r"|pad|[be]os|unk|special|extra|added|max|min|num|new|total)s?_(?:keys?|tokens)|keys?|tokens",
+    re.I,
+)
+"""Pattern of names that end in `key`, `keys` or `tokens` and name columns, special tokens or numbers of tokens."""
+_NAMED_KEY_PATTERN = re.compile(r"(?:^|_)(?:keys|tokens)_", re.I)
 _USER_SETTING_PATTERN = re.compile(r"(?:^|\.)(?:arguments|custom)\.")
 """Pattern of a dotted key below a table whose keys users choose."""
-_URL_WITH_PASSWORD = re.compile(r"(?:[a-z][a-z0-9+.-]*://|^)[^/@\s]*:([^/@\s]+)@", re.I)
+_URL_WITH_PASSWORD_PATTERN = re.compile(r"(?:[a-z][a-z0-9+.-]*://|^)[^/@\s]*:([^/@\s]+)@", re.I)
 _MIN_BLOCK_OVERLAP_BYTES = 4096
-"""Minimum number of bytes that two blocks of a file share while secrets are searched, so that none is cut apart."""
+"""Minimum number of bytes by which two blocks of a file overlap, so that a secret at their boundary is detected."""
 _MIN_SECRET_CHARACTERS = 8
 """Minimum number of characters of a value that is masked: a shorter value, like `false`, may be an ordinary word."""
 _READ_BLOCK_BYTES = 1 << 20
 MASK = "***"
 """Text in place of a secret."""
-_secret_names: set[str] = set()
-_secret_values: set[str] = set()
+_additional_secret_names: set[str] = set()
+_additional_secret_values: set[str] = set()
 
 
-def environment_for_user_code(names: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that user code receives: those that any program needs, and those in `names`."""
-    recipe_variable_names = set(names)
+def environment_for_user_code(variable_names: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables of user code: those that any program needs, and those in `variable_names`."""
+    recipe_variable_names = set(variable_names)
     return {
         name: value
         for name, value in os.environ.items()
         if name in recipe_variable_names
         or (
             (name in _INHERITED_VARIABLES or name.startswith(_INHERITED_VARIABLE_PREFIXES))
-            and not (_is_secret_name(name) or _URL_WITH_PASSWORD.search(value))
+            and not (_is_secret_name(name) or _URL_WITH_PASSWORD_PATTERN.search(value))
         )
     }
 
@@ -75,26 +83,26 @@ def make_tls_verify() -> ssl.SSLContext | bool:
     """Return the value of httpx's argument `verify`: a context with the certificates of REQUESTS_CA_BUNDLE or
     CURL_CA_BUNDLE, which httpx itself does not read; otherwise True, with which httpx uses its defaults and
     SSL_CERT_FILE. Raises `ConfigError` if the bundle cannot be read."""
-    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        if path := os.environ.get(name):
+    for variable_name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        if path := os.environ.get(variable_name):
             argument_name = "capath" if os.path.isdir(path) else "cafile"
             try:
                 return ssl.create_default_context(**{argument_name: path})  # type: ignore[arg-type]
             except OSError as error:
-                raise ConfigError(f"{name} = {path!r} is no bundle of certificates: {error}") from error
+                raise ConfigError(f"{variable_name} = {path!r} is no bundle of certificates: {error}") from error
     return True
 
 
-def mask_secrets(names: Iterable[str] = (), values: Iterable[str] = ()) -> None:
+def mask_secrets(variable_names: Iterable[str] = (), secret_values: Iterable[str] = ()) -> None:
     """Mask secrets in everything that this process prints and logs from now on, including the values of the environment
-    variables in `names`, and `values`."""
-    _secret_names.update(names)
-    _secret_values.update(values)
+    variables in `variable_names`, and `secret_values`."""
+    _additional_secret_names.update(variable_names)
+    _additional_secret_values.update(secret_values)
     mask_log_records()
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, _MaskingStream):
-            setattr(sys, name, cast(TextIO, _MaskingStream(stream)))
+    for stream_name in ("stdout", "stderr"):
+        text_stream = getattr(sys, stream_name)
+        if not isinstance(text_stream, _MaskingStream):
+            setattr(sys, stream_name, cast(TextIO, _MaskingStream(text_stream)))
 
 
 def mask_log_records() -> None:
@@ -118,7 +126,7 @@ def mask_log_records() -> None:
 
 
 def mask_text(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text with `***` for each secret value of the environment, for the values of the variables in `names`,
+    """Return the text with `***` for each secret value of the environment, for the value of each variable in `names`,
     and for text that looks like a secret."""
     for secret in _collect_secrets(names):
         text = text.replace(secret, "***")
@@ -128,65 +136,70 @@ def mask_text(text: str, names: Iterable[str] = ()) -> str:
 def mask_error_message(error: BaseException) -> None:
     """Mask secrets in the message and the notes of an error, because Prefect and the files of a run show them."""
     error.args = tuple(each if mask_text(str(each)) == str(each) else mask_text(str(each)) for each in error.args)
-    if notes := getattr(error, "__notes__", None):
-        notes[:] = map(mask_text, notes)
+    if error_notes := getattr(error, "__notes__", None):
+        error_notes[:] = map(mask_text, error_notes)
 
 
-def find_secrets(values: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
+def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield each string in nested settings whose key, or a key above it, is the name of a secret, such as `api_key`."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from find_secrets(value, (*keys, str(key)))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from find_secrets(value, keys)
-    elif isinstance(values, str) and _is_secret_setting(keys, values):
-        yield values
+    if isinstance(settings, Mapping):
+        for key, child in settings.items():
+            yield from find_secrets(child, (*keys, str(key)))
+    elif isinstance(settings, list | tuple):
+        for child in settings:
+            yield from find_secrets(child, keys)
+    elif isinstance(settings, str) and _is_secret_setting(keys, settings):
+        yield settings
 
 
-def mask_named_secrets(values: Any, keys: tuple[str, ...] = ()) -> Any:
+def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
     """Return parameters of a flow with `***` for each string whose key, or a key above it, names a credential, or that
-    looks like a secret. `key`, `keys` and `tokens` alone, as in `sort_key` and `stop_tokens`, name no credential."""
-    if isinstance(values, Mapping):
-        return {key: mask_named_secrets(value, (*keys, str(key))) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [mask_named_secrets(value, keys) for value in values]
-    if not isinstance(values, str) or not values.strip():
-        return values
-    names, ambiguous_words = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys], r"(?i)(^|_)(keys?|tokens)(?=_|$)"
-    credentials = [
-        name for name in names if _CREDENTIAL_PATTERN.search(name) or _is_secret_name(re.sub(ambiguous_words, "", name))
+    looks like a secret. Names such as `sort_key` and `stop_tokens` name no credential, and `key`, `keys` and `tokens`
+    alone do so only for a word with a digit in a table of names, as in `keys = {"openai": "k1-22"}`."""
+    if isinstance(parameters, Mapping):
+        return {key: mask_named_secrets(value, (*keys, str(key))) for key, value in parameters.items()}
+    if isinstance(parameters, list | tuple):
+        return [mask_named_secrets(value, keys) for value in parameters]
+    if not isinstance(parameters, str) or not parameters.strip():
+        return parameters
+    names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys]
+    path_name, is_word_with_digit = "_".join(names), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
+    credential_names = [
+        name for name in names if _CREDENTIAL_PATTERN.search(name) or not _ORDINARY_KEY_PATTERN.fullmatch(name)
     ]
-    text = f"{names[-1]}={values}"
-    return MASK if _is_secret_setting(credentials, values) or mask_text(text) != text else values
+    if _CREDENTIAL_PATTERN.search(path_name) or (_NAMED_KEY_PATTERN.search(path_name) and is_word_with_digit):
+        credential_names.append(path_name)
+    text = f"{names[-1]}={parameters}"
+    return MASK if _is_secret_setting(credential_names, parameters) or mask_text(text) != text else parameters
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:
     """Return settings for display, `key` or the tables below it, with `***` for each string in a table whose keys users
     choose that looks like a secret, or whose key, or a key above it, is the name of a secret, such as `api_key`."""
     if isinstance(settings, Mapping):
-        return {name: mask_settings(value, f"{key}.{name}") for name, value in settings.items()}
+        return {name: mask_settings(child, f"{key}.{name}") for name, child in settings.items()}
     if isinstance(settings, list | tuple):
-        return type(settings)(mask_settings(value, key) for value in settings)
+        return type(settings)(mask_settings(child, key) for child in settings)
     if not isinstance(settings, str) or not _USER_SETTING_PATTERN.search(key):
         return settings
     return MASK if _is_secret_setting(key.split("."), settings) else mask_text(settings)
 
 
-def mask_file(file: Path, names: Iterable[str] = ()) -> None:
+def mask_file(log_path: Path, variable_names: Iterable[str] = ()) -> None:
     """Mask secrets in a file written by another program, such as one that a user's code has started.
 
     The secrets are overwritten in place: a log may be larger than the memory, and the disk may be full.
     """
-    secrets = [secret.encode() for secret in _collect_secrets(names)]
-    block_overlap_bytes = max(_MIN_BLOCK_OVERLAP_BYTES, *map(len, secrets), 0)
+    secret_bytes = [secret.encode() for secret in _collect_secrets(variable_names)]
+    block_overlap_bytes = max(_MIN_BLOCK_OVERLAP_BYTES, *map(len, secret_bytes), 0)
     block_start = 0
-    with open(file, "r+b", buffering=0) as log_file:
+    with open(log_path, "r+b", buffering=0) as log_file:
         while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_start):
-            spans = [match.span() for secret in secrets for match in re.finditer(re.escape(secret), block)]
-            # One character per byte: spans are byte offsets. Two bytes of UTF-8 are white space in Latin-1.
-            spans += find_secret_spans(block.decode("latin-1").translate(dict.fromkeys((0x85, 0xA0), "x")))
-            for span_start, span_end in spans:
+            secret_spans = [match.span() for secret in secret_bytes for match in re.finditer(re.escape(secret), block)]
+            # Latin-1 has one character per byte, so spans are byte offsets. Replace two of its white space characters,
+            # because the same bytes are parts of UTF-8 letters.
+            secret_spans += find_secret_spans(block.decode("latin-1").translate(dict.fromkeys((0x85, 0xA0), "x")))
+            for span_start, span_end in secret_spans:
                 os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)
             block_start += _READ_BLOCK_BYTES
 
@@ -207,23 +220,23 @@ class _MaskingStream:
         return getattr(self._stream, name)
 
 
-def _collect_secrets(names: Iterable[str] = ()) -> list[str]:
+def _collect_secrets(variable_names: Iterable[str] = ()) -> list[str]:
     """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
-    secrets, secret_names = set(_secret_values), _secret_names.union(names)
+    secrets, secret_names = set(_additional_secret_values), _additional_secret_names.union(variable_names)
     for name, value in os.environ.items():
         if name in secret_names or _is_secret_name(name):
             secrets.add(value)
-        secrets.update(_URL_WITH_PASSWORD.findall(value) if "@" in value else ())
+        secrets.update(_URL_WITH_PASSWORD_PATTERN.findall(value) if "@" in value else ())
     return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
 
 
-def _is_secret_setting(keys: Sequence[str], value: str) -> bool:
+def _is_secret_setting(key_path: Sequence[str], setting_value: str) -> bool:
     """Return True if one of the keys that lead to a setting is the name of a secret, and its value is neither a word,
     such as the name of a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the
     path of a secret."""
-    secret_names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys if _is_secret_name(key)]
-    is_word = _WORD_PATTERN.fullmatch(value) and not any(map(_CREDENTIAL_PATTERN.search, secret_names))
-    return bool(secret_names) and not (is_word or _LOCATION_PATTERN.search(keys[-1]))
+    secret_names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in key_path if _is_secret_name(key)]
+    is_plain_word = _WORD_PATTERN.fullmatch(setting_value) and not any(map(_CREDENTIAL_PATTERN.search, secret_names))
+    return bool(secret_names) and not (is_plain_word or _LOCATION_PATTERN.search(key_path[-1]))
 
 
 @lru_cache(maxsize=1024)

@@ -12,8 +12,8 @@ from cosmos_core.errors import CosmosError
 def convert_errors(
     convert: Callable[[Exception], Exception], exempt_types: type[Exception] | tuple[type[Exception], ...] = CosmosError
 ) -> Iterator[None]:
-    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `exempt_types`, and
-    exceptions that `convert` returns unchanged, are raised again."""
+    """Raise `convert(error)` for an exception of the block. Exceptions of the classes `exempt_types`, and those that
+    `convert` returns unchanged, are raised again."""
     try:
         yield
     except exempt_types:
@@ -35,17 +35,17 @@ def cleanup_on_error(cleanup: Callable[[], object]) -> Iterator[None]:
 
 
 @contextmanager
-def log_errors(log: Callable[[Exception], object]) -> Iterator[None]:
-    """Pass an exception of the block to `log` instead of raising it."""
+def log_errors(log_error: Callable[[Exception], object]) -> Iterator[None]:
+    """Pass an exception of the block to `log_error` instead of raising it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the block must not fail its caller
-        log(error)
+        log_error(error)
 
 
-def complete_future(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Store the result of `function`, or the exception that it raises, in a future."""
+def complete_future(future: Future[Any], compute_result: Callable[[], Any]) -> None:
+    """Store the result of `compute_result`, or the exception that it raises, in a future."""
     try:
-        future.set_result(function())
+        future.set_result(compute_result())
     except BaseException as error:  # noqa: BLE001 - raised again by `future.result()`
         future.set_exception(error)

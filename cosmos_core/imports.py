@@ -11,12 +11,12 @@ from contextlib import contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection in the block, and exclude the objects that the block creates from later
     collections."""
-    was_enabled = gc.isenabled()
+    was_collection_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # some libraries report uncollected objects at exit
-        if was_enabled:
+        atexit.register(gc.unfreeze)  # libraries would report frozen objects as leaks
+        if was_collection_enabled:
             gc.enable()

@@ -14,18 +14,18 @@ JOB_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 def block_job_signals() -> Iterator[None]:
     """Block the signals in this thread and in the processes that it starts in the block; those of this thread are
     handled at the end of the block."""
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    previous_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_signal_mask)
 
 
 def ignore_job_signals() -> None:
-    """Let this process go on after each of the signals; call it in the main thread. Child processes do not inherit
-    that, because user code may end them with SIGTERM."""
+    """Let this process continue after each of the signals; must be called in the main thread. Child processes do not
+    ignore the signals, because user code may end them with SIGTERM."""
     for signal_number in JOB_SIGNALS:
-        signal.signal(signal_number, lambda *_: None)  # unlike a handler, SIG_IGN would be inherited
+        signal.signal(signal_number, lambda *_: None)  # child processes would inherit SIG_IGN
     os.register_at_fork(after_in_child=_restore_default_handlers)
     unblock_job_signals()
 

@@ -51,11 +51,11 @@ class MachineProperties:
 def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
     versions = {}
-    for name in libraries:
+    for library in libraries:
         with suppress(PackageNotFoundError):
-            if installed_version := version(name):  # None if the metadata of the package are damaged
-                versions[name] = installed_version
-    gpus = tuple(name for name, _ in _list_visible_gpus())
+            if installed_version := version(library):  # None if the metadata of the package are damaged
+                versions[library] = installed_version
+    gpus = tuple(library for library, _ in _list_visible_gpus())
     threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
     return MachineProperties(platform.node(), gpus, threads, versions, missing_requirement)
 
@@ -64,9 +64,9 @@ def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
     env_name, compilers, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    command = os.environ.get(env_name, "").split()
-    if not any(shutil.which(name) for name in command[:1] or compilers):
-        return f"a {language} compiler ({' '.join(command) or compilers[0]} was not found)"
+    compiler_command = os.environ.get(env_name, "").split()
+    if not any(shutil.which(name) for name in compiler_command[:1] or compilers):
+        return f"a {language} compiler ({' '.join(compiler_command) or compilers[0]} was not found)"
     header_file = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header_file.is_file() else f"Python's headers ({header_file} was not found)"
 
@@ -97,14 +97,14 @@ def _measure_machine(
     program_module = "cosmos_core.cluster.properties" if ray_address else "cosmos_core.machine_properties"
     command = [python or sys.executable, "-m", program_module, *libraries]
     try:
-        output = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
-        machine_properties = MachineProperties(**json.loads(output.splitlines()[-1]))
+        stdout = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
+        machine_properties = MachineProperties(**json.loads(stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError) as error:
         if ray_address:
-            messages = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+            last_lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             connection_error = find_connection_error(ray_address)
-            problem = f"it is not reached: {connection_error}" if connection_error else f"no properties: {messages}"
-            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {problem}") from error
+            failure = f"it is not reached: {connection_error}" if connection_error else f"no properties: {last_lines}"
+            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {failure}") from error
         if isinstance(error, subprocess.TimeoutExpired):
             raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
         raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
@@ -147,7 +147,7 @@ def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
     except pynvml.NVMLError:  # there is no NVIDIA driver
         return ()
     try:
-        gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu_index) for gpu_index in range(pynvml.nvmlDeviceGetCount())]
         if visible_devices is not None:
             visible_handles = [_find_gpu(pynvml, gpu_handles, entry.strip()) for entry in visible_devices.split(",")]
             # CUDA ignores the first entry that does not exist and all entries after it.
@@ -176,8 +176,8 @@ def git_commit() -> str:
     """Return the commit hash of the git clone whose code this process runs; empty if the code is not in a clone."""
     if shutil.which("git") is None:
         return ""
-    command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+    git_command, code_folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
+    return subprocess.run(git_command, cwd=code_folder, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ are known to be secret, and the masking of streams and files, are in environment
 import re
 from collections.abc import Iterator
 
-_SECRET_FORMATS = re.compile(
+_SECRET_FORMAT_PATTERN = re.compile(
     r"-----BEGIN[ A-Z]*PRIVATE KEY-----[\s\S]*?(?:-----END[ A-Z]*PRIVATE KEY-----|\Z)"
     r"|(?<![A-Za-z0-9])(?:"
     r"(?:hf|npm|pnu|pnb|r8)_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
@@ -17,7 +17,7 @@ _SECRET_FORMATS = re.compile(
     r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w.-]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
-_URL_WITH_PASSWORD = re.compile(
+_URL_WITH_PASSWORD_PATTERN = re.compile(
     r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://[^/@\s:]*:(?!\d+/)([^@\s\"'<>]{1,200})@"
     r"|(?:^|\s)(?:-u|--user)[ =][\w.@-]{1,100}:(\S{4,})|hooks\.slack\.com/services/(\S+)|/api/webhooks/(\d+/\S+)",
     re.I,
@@ -51,7 +51,7 @@ _DIGEST_LENGTHS = {40, 64}
 
 def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of the text that looks like a secret; the spans may overlap."""
-    for secret_pattern in (_SECRET_FORMATS, _URL_WITH_PASSWORD, _NAMED_SECRET_PATTERN):
+    for secret_pattern in (_SECRET_FORMAT_PATTERN, _URL_WITH_PASSWORD_PATTERN, _NAMED_SECRET_PATTERN):
         for match in secret_pattern.finditer(text):
             yield match.span(match.lastindex or 0)
     for match in _WORD_AND_SECRET_PATTERN.finditer(text):
@@ -69,9 +69,9 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
         is_separate_word = match[0].rstrip("=").isalnum() and not any(c in "/.:" for c in adjacent_characters)
         alphanumeric_parts = re.findall("[A-Za-z0-9]{10,}", match[0])
         is_random_base64 = len(match[0]) >= 32 and _mean_piece_length(match[0]) < 2.4
-        if any(_is_secret_word(run, is_separate_word) for run in alphanumeric_parts if len(run) >= 20) or (
+        if any(_is_secret_word(part, is_separate_word) for part in alphanumeric_parts if len(part) >= 20) or (
             is_random_base64
-            and any(_has_mixed_characters(run) and _mean_piece_length(run) < 2.4 for run in alphanumeric_parts)
+            and any(_has_mixed_characters(part) and _mean_piece_length(part) < 2.4 for part in alphanumeric_parts)
         ):
             yield match.span()
 
@@ -79,10 +79,10 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
 def mask_secret_spans(text: str) -> str:
     """Return the text with `***` in place of each part that looks like a secret."""
     masked_parts, masked_end = [], 0
-    for start, end in sorted(find_secret_spans(text)):
-        if end > masked_end:
-            masked_parts += [text[masked_end : max(start, masked_end)], "***" if start >= masked_end else ""]
-            masked_end = end
+    for span_start, span_end in sorted(find_secret_spans(text)):
+        if span_end > masked_end:
+            masked_parts += [text[masked_end : max(span_start, masked_end)], "***" if span_start >= masked_end else ""]
+            masked_end = span_end
     return "".join(masked_parts) + text[masked_end:]
 
 
@@ -90,8 +90,8 @@ def _is_secret_word(word: str, is_separate_word: bool) -> bool:
     """Return True if a string looks random. `is_separate_word` is True if it is not part of a path, name or digest."""
     has_digit = any(letter.isdigit() for letter in word)
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", word):
-        is_digest = len(word) in _DIGEST_LENGTHS
-        return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and not is_digest
+        has_digest_length = len(word) in _DIGEST_LENGTHS
+        return is_separate_word and has_digit and not word.isdigit() and len(word) >= 32 and not has_digest_length
     if word.islower() or word.isupper():
         return is_separate_word and has_digit and len(word) >= 24 and _mean_piece_length(word) < 3.4
     is_long_word = len(word) >= 28

@@ -19,7 +19,7 @@ from mcp.types import ToolAnnotations
 from pydantic import BaseModel, Field
 
 _READ_ONLY_ANNOTATIONS = ToolAnnotations(read_only_hint=True)
-_START_ANNOTATIONS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
+_RUN_START_ANNOTATIONS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
 _COMMAND_TIMEOUT_SECONDS, _START_TIMEOUT_SECONDS = 600, 120
 _SERVER_INSTRUCTIONS = """Operate post-training pipelines. Recipes are TOML files; `explain_key` documents their keys.
 `check` and `plan` take a recipe. Runs are named by their id; an empty id names the newest.
@@ -89,14 +89,14 @@ def _add_read_only_tools(server: MCPServer) -> None:
 
 
 def _add_run_starting_tools(server: MCPServer) -> None:
-    @server.tool(annotations=_START_ANNOTATIONS)
+    @server.tool(annotations=_RUN_START_ANNOTATIONS)
     async def start_run(
         recipe: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_start_run)]
     ) -> str:
         """After the user confirms, start a run of a recipe in the background and return its first lines of output."""
         return await _run_if_confirmed(response, "run", recipe)
 
-    @server.tool(annotations=_START_ANNOTATIONS)
+    @server.tool(annotations=_RUN_START_ANNOTATIONS)
     async def resume_run(
         run: str, response: Annotated[ElicitationResult[Confirmation], Resolve(_ask_to_resume_run)]
     ) -> str:
@@ -113,14 +113,14 @@ async def _ask_to_resume_run(run: str) -> Elicit[Confirmation]:
     return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
 
 
-async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command: str) -> str:
+async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command_words: str) -> str:
     """Start a `cosmos` command that a person has confirmed, and return its first output: wait until a stage runs, but
     at most two minutes. Raises `ToolError` with the output of the command if it failed."""
     if response.action != "accept" or not response.data.start:
         return "not started: the user declined"
     with tempfile.NamedTemporaryFile(prefix="cosmos-mcp-", suffix=".log", delete=False) as log_file:
         process = subprocess.Popen(
-            _build_command(*command), stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT,
+            _build_command(*command_words), stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
     text, elapsed_seconds = "", 0

@@ -6,15 +6,15 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # constant of prctl(2)
+_PR_SET_PDEATHSIG = 1  # option of prctl(2): signal at the end of the parent
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def kill_with_parent(parent: int) -> None:
-    """Ask the kernel to send SIGKILL to this process when the process `parent`, or its thread that started this
+def kill_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to send SIGKILL to this process when the process `parent_pid`, or its thread that started this
     process, ends: a process that hangs does not notice the end of its parent. Linux only."""
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before prctl could watch it
+    if os.getppid() != parent_pid:  # the parent ended before prctl could watch it
         os._exit(1)
 
 

@@ -39,64 +39,65 @@ def is_user_code(name: str) -> bool:
 _USER_CODE_PATTERN = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
-def import_object(path: str) -> Any:
+def import_object(import_path: str) -> Any:
     """Return the object at `module:thing` or `path/file.py:thing`. Raises `ConfigError` if the module, the file or the
     name in it does not exist."""
-    module_name, object_name = _split_import_path(path)
-    module = _load_module_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name, path)
+    module_name, object_name = _split_import_path(import_path)
+    is_file = module_name.endswith(".py")
+    module = _load_module_file(Path(module_name)) if is_file else _import_module(module_name, import_path)
     try:
         return getattr(module, object_name)
     except AttributeError:
-        raise ConfigError(f"{path!r}: {module_name} has no {object_name!r}") from None
+        raise ConfigError(f"{import_path!r}: {module_name} has no {object_name!r}") from None
 
 
-def list_module_names(folder: str) -> list[str]:
+def list_module_names(package_folder: str) -> list[str]:
     """Return the module names of a package folder, without private modules and sub-packages."""
-    package = importlib.import_module(folder)
+    package = importlib.import_module(package_folder)
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and not m.name.startswith("_"))
 
 
-def list_defined_names(folder: str, suffix: str = "") -> list[str]:
+def list_defined_names(package_folder: str, suffix: str = "") -> list[str]:
     """Return the names of the modules in a package folder that define a function of the same name or, with a `suffix`,
     a class `SomeNameSuffix` in `some_name.py`. The modules are not imported."""
-    [path] = importlib.import_module(folder).__path__
-    names = []
-    for name in list_module_names(folder):
+    [path] = importlib.import_module(package_folder).__path__
+    defined_names = []
+    for name in list_module_names(package_folder):
         definition_pattern = rf"class {to_class_name(name)}{suffix}\b" if suffix else rf"(async )?def {name}\("
         if re.search(f"^{definition_pattern}", Path(path, f"{name}.py").read_text(encoding="utf-8"), re.M):
-            names.append(name)
-    return names
+            defined_names.append(name)
+    return defined_names
 
 
-def to_class_name(module: str) -> str:
+def to_class_name(module_name: str) -> str:
     """Return the class name of a module: `SomeName` for `some_name`."""
-    return module.title().replace("_", "")
+    return module_name.title().replace("_", "")
 
 
-def load_class(name: str, folder: str, suffix: str) -> Any:
+def load_class(name: str, package_folder: str, class_suffix: str) -> Any:
     """Return the class `SomeNameSuffix` of `some_name.py` in a package folder, or the object at a user's import path.
     Raises `ConfigError` if the class or object does not exist, or the user's file cannot be imported."""
     if is_import_path(name):
         return import_user_code(name)
-    if name not in (names := list_defined_names(folder, suffix)):
-        raise ConfigError(f"there is no {name!r}{suggest_names(name, names)}")
-    return import_object(f"{folder}.{name}:{to_class_name(name)}{suffix}")
+    if name not in (defined_names := list_defined_names(package_folder, class_suffix)):
+        raise ConfigError(f"there is no {name!r}{suggest_names(name, defined_names)}")
+    return import_object(f"{package_folder}.{name}:{to_class_name(name)}{class_suffix}")
 
 
-def import_user_code(path: str) -> Any:
+def import_user_code(import_path: str) -> Any:
     """Return the object at an import path of user code; an error during the import is reported as an error of the
     user's file. Raises `ConfigError` if the object does not exist, or its file raised an error; the message has the
     location."""
 
     def make_config_error(error: BaseException) -> ConfigError:
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
-        return ConfigError(f"{path!r} cannot be imported: {error_text}")
+        return ConfigError(f"{import_path!r} cannot be imported: {error_text}")
 
-    if (folder := os.getcwd()) not in sys.path:  # the console script `cosmos` does not add the current folder
-        sys.path.append(folder)
+    if (current_folder := os.getcwd()) not in sys.path:  # the console script does not add it to `sys.path`
+        sys.path.append(current_folder)
     try:
         with convert_errors(make_config_error):
-            return import_object(path)
+            return import_object(import_path)
     except SystemExit as error:  # the file is a script that exits at its end
         raise make_config_error(error) from error
 
@@ -120,40 +121,40 @@ def suggest_names(name: str, known_names: list[str]) -> str:
     return f"; did you mean {close_matches[0]!r}?" if close_matches else f"; known: {', '.join(sorted(known_names))}"
 
 
-def locate_code(path: str) -> Path:
+def locate_code(import_path: str) -> Path:
     """Return the file of a user's code at an import path, without importing it or its packages. Raises `ConfigError` if
     the file or module does not exist, or has nothing of that name."""
-    file, object_name = _find_code_file(path), path.rpartition(":")[2]
-    if (names := _read_top_level_names(file)) is not None and object_name not in names:
-        suggestion_text = suggest_names(object_name, sorted(names)) if names else ""
-        raise ConfigError(f"{path!r}: {file} has no {object_name!r}{suggestion_text}")
-    return file
+    code_file, object_name = _find_code_file(import_path), import_path.rpartition(":")[2]
+    if (top_level_names := _read_top_level_names(code_file)) is not None and object_name not in top_level_names:
+        suggestion_text = suggest_names(object_name, sorted(top_level_names)) if top_level_names else ""
+        raise ConfigError(f"{import_path!r}: {code_file} has no {object_name!r}{suggestion_text}")
+    return code_file
 
 
-def read_signature(path: str) -> inspect.Signature | None:
+def read_signature(import_path: str) -> inspect.Signature | None:
     """Return the signature of a user's function, without annotations and with the defaults None. The file is not run;
     None if the signature is known only after it has run, as that of a decorated function."""
-    file, name, namespace = _find_code_file(path), path.rpartition(":")[2], dict[str, Any]()
+    file, function_name, globals_dict = _find_code_file(import_path), import_path.rpartition(":")[2], dict[str, Any]()
     try:
         with _AST_PARSER_LOCK:
             nodes = [*ast.walk(module := ast.parse(file.read_bytes()))]
     except (SyntaxError, ValueError):  # the later import of the file reports the error
         return None
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
-    is_assigned = any(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store) for node in nodes
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
+    is_name_assigned = any(
+        isinstance(node, ast.Name) and node.id == function_name and isinstance(node.ctx, ast.Store) for node in nodes
     )
-    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_assigned:
+    if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_name_assigned:
         return None
-    [function], nothing = functions, ast.Constant(None)
-    function.args.defaults = [nothing] * len(function.args.defaults)
-    function.args.kw_defaults = [default and nothing for default in function.args.kw_defaults]
+    [function], none_constant = functions, ast.Constant(None)
+    function.args.defaults = [none_constant] * len(function.args.defaults)
+    function.args.kw_defaults = [default and none_constant for default in function.args.kw_defaults]
     for node in ast.walk(function.args):
         if isinstance(node, ast.arg):
             node.annotation = None
     function.body, function.returns = [ast.Pass()], None
-    exec(compile(ast.fix_missing_locations(ast.Module([function], [])), str(file), "exec"), namespace)
-    return inspect.signature(namespace[name])
+    exec(compile(ast.fix_missing_locations(ast.Module([function], [])), str(file), "exec"), globals_dict)
+    return inspect.signature(globals_dict[function_name])
 
 
 _AST_PARSER_LOCK = threading.Lock()
@@ -161,82 +162,82 @@ _AST_PARSER_LOCK = threading.Lock()
 that parse at once raise a `SystemError` (CPython issue 106905)."""
 
 
-def _read_top_level_names(file: Path) -> set[str] | None:
+def _read_top_level_names(code_file: Path) -> set[str] | None:
     """Return the names that a file defines at its top level; None if they are known only after the file has run."""
     try:
         with _AST_PARSER_LOCK:
-            pending_nodes: list[ast.AST] = [ast.parse(file.read_bytes())] if file.suffix == ".py" else []
+            pending_nodes: list[ast.AST] = [ast.parse(code_file.read_bytes())] if code_file.suffix == ".py" else []
     except (SyntaxError, ValueError):  # the later import of the file reports the error
         return None
     if not pending_nodes:
         return None
-    names = set()
+    top_level_names = set()
     while pending_nodes:
         node = pending_nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)  # names inside a function or class are not top-level names
+            top_level_names.add(node.name)  # names inside a function or class are not top-level names
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            top_level_names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name):
-            names.add(node.id)
+            top_level_names.add(node.id)
         pending_nodes += ast.iter_child_nodes(node)
-    return None if names & {"*", "__getattr__", "globals", "exec", "setattr"} else names
+    return None if top_level_names & {"*", "__getattr__", "globals", "exec", "setattr"} else top_level_names
 
 
-def _split_import_path(path: str) -> tuple[str, str]:
-    module_name, _, object_name = path.rpartition(":")
+def _split_import_path(import_path: str) -> tuple[str, str]:
+    module_name, _, object_name = import_path.rpartition(":")
     if not module_name or not object_name:
-        raise ConfigError(f"{path!r} is not an import path; write module:function or path/file.py:function")
+        raise ConfigError(f"{import_path!r} is not an import path; write module:function or path/file.py:function")
     return module_name, object_name
 
 
-def _find_code_file(path: str) -> Path:
-    module_name, _ = _split_import_path(path)
+def _find_code_file(import_path: str) -> Path:
+    module_name, _ = _split_import_path(import_path)
     if module_name.endswith(".py"):
         if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
-            raise ConfigError(f"{path!r}: file {module_name} does not exist")
+            raise ConfigError(f"{import_path!r}: file {module_name} does not exist")
         return Path(module_name)
-    package, *names = module_name.split(".")
-    module_spec: ModuleSpec | None = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
-    if module_spec is None and package:  # an import hook may provide the module
-        module_spec = importlib.util.find_spec(package)
-    for name in names:
-        folders = module_spec.submodule_search_locations if module_spec else None
-        module_spec = PathFinder.find_spec(name, list(folders)) if folders else None
+    root_package, *submodule_names = module_name.split(".")
+    module_spec: ModuleSpec | None = PathFinder.find_spec(root_package, [os.getcwd(), *sys.path])
+    if module_spec is None and root_package:  # an import hook may provide the module
+        module_spec = importlib.util.find_spec(root_package)
+    for name in submodule_names:
+        search_folders = module_spec.submodule_search_locations if module_spec else None
+        module_spec = PathFinder.find_spec(name, list(search_folders)) if search_folders else None
     if module_spec is None or not module_spec.origin or not Path(module_spec.origin).is_file():
-        raise ConfigError(f"{path!r}: module {module_name!r} was not found")
+        raise ConfigError(f"{import_path!r}: module {module_name!r} was not found")
     return Path(module_spec.origin)
 
 
-def compute_code_digest(path: str) -> str:
+def compute_code_digest(import_path: str) -> str:
     """Return the digest of a user's code at an import path, for the fingerprint; it covers the whole file. Raises
     `ConfigError` if the file or module does not exist."""
-    return hashlib.sha256(_find_code_file(path).read_bytes()).hexdigest()
+    return hashlib.sha256(_find_code_file(import_path).read_bytes()).hexdigest()
 
 
-def _import_module(name: str, path: str) -> Any:
+def _import_module(module_name: str, import_path: str) -> Any:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{path!r}: module {error.name!r} was not found") from error
+        raise ConfigError(f"{import_path!r}: module {error.name!r} was not found") from error
 
 
 _USER_IMPORT_LOCK = threading.RLock()
 """Lock around the import of a user's file, so that no other thread gets the partly initialised module."""
 
 
-def _load_module_file(file: Path) -> Any:
-    if not os.path.isfile(file):
-        raise ConfigError(f"user code {file} does not exist")
-    name = f"user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+def _load_module_file(module_file: Path) -> Any:
+    if not os.path.isfile(module_file):
+        raise ConfigError(f"user code {module_file} does not exist")
+    module_name = f"user_{module_file.stem}_{hashlib.sha256(str(module_file.resolve()).encode()).hexdigest()[:8]}"
     with _USER_IMPORT_LOCK:
-        if name not in sys.modules:
-            module_spec = importlib.util.spec_from_file_location(name, file)
+        if module_name not in sys.modules:
+            module_spec = importlib.util.spec_from_file_location(module_name, module_file)
             assert module_spec is not None and module_spec.loader is not None
             module = importlib.util.module_from_spec(module_spec)
-            sys.modules[name] = module
+            sys.modules[module_name] = module
             # Remove a module that failed, so that a later import does not get a partly initialised one.
-            with cleanup_on_error(partial(sys.modules.pop, name)):
+            with cleanup_on_error(partial(sys.modules.pop, module_name)):
                 module_spec.loader.exec_module(module)
-        return sys.modules[name]
+        return sys.modules[module_name]

@@ -50,7 +50,7 @@ _DISPLAY_UPDATE_SECONDS = 0.3
 _DRAIN_TIMEOUT_SECONDS = 5.0
 
 
-def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
+def run_session(stack: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
     """Run the flow `post-train` in this process, close the Prefect server and return the exit code."""
     _prepare_process()
     stage_names = [stage.name for stage in run.pipeline.stages]
@@ -58,7 +58,7 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     with ProgressDisplay(stage_names) as display, _keep_display_updated(lambda: run, display):
         display.print_message(f"run {run.id} in {run.path}")
         try:
-            with server:
+            with stack:
                 with without_garbage_collection():
                     post_train = import_module("flows.post_train").post_train
                 wait_for_server()
@@ -70,12 +70,12 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
     kill_descendants()
     print_summary(run.path)
     exit_code = EXIT_PREEMPTED if is_interrupted else derive_exit_code(run)
-    states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    budget_error = next((state.error for state in states if state.is_over_budget), "")
-    if exit_code == EXIT_PREEMPTED and budget_error:
-        _print_message(budget_error)
+    stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
+    over_budget_message = next((state.error for state in stage_states if state.is_over_budget), "")
+    if exit_code == EXIT_PREEMPTED and over_budget_message:
+        _print_message(over_budget_message)
         return exit_code
-    if exit_code == EXIT_PREEMPTED and flow_error and not is_interrupted:  # no stage has failed
+    if exit_code == EXIT_PREEMPTED and flow_error and not is_interrupted:  # the flow failed, but no stage
         exit_code = EXIT_CRASH
         _print_message(flow_error)
     _print_failures(run, exit_code)
@@ -83,14 +83,14 @@ def run_session(server: ExitStack, wait_for_server: Callable[[], None], run: Run
 
 
 def run_python_flow(
-    server: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
+    server_stack: ExitStack, wait_for_server: Callable[[], None], entrypoint: str, parameters: Mapping[str, Any]
 ) -> int:
     """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, close the Prefect server and return the exit code.
     Raises `ConfigError` if there is no such flow or parameter, and any `CosmosError` of the flow."""
     _prepare_process()
-    error: CosmosError | None = None
+    raised_error: CosmosError | None = None
     is_interrupted, failure_reason = False, ""
-    with server:
+    with server_stack:
         wait_for_server()
         flow, current_flow = import_python_flow(entrypoint)
         if flow.should_validate_parameters:
@@ -100,21 +100,21 @@ def run_python_flow(
             return current_state.run if (current_state := current_flow()) else None
 
         def run_flow() -> Any:
-            state = flow(**parameters, return_state=True)
-            return asyncio.run(state) if flow.isasync else state
+            flow_state = flow(**parameters, return_state=True)
+            return asyncio.run(flow_state) if flow.isasync else flow_state
 
         with ProgressDisplay([]) as display, _keep_display_updated(get_current_run, display):
             try:
                 failure_reason = _run_until_ended(run_flow, Path.cwd(), flow.fn)
                 failure_reason = failure_reason or import_module("tasks.flow_run").describe_unfinished_stage()
             except OverBudget as over_budget:
-                error = over_budget
+                raised_error = over_budget
             except (KeyboardInterrupt, Preempted):
                 is_interrupted = True
                 if (interrupted_run := get_current_run()) is not None:
                     record_flow_state(interrupted_run.path, "stopped")
             except CosmosError as cosmos_error:
-                error = cosmos_error
+                raised_error = cosmos_error
     kill_descendants()
     import_module("tasks.cancellation").confirm_cancellations()
     run = get_current_run()
@@ -123,8 +123,8 @@ def run_python_flow(
     if is_interrupted:
         _print_message(f"stopped; the same command continues {f'run {run.id}' if run else 'it'}")
         return EXIT_PREEMPTED
-    if error is not None:
-        raise error
+    if raised_error is not None:
+        raise raised_error
     if failure_reason:
         _print_message(failure_reason)
     return EXIT_CRASH if failure_reason else EXIT_OK
@@ -140,21 +140,21 @@ def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
         from tasks.flow_run import find_newest_flow
 
         def make_config_error(flow_error: Exception) -> ConfigError:
-            error = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
-            location = f" ({find_error_location(error)})" if error is not flow_error else ""
-            error_prefix = "" if isinstance(error, MissingFlowError) else f"{type(error).__name__}: "
-            return ConfigError(f"{entrypoint}: {error_prefix}{error}{location}")
+            cause = flow_error.__cause__ if isinstance(flow_error, ScriptError) and flow_error.__cause__ else flow_error
+            location_text = f" ({find_error_location(cause)})" if cause is not flow_error else ""
+            error_prefix = "" if isinstance(cause, MissingFlowError) else f"{type(cause).__name__}: "
+            return ConfigError(f"{entrypoint}: {error_prefix}{cause}{location_text}")
 
         with convert_errors(make_config_error, ()):
-            # Without `False`, Prefect executes as much as it can of a file that raises an error.
+            # `False`: Prefect raises an error in the file instead of executing as much of the file as it can.
             return load_flow_from_entrypoint(_make_module_entrypoint(entrypoint), False), find_newest_flow
 
 
 def _make_module_entrypoint(entrypoint: str) -> str:
     """Return `PACKAGE.MODULE:FLOW` for an entrypoint in a file of a package, since relative imports need the package,
     and make the package importable; return any other entrypoint unchanged."""
-    file, _, flow_name = entrypoint.rpartition(":")
-    package_parent, module_parts = Path(file).absolute().parent, [Path(file).stem]
+    flow_file, _, flow_name = entrypoint.rpartition(":")
+    package_parent, module_parts = Path(flow_file).absolute().parent, [Path(flow_file).stem]
     while (package_parent / "__init__.py").is_file():
         package_parent, module_parts = package_parent.parent, [package_parent.name, *module_parts]
     if len(module_parts) == 1:
@@ -167,26 +167,26 @@ def _prepare_process() -> None:
     configure_logging("WARNING")
     for handler in logging.getLogger().handlers:
         # The end of each stage is displayed separately, so records of Prefect's flow and task runs are hidden.
-        handler.addFilter(lambda record: not record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
+        handler.addFilter(lambda log_record: not log_record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
     signal.signal(signal.SIGTERM, _raise_interrupt)
 
 
 def derive_exit_code(run: Run) -> int:
     """Return the exit code of a run, from the states of all its stages."""
-    states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    failed_exit_codes = {state.exit_code for state in states if state.state == "failed"}
+    stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
+    failed_exit_codes = {stage_state.exit_code for stage_state in stage_states if stage_state.state == "failed"}
     for exit_code in (EXIT_USAGE, EXIT_CRASH, EXIT_REFUSED):
         if exit_code in failed_exit_codes:
             return exit_code
-    return EXIT_OK if all(state.state in FINISHED_STATES for state in states) else EXIT_PREEMPTED
+    return EXIT_OK if all(stage_state.state in FINISHED_STATES for stage_state in stage_states) else EXIT_PREEMPTED
 
 
 def _print_failures(run: Run, exit_code: int) -> None:
     """Write to standard error which stages failed and, if a resume with the same settings can help, its command."""
     for stage in run.pipeline.stages:
-        state = read_state(run.stage_path(stage.name))
-        if state.state == "failed":
-            _print_message(f"{stage.name}: {state.error or 'failed'}")
+        stage_state = read_state(run.stage_path(stage.name))
+        if stage_state.state == "failed":
+            _print_message(f"{stage.name}: {stage_state.error or 'failed'}")
     if exit_code == EXIT_REFUSED:
         _print_message(
             f"run {run.id} ends here, and resuming it would end the same way: change the training or `require`, then "
@@ -199,40 +199,41 @@ def _print_failures(run: Run, exit_code: int) -> None:
 
 
 def _print_message(message: str) -> None:
-    sys.stderr.write(f"cosmos: {mask_text(' '.join(message.split()))}\n")  # it may quote an error of a user's flow
+    sys.stderr.write(f"cosmos: {mask_text(' '.join(message.split()))}\n")  # errors of user code may contain secrets
 
 
-def _run_until_ended(run_flow: Callable[[], Any], folder: Path, function: Any = None) -> str:
-    """Call `run_flow`, which returns the state of a flow; return the reason why the flow did not complete, or an empty
-    string. If `function`, the user's flow function, raised an error, the reason has the location. Raises `Preempted` if
-    the flow was stopped or cancelled, and any `CosmosError` of the flow."""
+def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, function: Any = None) -> str:
+    """Call `run_flow`, which returns the state of a flow. Return the reason why the flow did not complete, or an empty
+    string; the reason has the location of an error that the user's flow function `function` raised. Raises `Preempted`
+    if the flow was stopped or cancelled, and any `CosmosError` of the flow."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal, UnfinishedRun
     from prefect.logging.handlers import APILogWorker
 
     try:
-        state: Any = run_flow()
+        flow_state: Any = run_flow()
     except TerminationSignal as error:
         raise Preempted("asked to stop") from error
     except Exception as error:  # noqa: BLE001 - the Prefect server does not respond, or its disk is full too
-        problem = make_disk_full_error(error, folder) or find_disk_error(folder) or error
-        return f"{'' if isinstance(problem, DiskFull) else 'Prefect: '}{problem}"
+        failure_cause = make_disk_full_error(error, run_folder) or find_disk_error(run_folder) or error
+        return f"{'' if isinstance(failure_cause, DiskFull) else 'Prefect: '}{failure_cause}"
     finally:
         # Send all records now: at exit Prefect would wait a minute for the server, which has stopped by then.
         APILogWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
         EventsWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
-    if state.is_cancelled():
+    if flow_state.is_cancelled():
         raise Preempted("its flow run was cancelled")
-    flow_result = getattr(state.data, "result", state.data)
+    flow_result = getattr(flow_state.data, "result", flow_state.data)
     if isinstance(flow_result, CosmosError):
         raise flow_result
     if isinstance(flow_result, UnfinishedRun):
         return "a stage was called with the future of a stage that failed"
-    if state.is_completed():
+    if flow_state.is_completed():
         return ""
-    has_trace = function is not None and isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
-    location = f" ({find_error_location(flow_result, function)})" if has_trace and state.name != "TimedOut" else ""
-    return f"{state.message}{location}"
+    has_traceback = isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
+    has_location = function is not None and has_traceback and flow_state.name != "TimedOut"
+    location = f" ({find_error_location(flow_result, function)})" if has_location else ""
+    return f"{flow_state.message}{location}"
 
 
 def _raise_interrupt(signal_number: int, stack_frame: object) -> None:
@@ -251,8 +252,8 @@ def open_session(output_dir: Path, run_function: Callable[..., int] = run_sessio
     if not os.access(os.path.expanduser("~"), os.W_OK):  # matplotlib would leave a folder in /tmp at each run
         os.environ.setdefault("MPLCONFIGDIR", str(output_dir.absolute() / SHARED_FOLDER / "matplotlib"))
     adopt_orphans()  # workers whose supervisor was killed become children of this process
-    with ExitStack() as server:
-        yield partial(run_function, server, server.enter_context(prefect_server(output_dir / SHARED_FOLDER)))
+    with ExitStack() as stack:
+        yield partial(run_function, stack, stack.enter_context(prefect_server(output_dir / SHARED_FOLDER)))
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def _is_single_network_error(error: BaseException) -> bool:
-    if status := _find_http_status(error):  # an HTTP status means that the server was reached
+    if status := _find_http_status(error):  # the server was reached, so only its status decides
         return status >= 500 or status in _TRANSIENT_HTTP_STATUSES
     return (
         not _NETWORK_ERROR_NAMES.isdisjoint(_list_class_names(error))
@@ -62,13 +62,13 @@ def _is_single_network_error(error: BaseException) -> bool:
     )
 
 
-def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
-    visited_ids: set[int] = set()
-    while error is not None and id(error) not in visited_ids:
-        visited_ids.add(id(error))
-        yield error
-        follows_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
-        error = error.__cause__ or (error.__context__ if follows_context else None)
+def _iterate_causes(cause: BaseException | None) -> Iterator[BaseException]:
+    visited_error_ids: set[int] = set()
+    while cause is not None and id(cause) not in visited_error_ids:
+        visited_error_ids.add(id(cause))
+        yield cause
+        follows_context = not cause.__suppress_context__ and not isinstance(cause, _CODE_ERRORS)
+        cause = cause.__cause__ or (cause.__context__ if follows_context else None)
 
 
 def _list_class_names(error: BaseException) -> set[str]:

@@ -75,7 +75,7 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
     """Return the run to execute: an existing run directory, the run that an earlier attempt of the same flow run
     created, the existing run `run_id` if its configuration is the same, or a new run. Raises `ConfigError` if the
     configuration is wrong or differs from that of the run, or the target or artifact store is not writable."""
-    kinds = all_kinds()
+    stage_kinds = all_kinds()
     path = Path(os.path.expanduser(config))
     if path.is_dir():
         if overrides or run_id:
@@ -83,20 +83,19 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
                 f"{path} is a run; its settings and its name are fixed. Start a new run with the overrides: what they "
                 "leave alone is reused"
             )
-        return open_run(path, kinds)
-    pipeline = resolve_gpu_settings(load_pipeline(path, overrides, kinds))
-    set_credentials(pipeline)  # credentials for files in stores and on the Hub, which are looked up next
+        return open_run(path, stage_kinds)
+    pipeline = resolve_gpu_settings(load_pipeline(path, overrides, stage_kinds))
+    set_credentials(pipeline)  # needed to look up files in stores and on the Hub
+    check_targets(pipeline)
+    check_store(pipeline)
     # If Prefect retries a flow run, continue the run that the first attempt of the flow run created.
-    output_dir = create_writable_folder(pipeline.output_dir)
-    run_id_file = flow_runs_folder(output_dir) / flow_run_id
+    run_id_file = flow_runs_folder(create_writable_folder(pipeline.output_dir)) / flow_run_id
     if flow_run_id and not run_id and run_id_file.is_file():
         run_id = run_id_file.read_text(encoding="utf-8")
-    check_targets(pipeline, output_dir / run_id)
-    check_store(pipeline)
-    run = open_or_create_run(pipeline, run_id=run_id)
+    opened_run = open_or_create_run(pipeline, run_id=run_id)
     if flow_run_id:
-        record_flow_run(run, flow_run_id)
-    return run
+        record_flow_run(opened_run, flow_run_id)
+    return opened_run
 
 
 def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
@@ -104,12 +103,12 @@ def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
     again. A retry of the same flow run moves no folder again. Raises `ConfigError` if a stage still runs on its work
     pool."""
     names = sorted(run.pipeline.stage_and_dependents(from_stage)) if from_stage else []
-    paths = [
+    stage_paths = [
         path for path in map(run.stage_path, names) if not flow_run_id or read_state(path).forced_by != flow_run_id
     ]
-    for path in paths:
+    for path in stage_paths:
         require_ended_child(path, run.pipeline.config.grace_seconds)
-    for path in paths:
+    for path in stage_paths:
         with open_stage_lock(run.path, path.name) as lock:  # the worker of a killed flow may still write to the folder
             lock.acquire(on_poll=partial(_reap_unless_stopping, path))
             worker.mask_log_of_killed_launcher(path, run.pipeline.secret_env_names(run.pipeline.stage(path.name)))

@@ -91,31 +91,31 @@ def retrain(
         pipeline = unpinned_pipeline
         if flow_run_state is None:
             pipeline = pin_urls(pin_hub_revisions(resolve_gpu_settings(pipeline)))
-        digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline, start)
+        content_digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline, start)
         last_run = read_document(state_file, RetrainState)
-        if idle_state := _find_idle_state(unpinned_pipeline, digest, flow_run_state, last_run, approve):
+        if idle_state := _find_idle_state(unpinned_pipeline, content_digest, flow_run_state, last_run, approve):
             return idle_state
         run = _open_saved_run(pipeline, flow_run_state.run_id) if flow_run_state else None
-        run = run or _open_unfinished_run(pipeline, digest, last_run)
+        run = run or _open_unfinished_run(pipeline, content_digest, last_run)
         if run is None:
             start_overrides = make_start_overrides(pipeline) if start == "published" else []
             model_source = start_overrides or "the model that the pipeline names"
             get_run_logger().info("something is new; starting from %s", model_source)
             run = open_run_to_execute(config, [*overrides, *start_overrides], "", str(flow_run.id or ""))
-            last_run = RetrainState(digest=digest, run_id=run.id)
+            last_run = RetrainState(digest=content_digest, run_id=run.id)
             save_retrain_state(state_file, last_run)
-        save_retrain_state(flow_run_state_file, RetrainState(digest=digest, run_id=run.id))
+        save_retrain_state(flow_run_state_file, RetrainState(digest=content_digest, run_id=run.id))
         stage_names = list_stages_before_publication(run.pipeline)
-        if flow_run_state is not None and not _has_same_content(run.pipeline, digest, start):
+        if flow_run_state is not None and not _has_same_content(run.pipeline, content_digest, start):
             stage_names = _list_stages_to_run(run, stage_names)
             if any(run.pipeline.stage_kind(run.pipeline.stage(name)).is_reusable for name in stage_names):
-                reason = "its rows, code or settings were changed; the next firing takes the new ones"
-                return _make_outdated_state(run.id, reason)
-        state, outcome = _train_and_publish(run, stage_names, approve)
+                outdated_reason = "its rows, code or settings were changed; the next firing takes the new ones"
+                return _make_outdated_state(run.id, outdated_reason)
+        final_state, outcome = _train_and_publish(run, stage_names, approve)
         # Do not overwrite the state that a later flow run has saved for newer content.
-        if outcome and (last_run is None or last_run.digest == digest):
-            save_retrain_state(state_file, RetrainState(digest=digest, run_id=run.id, outcome=outcome))
-        return state
+        if outcome and (last_run is None or last_run.digest == content_digest):
+            save_retrain_state(state_file, RetrainState(digest=content_digest, run_id=run.id, outcome=outcome))
+        return final_state
 
 
 def _find_idle_state(
@@ -135,14 +135,14 @@ def _find_idle_state(
                 message = f"run {last_run.run_id} waits until a person approves its publication; nothing was done"
                 return Completed(name="StillTraining", message=message)
     if flow_run_state is not None and last_run.digest != digest and last_run.outcome == "published":
-        reason = f"run {last_run.run_id} of newer content was published since"
-        return _make_outdated_state(flow_run_state.run_id, reason)
+        outdated_reason = f"run {last_run.run_id} of newer content was published since"
+        return _make_outdated_state(flow_run_state.run_id, outdated_reason)
     return None
 
 
-def _open_unfinished_run(pipeline: Pipeline, digest: str, last_run: RetrainState | None) -> Run | None:
+def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_run: RetrainState | None) -> Run | None:
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
-    if last_run is None or last_run.digest != digest:
+    if last_run is None or last_run.digest != content_digest:
         return None
     path = _get_run_path(pipeline, last_run.run_id)
     if not (path / "pipeline.toml").is_file():
@@ -164,33 +164,33 @@ def _make_outdated_state(run_id: str, outdated_reason: str) -> State[Any]:
     return Completed(name="Outdated", message=f"run {run_id} is not continued: {outdated_reason}")
 
 
-def _has_same_content(pipeline: Pipeline, digest: str, initial_model: str) -> bool:
+def _has_same_content(pipeline: Pipeline, content_digest: str, initial_model: str) -> bool:
     with suppress(ConfigError, DataError, ModelError):  # content that cannot be read counts as changed
-        return compute_retrain_digest(pipeline, initial_model) == digest
+        return compute_retrain_digest(pipeline, initial_model) == content_digest
     return False
 
 
 def _train_and_publish(
-    run: Run, first_stages: list[str], approve: bool
+    run: Run, training_stages: list[str], approve: bool
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
-    """Run `first_stages`, then the stages that publish; return the final state of the flow run, and the outcome."""
+    """Run `training_stages`, then the stages that publish; return the final state of the flow run, and the outcome."""
     nonpublishing_stages = list_stages_before_publication(run.pipeline)
-    last_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
+    final_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim_run(run):
         approval = None
-        if approve and last_stages:
+        if approve and final_stages:
             approval = liveness.read_required_approval(run.path) or liveness.PublicationApproval()
-        liveness.save_approval(run.path, approval)  # lets `cosmos resume` refuse until a person approves
-        final_state = run_stages(run, first_stages)
+        liveness.save_approval(run.path, approval)  # makes `cosmos resume` refuse until a person approves
+        final_state = run_stages(run, training_stages)
         if final_state.name == REFUSED_STATE:
             return Completed(name="NotPromoted", message=final_state.message), "refused"
         if not final_state.is_completed():
             return final_state, ""
     if approval is not None and not _is_approved(run, approval):
         return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
-    if last_stages:
+    if final_stages:
         with claim_run(run):
-            final_state = run_stages(run, last_stages)
+            final_state = run_stages(run, final_stages)
     if not final_state.is_completed():
         return final_state, ""
     return make_completed_state(run, [stage.name for stage in run.pipeline.stages]), "published"
@@ -207,25 +207,25 @@ def _is_approved(run: Run, approval: liveness.PublicationApproval) -> bool:
     approval_form = Approval.with_initial_data(description=render_approval_form(run.path), publish=False)
     try:
         approval_decision = suspend_flow_run(wait_for_input=approval_form, timeout=timeout_seconds, key=approval_key)
-    except Pause:  # no person has decided yet
+    except Pause:  # the flow run is suspended until a person decides
         open_approval = liveness.PublicationApproval(until=time.time() + timeout_seconds, flow_run=str(flow_run.id))
         liveness.save_approval(run.path, open_approval)
         events.emit_run_waiting(run)
         raise
-    publish = bool(approval_decision.publish)  # type: ignore[attr-defined]
-    approval = liveness.PublicationApproval(is_declined=not publish, approved_models=models_digest * publish)
+    is_approved = bool(approval_decision.publish)  # type: ignore[attr-defined]
+    approval = liveness.PublicationApproval(is_declined=not is_approved, approved_models=models_digest * is_approved)
     liveness.save_approval(run.path, approval)
-    return publish
+    return is_approved
 
 
-def _list_stages_to_run(run: Run, names: list[str]) -> list[str]:
+def _list_stages_to_run(run: Run, stage_names: list[str]) -> list[str]:
     """Return the names of the stages without a complete result, and of stages that always run, such as gates."""
-    results = {name: read_result(run.stage_path(name)) for name in names}
+    results = {name: read_result(run.stage_path(name)) for name in stage_names}
     finished_stages = {
         name for name, result in results.items() if result and not find_output_damage(run.stage_path(name), result)
     }
     get_stage, get_kind = run.pipeline.stage, run.pipeline.stage_kind
-    return [name for name in names if name not in finished_stages or not get_kind(get_stage(name)).is_reusable]
+    return [name for name in stage_names if name not in finished_stages or not get_kind(get_stage(name)).is_reusable]
 
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
@@ -244,11 +244,11 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
     addresses_by_training: dict[str, tuple[str, str]] = {}
     for stage in loadable_stages:
         first_trainings = _find_first_trainings(pipeline, stage)
-        if hasattr(open_target(stage.target), "where"):  # checked before the first publication, too
+        if hasattr(open_target(stage.target), "where"):  # check the settings even if nothing is published
             for name in sorted(first_trainings):
                 _check_initial_weights(pipeline, pipeline.stage(name), stage.target)
-        if (address := _find_published_address(stage.target)) is not None:
-            addresses_by_training |= dict.fromkeys(first_trainings, address)
+        if (published_address := _find_published_address(stage.target)) is not None:
+            addresses_by_training |= dict.fromkeys(first_trainings, published_address)
     overrides = []
     for stage in pipeline.stages:
         if stage.name not in addresses_by_training:
@@ -258,8 +258,8 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
         # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
         # the name of the stage that selects the best branch.
-        sweep = select_stage.sweep if select_stage else None
-        if select_stage and sweep and any(branch.settings for branch in sweep.branches):
+        stage_sweep = select_stage.sweep if select_stage else None
+        if select_stage and stage_sweep and any(branch.settings for branch in stage_sweep.branches):
             name = select_stage.name
         overrides.append(f"{name}.{setting_key}={model_address}")
         overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
@@ -268,13 +268,13 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
 
 def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, target: str) -> None:
     """Raise ConfigError if a setting of a training would change the weights of the model published at `target`."""
-    recipe, policy = pipeline.recipes[stage.name], pipeline.recipes[stage.name].policy
-    settings = {
-        "policy.model_safetensor_path": policy.model_safetensor_path,
-        "policy.lora.lora_path": policy.lora and policy.lora.lora_path,
+    recipe, policy_config = pipeline.recipes[stage.name], pipeline.recipes[stage.name].policy
+    weight_settings = {
+        "policy.model_safetensor_path": policy_config.model_safetensor_path,
+        "policy.lora.lora_path": policy_config.lora and policy_config.lora.lora_path,
         "train.resume": isinstance(recipe.train.resume, str) and recipe.train.resume,
     }
-    for key, value in settings.items():
+    for key, value in weight_settings.items():
         if value:
             raise ConfigError(
                 f"stage {stage.name!r}: start = 'published': {key} = {value!r} would change the weights of {target}; "
@@ -285,10 +285,10 @@ def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, target: str) 
 def _find_published_address(target: str) -> tuple[str, str] | None:
     """Return the address of the published version of a target and its revision on a Hub; None if there is none."""
     publication_target = open_target(target)
-    published_record, get_address = publication_target.published(), getattr(publication_target, "where", None)
-    if published_record is None or get_address is None or "version" not in published_record:
+    published_record, locate_version = publication_target.published(), getattr(publication_target, "where", None)
+    if published_record is None or locate_version is None or "version" not in published_record:
         return None
-    address = str(get_address(str(published_record["version"])))
+    address = str(locate_version(str(published_record["version"])))
     if not address.startswith("hub://"):
         return address, ""
     repository, _, revision = address.removeprefix("hub://").partition("@")
@@ -298,18 +298,18 @@ def _find_published_address(target: str) -> tuple[str, str] | None:
 def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> set[str]:
     """Return the names of the trainings from which a published model descends and that depend on no other training. A
     teacher or a reward model is no ancestor of the model that learns from it."""
-    names, visited_names, first_trainings = [referenced_stage(publishing_stage.model)], set[str](), set[str]()
-    while names:
-        if (name := names.pop()) is None or name in visited_names:
+    pending_names, visited_names, first_trainings = [referenced_stage(publishing_stage.model)], set[str](), set[str]()
+    while pending_names:
+        if (name := pending_names.pop()) is None or name in visited_names:
             continue
         visited_names.add(name)
         stage = pipeline.stage(name)
         trains_model, source_stage = pipeline.stage_kind(stage).trains_model, referenced_stage(stage.model)
         if trains_model and not _depends_on_training(pipeline, stage):
             first_trainings.add(name)
-        names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
+        pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
         # A stage that merges models names them only in `after`.
-        names += [source_stage] if source_stage or trains_model else stage.after
+        pending_names += [source_stage] if source_stage or trains_model else stage.after
     return first_trainings
 
 

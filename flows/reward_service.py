@@ -39,15 +39,15 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
         managed_reward_service(config, Path(folder), host=_get_local_address()) as env_variables,
-        get_client(sync_client=True) as client,
+        get_client(sync_client=True) as prefect_client,
     ):
-        url = env_variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
-        RewardService(url=url, token=SecretStr(env_variables[TOKEN_VARIABLE])).save(block, overwrite=True)
+        service_url = env_variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
+        RewardService(url=service_url, token=SecretStr(env_variables[TOKEN_VARIABLE])).save(block, overwrite=True)
         try:
-            _wait_until_service_unneeded(partial(_is_service_needed, client, block, of_flow_run))
+            _wait_until_service_unneeded(partial(_is_service_needed, prefect_client, block, of_flow_run))
         finally:  # the flow run of the stage may have been killed before it deleted the block
             with suppress(httpx.HTTPError):
-                delete_service_block(client, block)
+                delete_service_block(prefect_client, block)
 
 
 def _wait_until_service_unneeded(is_needed: Callable[[], bool]) -> None:
@@ -61,11 +61,11 @@ def _wait_until_service_unneeded(is_needed: Callable[[], bool]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _is_service_needed(client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
+def _is_service_needed(prefect_client: SyncPrefectClient, block: str, of_flow_run: str) -> bool:
     try:
-        if read_service_variables(client, block) is None:
+        if read_service_variables(prefect_client, block) is None:
             return False
-        return not of_flow_run or client.read_flow_run(UUID(of_flow_run)).state_type not in TERMINAL_STATES
+        return not of_flow_run or prefect_client.read_flow_run(UUID(of_flow_run)).state_type not in TERMINAL_STATES
     except ObjectNotFound:  # the flow run was deleted
         return False
 
@@ -75,7 +75,7 @@ def _get_local_address() -> str:
     server_url = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
     host, port = server_url.hostname or "127.0.0.1", server_url.port or 443
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # IPv4 if the server has both
-    with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:  # a UDP connect sends no packet
+    address_family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # prefer IPv4 to IPv6
+    with socket.socket(address_family, socket.SOCK_DGRAM) as probe_socket:  # connecting a UDP socket sends no packet
         probe_socket.connect(address)
         return str(probe_socket.getsockname()[0])

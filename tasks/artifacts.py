@@ -43,7 +43,7 @@ from tasks.naming import user_name
 logger = logging.getLogger(__name__)
 
 _UPDATE_PERIOD_SECONDS = {"progress": 3.0, "metrics": 30.0, "samples": 600.0}
-_MAX_WAIT_SECONDS = 300.0  # maximum time to wait for the thread that publishes artifacts
+_MAX_WAIT_SECONDS = 300.0  # maximum number of seconds to wait for the thread that publishes artifacts
 _MAX_TABLE_ROWS = 20
 _MAX_PLOTTED_LINES = 10_000
 _MAX_CELL_CHARACTERS = 1000  # maximum number of characters of one prompt or completion in a table
@@ -77,15 +77,15 @@ class StageArtifacts:
             self._thread.start()
 
     def _publish_due_artifacts(self, progress: ProgressRecord) -> None:
-        percent = 100.0 * progress.step / progress.total if progress.total else None
+        progress_percent = 100.0 * progress.step / progress.total if progress.total else None
         current_time = time.monotonic()
-        publishers: dict[str, Callable[[], None]] = {
-            "progress": partial(self._show_progress, percent),
+        publish_functions: dict[str, Callable[[], None]] = {
+            "progress": partial(self._show_progress, progress_percent),
             "metrics": self._show_metrics,
             "samples": self._show_samples,
         }
         with log_ui_errors():
-            for name, publish in publishers.items():
+            for name, publish in publish_functions.items():
                 if current_time >= self._next_update_times[name]:
                     self._next_update_times[name] = current_time + _UPDATE_PERIOD_SECONDS[name]
                     publish()
@@ -107,12 +107,12 @@ class StageArtifacts:
         """Publish a card with the conditions of a gate that refused; `finish` does so for a gate that passed."""
         with log_ui_errors():
             conditions = parse_documents(read_json(self._stage_path / CONDITIONS_FILE) or (), GateCondition)
-            text = f"# {self._stage_path.name}: refused\n\n{render_conditions_table(conditions)}"
-            self._show_card(text, "Conditions")
+            card_text = f"# {self._stage_path.name}: refused\n\n{render_conditions_table(conditions)}"
+            self._show_card(card_text, "Conditions")
 
-    def _show_card(self, text: str, title: str) -> None:
-        description = f"{title} of {self._stage_path.name}, {self._run_description}"
-        create_markdown_artifact(text, key=f"{self._artifact_key_prefix}-card", description=description)
+    def _show_card(self, card_text: str, card_title: str) -> None:
+        description = f"{card_title} of {self._stage_path.name}, {self._run_description}"
+        create_markdown_artifact(card_text, key=f"{self._artifact_key_prefix}-card", description=description)
 
     def _show_samples(self) -> None:
         """Publish the newest completions as a table, and the newest grid of generated images of a diffusion model."""
@@ -140,9 +140,9 @@ class StageArtifacts:
             return
         while len(metric_records) > _MAX_PLOTTED_LINES:  # drop every second old record, to bound time and memory
             del metric_records[: len(metric_records) // 2 : 2]
-        newest_records = metric_records[-_MAX_TABLE_ROWS:]
-        column_names = ["step", *sorted({key for line in newest_records for key in line} - {"step", "time"})]
-        rows = [{key: _to_json_value(line.get(key)) for key in column_names} for line in newest_records]
+        table_records = metric_records[-_MAX_TABLE_ROWS:]
+        column_names = ["step", *sorted({key for line in table_records for key in line} - {"step", "time"})]
+        rows = [{key: _to_json_value(line.get(key)) for key in column_names} for line in table_records]
         create_table_artifact(rows, f"{self._artifact_key_prefix}-metrics", f"Newest steps, {self._run_description}")
         image_url = gallery.make_data_uri("image/png", plot_curves(metric_records))
         create_image_artifact(image_url, f"{self._artifact_key_prefix}-curves", f"Curves, {self._run_description}")
@@ -189,10 +189,10 @@ def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
 
 
 def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
-    cells = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage)}
-    for name, text in cells.items():
-        cells[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
-    return {"step": line["step"], **cells, "reward": _to_json_value(line.get("reward"))}
+    text_cells = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage)}
+    for name, text in text_cells.items():
+        text_cells[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
+    return {"step": line["step"], **text_cells, "reward": _to_json_value(line.get("reward"))}
 
 
 def _to_json_value(metric_value: Any) -> Any:
@@ -215,12 +215,13 @@ def _render_run_card(run: RunRecord) -> str:
 def render_approval_form(run_path: Path) -> str:
     """Return the text of the form in which a person approves a publication: metrics of stages, and gate conditions."""
     run = read_run(run_path)
-    lines = [f"Publish the model of run {run_path.name}?", ""]  # a list, because the form truncates wide tables
+    lines = [f"Publish the model of run {run_path.name}?", ""]  # a list, because Prefect truncates wide tables
     for stage in run.stages:
         for condition in stage.conditions:
-            bound = "nothing is published" if condition.bound is None else f"bound {condition.bound:.6g}"
-            verdict = "holds" if condition.passed else "**does not hold**"
-            lines.append(f"- gate {stage.name}: {condition.title}: measured {condition.value:.6g}, {bound}, {verdict}")
+            bound_text = "nothing is published" if condition.bound is None else f"bound {condition.bound:.6g}"
+            verdict_text = "holds" if condition.passed else "**does not hold**"
+            measured_text = f"measured {condition.value:.6g}, {bound_text}, {verdict_text}"
+            lines.append(f"- gate {stage.name}: {condition.title}: {measured_text}")
     return "\n".join([*lines, *(f"- {stage.name}: {text}" for stage in run.stages if (text := _format_metrics(stage)))])
 
 
@@ -245,8 +246,8 @@ def _format_metrics(stage: StageRecord) -> str:
 
 def _render_result_card(result: Result) -> str:
     metric_rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
-    files = result["outputs"][:_MAX_TABLE_ROWS]
-    lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in files]
+    output_files = result["outputs"][:_MAX_TABLE_ROWS]
+    lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in output_files]
     file_lines, gate_conditions = "\n".join(lines), result["info"].get("conditions")
     table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
     gate_text = ""

@@ -32,10 +32,8 @@ class BudgetCheck:
         gpu_hours = compute_run_gpu_seconds(self._run.path) / 3600
         if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
-        resume_hint, start_info = (
-            f"{make_resume_command(self._run.path)} --budget AMOUNT",
-            read_start_info(self._run.path),
-        )
+        start_info = read_start_info(self._run.path)
+        resume_hint = f"{make_resume_command(self._run.path)} --budget AMOUNT"
         if start_info and start_info.entrypoint:
             resume_hint = "raise it in configure_run, and run the flow again"
         return OverBudget(

@@ -35,7 +35,7 @@ from cosmos_core.run.liveness import record_stop
 logger = logging.getLogger(__name__)
 
 _CANCELLED_STATES = {StateType.CANCELLING, StateType.CANCELLED}
-_SUSPENDED_STATE = "Suspended"  # unlike a suspended flow run, one in the state Paused keeps its process
+_SUSPENDED_STATE = "Suspended"  # a suspended flow run has no process, a paused one keeps its process
 _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
@@ -61,32 +61,32 @@ def is_cancelled() -> bool | None:
         return False
     try:
         with _open_client() as client:
-            run = client.read_flow_run(UUID(flow_run.id))
-            if not _is_cancelled_or_suspended(run) and run.parent_task_run_id is not None:
-                run = client.read_flow_run(_find_parent_flow_run(run.parent_task_run_id))
-            return _is_cancelled_or_suspended(run)
+            prefect_run = client.read_flow_run(UUID(flow_run.id))
+            if not _is_cancelled_or_suspended(prefect_run) and prefect_run.parent_task_run_id is not None:
+                prefect_run = client.read_flow_run(_find_parent_flow_run(prefect_run.parent_task_run_id))
+            return _is_cancelled_or_suspended(prefect_run)
     except ObjectNotFound:
         return False
     except httpx.HTTPError:
         return None
 
 
-def _is_cancelled_or_suspended(run: FlowRun) -> bool:
-    return run.state_type in _CANCELLED_STATES or run.state_name == _SUSPENDED_STATE
+def _is_cancelled_or_suspended(prefect_run: FlowRun) -> bool:
+    return prefect_run.state_type in _CANCELLED_STATES or prefect_run.state_name == _SUSPENDED_STATE
 
 
 def raise_if_suspended() -> None:
     """Raise Prefect's `Pause` if the flow run is suspended: with a final state instead, no person could resume it."""
     with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as client:
-        run = client.read_flow_run(UUID(flow_run.id))
-        if run.state_name == _SUSPENDED_STATE:
-            raise Pause(state=run.state)
+        prefect_run = client.read_flow_run(UUID(flow_run.id))
+        if prefect_run.state_name == _SUSPENDED_STATE:
+            raise Pause(state=prefect_run.state)
 
 
 def confirm_cancellation_at_exit() -> None:
     """Let this process set the state Cancelled of the current flow run when it exits, if the flow run is then in the
     state Cancelling. A worker usually does so, but may have died; the server would do so after five minutes."""
-    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # skip a temporary server, which ends with this process
+    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # skip a server that ends with this process
         if not _executed_flow_run_ids:
             atexit.register(confirm_cancellations)
         _executed_flow_run_ids.add(UUID(flow_run.id))
@@ -146,7 +146,7 @@ def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> 
     _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
     worker.stop_all()
     grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace_seconds())
-    # `prefect.futures.wait` does not wait in a suspended flow run.
+    # Wait for the wrapped futures, because `prefect.futures.wait` does not wait in a suspended flow run.
     futures.wait([stage.wrapped_future for stage in stage_futures], timeout=grace_seconds + 5)
     record_stop(run.path, [stage.name for stage in run.pipeline.stages])
 

@@ -34,7 +34,7 @@ def set_credentials(pipeline: Pipeline | None) -> None:
         return  # no credentials to set: the server has no Secret block of this name
     try:
         variables = json.loads(block_value) if isinstance(block_value, str) else block_value
-    except ValueError:  # the error is not logged: its message may show the value
+    except ValueError:  # do not log the error, because its message may show the value
         variables = None
     if not isinstance(variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", SECRET_BLOCK)

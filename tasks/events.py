@@ -40,15 +40,15 @@ def emit_stage_completed(
 ) -> None:
     """Emit an event that a stage has its result. Emit a second event if the stage has published a model that neither
     another run nor `earlier_result`, the previous result of the stage, had published before."""
-    payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
-    _emit_event(STAGE_COMPLETED, run, name, payload)
+    event_payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
+    _emit_event(STAGE_COMPLETED, run, name, event_payload)
     is_publication = run.pipeline.stage_kind(run.pipeline.stage(name)).makes == "publication"
     published_address, was_published = result["info"].get("published"), "was_published" in result["info"]
     if earlier_result is not None:
         was_published |= earlier_result["info"].get("published") == published_address
     if is_publication and not was_reused and not was_published:
         publication_details = {"target": run.pipeline.stage(name).target, "published": published_address}
-        _emit_event(MODEL_PUBLISHED, run, name, payload | publication_details)
+        _emit_event(MODEL_PUBLISHED, run, name, event_payload | publication_details)
 
 
 def emit_stage_failed(run: Run, name: str, error: CosmosError) -> None:
@@ -61,15 +61,15 @@ def emit_stage_failed(run: Run, name: str, error: CosmosError) -> None:
 def emit_run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that its Python flow has completed or all its stages have results, with the
     metrics of the last stage that reported metrics."""
-    states = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
+    state_by_stage = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
     if is_failed:
-        failed_stages = [name for name, state in states.items() if state == "failed"]
+        failed_stages = [name for name, state in state_by_stage.items() if state == "failed"]
         if failed_stages:  # a run that was only stopped emits no event
             _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
-    elif has_flow_completed(run.path) or FINISHED_STATES.issuperset(states.values()):
-        results = [result for name in states if (result := read_result(run.stage_path(name)))]
-        metrics = [result["metrics"] for result in results if result["metrics"]]
-        _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(metrics[-1] if metrics else {})})
+    elif has_flow_completed(run.path) or FINISHED_STATES.issuperset(state_by_stage.values()):
+        results = [result for name in state_by_stage if (result := read_result(run.stage_path(name)))]
+        last_metrics: Any = next((result["metrics"] for result in reversed(results) if result["metrics"]), {})
+        _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(last_metrics)})
 
 
 def emit_run_waiting(run: Run) -> None:
@@ -79,27 +79,27 @@ def emit_run_waiting(run: Run) -> None:
 
 def emit_run_over_budget(run: Run) -> None:
     """Emit an event if the run has stopped because its budget is spent."""
-    states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    if message := next((state.error for state in states if state.is_over_budget), ""):
+    stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
+    if message := next((state.error for state in stage_states if state.is_over_budget), ""):
         _emit_event(RUN_OVER_BUDGET, run, "", {"error": message, "budget": run.pipeline.config.budget})
 
 
 def _emit_event(event_name: str, run: Run, stage: str, extra_payload: dict[str, Any]) -> None:
-    pipeline, ui_url = run.pipeline.config.name, get_current_settings().ui_url
-    resource = {
+    pipeline_name, ui_url = run.pipeline.config.name, get_current_settings().ui_url
+    event_resource = {
         "prefect.resource.id": f"cosmos.stage.{run.id}.{stage}" if stage else f"cosmos.run.{run.id}",
         "prefect.resource.name": stage or run.id,
-        "cosmos.pipeline": pipeline,
+        "cosmos.pipeline": pipeline_name,
         "cosmos.run": run.id,
     }
     report_location = report_url(run.path) or str(run.path / REPORT_FILE)
-    payload = {"run": run.id, "pipeline": pipeline, "path": str(run.path), "report": report_location}
+    event_payload = {"run": run.id, "pipeline": pipeline_name, "path": str(run.path), "report": report_location}
     if ui_url:
-        payload["card"] = f"{ui_url}/artifacts/key/{run_card_key(pipeline)}"
+        event_payload["card"] = f"{ui_url}/artifacts/key/{run_card_key(pipeline_name)}"
     if stage:
-        resource["cosmos.stage"] = payload["stage"] = stage
+        event_resource["cosmos.stage"] = event_payload["stage"] = stage
     with log_errors(partial(logger.warning, "event %s is not sent: %s", event_name)):
-        emit_event(event_name, resource, payload=payload | extra_payload)
+        emit_event(event_name, event_resource, payload=event_payload | extra_payload)
 
 
 def _keep_finite_metrics(metrics: dict[str, float]) -> dict[str, float]:

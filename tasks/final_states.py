@@ -57,18 +57,18 @@ def derive_flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is
         return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")
     if not incomplete_states:
         return make_completed_state(run, list(futures))
-    errors = list({str(error): error for error in map(_get_error, incomplete_states.values()) if error})
+    error_messages = list({str(error): error for error in map(_get_error, incomplete_states.values()) if error})
     gate_errors = [error for error in map(_get_error, incomplete_states.values()) if isinstance(error, GateFailed)]
     if gate_errors and len(gate_errors) == sum(state.is_failed() for state in incomplete_states.values()):
-        return Failed(name=REFUSED_STATE, message=f"run {run.id}: {'; '.join(errors)}")
-    return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete_states)}", *errors]))
+        return Failed(name=REFUSED_STATE, message=f"run {run.id}: {'; '.join(error_messages)}")
+    return Failed(message="; ".join([f"run {run.id}: not completed: {', '.join(incomplete_states)}", *error_messages]))
 
 
-def make_completed_state(run: Run, names: Sequence[str]) -> State[Any]:
-    """Return the final state of a flow run whose stages `names` are complete; its message says how many were reused."""
-    num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in names)
+def make_completed_state(run: Run, stage_names: Sequence[str]) -> State[Any]:
+    """Return the final state of a flow run whose stages are complete; its message says how many were reused."""
+    num_reused = sum(read_state(run.stage_path(name)).state == "reused" for name in stage_names)
     reuse_text = f", {num_reused} of them reused from earlier runs" if num_reused else ""
-    return Completed(message=f"run {run.id}: {len(names)} stages completed{reuse_text}", data=str(run.path))
+    return Completed(message=f"run {run.id}: {len(stage_names)} stages completed{reuse_text}", data=str(run.path))
 
 
 def _get_error(state: State[Any]) -> CosmosError | None:

@@ -40,19 +40,19 @@ def derive_run_identity(
     """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
     and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
     variable COSMOS_RUN_ID sets it."""
-    json_values = to_json_values(parameters)
+    json_parameters = to_json_values(parameters)
     file, function_name = find_flow_source(flow)
-    identity_json = json.dumps([file.name, function_name, json_values], sort_keys=True)
+    identity_json = json.dumps([file.name, function_name, json_parameters], sort_keys=True)
     identity_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:8]
     sanitized_name = "".join(letter if STAGE_NAME_PATTERN.fullmatch(f"a{letter}") else "-" for letter in flow.name)
     name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
-    run_id = (not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or json_values.get("run_id")
-    return str(run_id or name), json_values
+    run_id = (not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or json_parameters.get("run_id")
+    return str(run_id or name), json_parameters
 
 
-def to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def to_json_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as JSON values, from which pydantic restores the parameters with their types."""
-    json_parameters: dict[str, Any] = json.loads(json.dumps(values, default=_to_jsonable))
+    json_parameters: dict[str, Any] = json.loads(json.dumps(parameters, default=_to_jsonable))
     return json_parameters
 
 
@@ -61,7 +61,7 @@ def _to_jsonable(value: Any) -> Any:
         return sorted(value, key=repr)
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True)
-    if callable(convert_to_list := getattr(value, "tolist", None)):  # scalars and arrays of NumPy or torch have it
+    if callable(convert_to_list := getattr(value, "tolist", None)):  # a scalar or array of NumPy or torch
         return convert_to_list()
     return to_jsonable_python(value, fallback=str)
 

@@ -25,7 +25,7 @@ from cosmos_core.config.load import parse_table
 from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
 from cosmos_core.config.schema.recipe import Recipe
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.launch import worker
 from cosmos_core.run.directory import (
     Run,
@@ -66,6 +66,11 @@ class StageCall(JsonDocument):
     """Recipe tables for the stage that the call adds."""
     stages: list[str] = []
     """Names of the stages that the call added, in topological order: the stage itself, and stages added implicitly."""
+
+
+class StageNotAdded(UploadError):
+    """Error for a called stage that was not added to the run because a publication target or the artifact store does
+    not respond. Its task is not retried; another execution of the flow calls it again."""
 
 
 class _CallsFile(JsonDocument):
@@ -111,7 +116,7 @@ class PythonFlowState:
         """Start a thread that stops the workers of this process if the flow run is cancelled while stages run."""
         with self._state_lock:
             if self._watch_thread is None:
-                context = copy_context()  # the thread needs the current flow run, which is in the context
+                context = copy_context()  # with the current flow run, which the thread needs
                 self._watch_thread = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
                 self._watch_thread.start()
 
@@ -144,7 +149,7 @@ class PythonFlowState:
         the added stages: the stage, and the stages that it implies. During the block this process claims the run, so
         that no other process works on it. When no call is active any more, write the report and release the run.
         Raises `ConfigError` if the settings are wrong, the run has a finished stage of this name with other settings,
-        or another process works on the run."""
+        or another process works on the run, and `StageNotAdded` if a target or the store does not respond."""
         with worker.register_active_run():
             with self._state_lock:
                 self._num_active_calls += 1
@@ -201,13 +206,13 @@ class PythonFlowState:
                 # Remove also the calls whose stages depend on this call: the flow repeats them.
                 dependent_stages = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
                 calls = {each: other for each, other in calls.items() if dependent_stages.isdisjoint(other.stages)}
-                # Save this before the pipeline changes, so that no kill leaves a call whose stages have other settings.
+                # Save the calls before the pipeline, so that no kill leaves a call whose stages have other settings.
                 write_json(run.path / _CALLS_FILE, _CallsFile(calls=calls).model_dump())
             # Remove the stages of a call that was killed before it was recorded.
             recorded_stage_names = {each for other in calls.values() for each in other.stages}
-            kept_stages = [stage for stage in run.pipeline.stages if stage.name in recorded_stage_names]
-            kept_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in kept_stages}
-            run = replace(run, pipeline=run.pipeline.with_stages(kept_stages, kept_recipes))
+            remaining_stages = [stage for stage in run.pipeline.stages if stage.name in recorded_stage_names]
+            remaining_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in remaining_stages}
+            run = replace(run, pipeline=run.pipeline.with_stages(remaining_stages, remaining_recipes))
         run = self._create_or_extend_run(run, call, source_file)
         self._claim_run(run)
         self.run = run
@@ -216,11 +221,11 @@ class PythonFlowState:
         write_json(run.path / _CALLS_FILE, _CallsFile(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
-    def _claim_run(self, run: Run, acquire_lock: Callable[[Run], FileLock | None] = claim_run) -> bool:
+    def _claim_run(self, run: Run, acquire_run_lock: Callable[[Run], FileLock | None] = claim_run) -> bool:
         """Claim the run for this process, unless it has claimed it already, and read the stages that another process
-        may have added; return False if `acquire_lock` returned no lock."""
+        may have added; return False if `acquire_run_lock` returned no lock."""
         if self._run_claim is None:
-            self._run_claim, self.run = acquire_lock(run), run
+            self._run_claim, self.run = acquire_run_lock(run), run
             if self._run_claim is None:
                 return False
             self.run = open_run(run.path, run.pipeline.stage_kinds)
@@ -231,10 +236,10 @@ class PythonFlowState:
     def _find_earlier_run(self, call: StageCall, source_file: Path) -> Run | None:
         """Return the run that an earlier execution of this flow created in the same output folder; None: no run."""
         pipeline = self._compose_pipeline(None, call, source_file)
-        path = create_writable_folder(pipeline.output_dir) / self.run_id
-        if not (path / "pipeline.toml").is_file():
+        run_path = create_writable_folder(pipeline.output_dir) / self.run_id
+        if not (run_path / "pipeline.toml").is_file():
             return None
-        run = open_run(path, all_kinds())
+        run = open_run(run_path, all_kinds())
         old_config, new_config = run.pipeline.config, pipeline.config
         configured_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
         if changed := [key for key in sorted(configured_keys) if getattr(old_config, key) != getattr(new_config, key)]:
@@ -245,7 +250,9 @@ class PythonFlowState:
         """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
         folder = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
         config_table = {**self.settings, "name": self.name, "output_dir": folder}
-        return parse_table(PipelineConfig, config_table, source=f"{self.entrypoint}: configure_run", prefix="pipeline")
+        return parse_table(
+            PipelineConfig, config_table, error_prefix=f"{self.entrypoint}: configure_run", key_prefix="pipeline"
+        )
 
     def _compose_pipeline(self, run: Run | None, call: StageCall, source_file: Path) -> Pipeline:
         pipeline = run.pipeline if run else Pipeline(source_file, self.config(), {}, all_kinds())
@@ -259,8 +266,11 @@ class PythonFlowState:
                 get_run_logger().info("note: %s", notice)
         set_credentials(pipeline)
         known_stages = {stage.name for stage in run.pipeline.stages} if run else set()
-        check_targets(pipeline.with_stages(stage for stage in pipeline.stages if stage.name not in known_stages))
-        check_store(pipeline)
+        try:
+            check_targets(pipeline.with_stages(stage for stage in pipeline.stages if stage.name not in known_stages))
+            check_store(pipeline)
+        except UploadError as error:
+            raise StageNotAdded(str(error)) from error
         if run is not None:
             return extend_run(run, pipeline)
         return create_run(
@@ -270,26 +280,26 @@ class PythonFlowState:
 
 def current_flow() -> PythonFlowState:
     """Return the state of the Python flow that is being executed. Raises `ConfigError` if no flow is being executed."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.flow is None:
+    flow_run_context = FlowRunContext.get()
+    if flow_run_context is None or flow_run_context.flow_run is None or flow_run_context.flow is None:
         raise ConfigError("a stage is called in a Prefect flow: decorate the function that calls it with @flow")
-    attempt_key = f"{context.flow_run.id}-{context.flow_run.run_count}"
+    attempt_key = f"{flow_run_context.flow_run.id}-{flow_run_context.flow_run.run_count}"
     with _flows_lock:
         if attempt_key not in _flows_by_attempt:
-            _flows_by_attempt[attempt_key] = _create_flow_state(context)
+            _flows_by_attempt[attempt_key] = _create_flow_state(flow_run_context)
         return _flows_by_attempt[attempt_key]
 
 
-def configure_run(**settings: Any) -> None:
+def configure_run(**pipeline_settings: Any) -> None:
     """Set keys of `[pipeline]`, such as `artifact_store`, `threads` and `private`, for the run of the current flow.
     Call this before the first stage of the flow. Raises `ConfigError` if a key or a value is wrong, or a stage was
     already called."""
     flow = current_flow()
     if flow.run is not None:
         raise ConfigError(f"configure_run is called in flow {flow.name!r} after its first stage; call it before")
-    if bad_keys := sorted({"name", "stages"} & settings.keys()):
+    if bad_keys := sorted({"name", "stages"} & pipeline_settings.keys()):
         raise ConfigError(f"configure_run: {bad_keys[0]} follows from the flow; see `run_id` and the calls of tasks")
-    flow.settings = {key: value for key, value in settings.items() if value is not None}
+    flow.settings = {key: value for key, value in pipeline_settings.items() if value is not None}
     flow.config()
 
 
@@ -302,11 +312,11 @@ def find_newest_flow() -> PythonFlowState | None:
 
 def describe_unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
-    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # maps each flow run to its last attempt
-    for name, future in (item for flow in flows_by_id.values() for item in flow.futures.items()):
-        if future._final_state is not None:
+    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each
+    for name, stage_result_future in (item for flow in flows_by_id.values() for item in flow.futures.items()):
+        if stage_result_future._final_state is not None:
             continue
-        stage_future = future.wrapped_future
+        stage_future = stage_result_future.wrapped_future
         if stage_future.cancelled() or stage_future.exception() or not stage_future.result().is_completed():
             return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""
@@ -325,14 +335,14 @@ def _create_flow_state(context: FlowRunContext) -> PythonFlowState:
     for hooks in (context.flow.on_completion_hooks, context.flow.on_failure_hooks):
         if _record_flow_end not in hooks:
             hooks.append(_record_flow_end)
-    file, function_name = find_flow_source(context.flow)
-    return PythonFlowState(name, flow_run, run_id, f"{file}:{function_name}", parameters, tags, is_subflow)
+    flow_file, function_name = find_flow_source(context.flow)
+    return PythonFlowState(name, flow_run, run_id, f"{flow_file}:{function_name}", parameters, tags, is_subflow)
 
 
 def _read_signal_names() -> set[str]:
     """Return the names in `train.signal_to_handle` of all stages of the executed flows; without stages, the default."""
-    runs = [flow.run for flow in [*_flows_by_attempt.values()] if flow.run is not None]
-    recipes = [recipe for run in runs for recipe in run.pipeline.recipes.values()] or [Recipe()]
+    started_runs = [flow.run for flow in [*_flows_by_attempt.values()] if flow.run is not None]
+    recipes = [recipe for run in started_runs for recipe in run.pipeline.recipes.values()] or [Recipe()]
     return {name for recipe in recipes for name in recipe.train.signal_to_handle}
 
 
@@ -348,8 +358,8 @@ def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None
     flow_attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
     for attempt in flow_attempts:
         attempt.record_end(is_completed=state.is_completed())
-    if runs := [attempt.run for attempt in flow_attempts if attempt.run is not None]:
-        events.emit_run_ended(runs[-1], is_failed=not state.is_completed())
+    if started_runs := [attempt.run for attempt in flow_attempts if attempt.run is not None]:
+        events.emit_run_ended(started_runs[-1], is_failed=not state.is_completed())
 
 
 atexit.register(_record_flow_stops)  # Prefect calls no hook of a flow that is suspended or has crashed

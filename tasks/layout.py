@@ -50,18 +50,23 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
 
 
 def _find_exported_checkpoint(pipeline: Pipeline, reader: StageConfig, name: str) -> str:
-    """Return the checkpoint, `best` or a step, of the stage `name` that is exported for the model of `reader` or, if it
-    has none, for those of the uploads after it; empty: the final model. If no such export is known, as in a Python flow
-    whose upload was not called yet, the exports in `after` count, otherwise all."""
+    """Return the checkpoint, `best` or a step, of the training `name` from which the model of `reader` descends; empty:
+    the final model. For a stage without a model, such as a gate, the models of the uploads after it count. If no stage
+    leads to these models, as in a Python flow before its upload, the exports in `after` count, or else all exports."""
     dependents = pipeline.stage_and_dependents(reader.name)
     uploads = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
-    published = [each for each in uploads if each.name in dependents]
-    ancestors = _collect_model_ancestors(pipeline, [reader] if reader.model or reader.sweep else published)
+    dependent_uploads = [each for each in uploads if each.name in dependents]
+    ancestors = _collect_model_ancestors(pipeline, [reader] if reader.model or reader.sweep else dependent_uploads)
     for names in (ancestors, reader.after, [stage.name for stage in pipeline.stages]):
-        readers = [stage for stage in map(pipeline.stage, names) if stage.model == f"{STAGE_PREFIX}{name}"]
-        kinds = [(stage, pipeline.stage_kind(stage)) for stage in readers]
-        exports = [stage for stage, kind in kinds if kind.makes in {"model", "publication"} and not kind.trains_model]
-        checkpoints = {stage.checkpoint for stage in exports}
+        model_readers = [stage for stage in map(pipeline.stage, names) if stage.model == f"{STAGE_PREFIX}{name}"]
+        stage_kinds = [(stage, pipeline.stage_kind(stage)) for stage in model_readers]
+        # A training that starts from the checkpoint counts only if the model of `reader` descends from that training.
+        checkpoint_readers = [
+            stage
+            for stage, kind in stage_kinds
+            if kind.makes in {"model", "publication"} and (names is ancestors or not kind.trains_model)
+        ]
+        checkpoints = {stage.checkpoint for stage in checkpoint_readers}
         if checkpoints:
             return checkpoints.pop() if len(checkpoints) == 1 else ""
     return ""
@@ -69,23 +74,23 @@ def _find_exported_checkpoint(pipeline: Pipeline, reader: StageConfig, name: str
 
 def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> set[str]:
     """Return the names of `stages` and of the stages from which their models descend."""
-    names, ancestors = [stage.name for stage in stages], set[str]()
-    while names:
-        if (name := names.pop()) in ancestors:
+    pending_names, ancestors = [stage.name for stage in stages], set[str]()
+    while pending_names:
+        if (name := pending_names.pop()) in ancestors:
             continue
         ancestors.add(name)
         stage = pipeline.stage(name)
-        names += filter(None, [referenced_stage(stage.model)])
-        names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
+        pending_names += filter(None, [referenced_stage(stage.model)])
+        pending_names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
         # A stage that merges models names them in `after`.
-        names += stage.after if "after" in pipeline.stage_kind(stage).required_keys else ()
+        pending_names += stage.after if "after" in pipeline.stage_kind(stage).required_keys else ()
     return ancestors
 
 
 def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Result:
-    """Return the metrics of a checkpoint, `best` or a step, of the training in `path`, whose result has those of the
-    last step. Validation metrics of other steps are left out. With them, return the text for an error of a stage that
-    needs others, if this machine does not have those of the checkpoint."""
+    """Return `metrics` and `hint` to put into the result of the training in `path`: the metrics of a checkpoint, `best`
+    or a step, instead of those of the last step. Validation metrics of other steps are left out. The hint is added to
+    an error about a missing metric; it is empty unless `metrics.jsonl` is missing on this machine."""
     best_step = result["info"].get("best") or {}
     step = best_step.get("step") if checkpoint == "best" else int(checkpoint)
     if step == result["info"].get("step"):
@@ -96,8 +101,8 @@ def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Res
     for line in read_metrics(path / METRICS_FILE):
         if line["step"] == step:
             metrics |= {key: value for key, value in line.items() if key not in {"step", "time"}}
-    is_missing, hint = not (path / METRICS_FILE).is_file(), f"; those of step {step} of {path.name!r} are in "
-    return {"metrics": metrics, "hint": f"{hint}{path / METRICS_FILE}, which is not on this machine" * is_missing}
+    lacks_file, hint_text = not (path / METRICS_FILE).is_file(), f"; those of step {step} of {path.name!r} are in "
+    return {"metrics": metrics, "hint": f"{hint_text}{path / METRICS_FILE}, which is not on this machine" * lacks_file}
 
 
 def prepare_stage_folder(
@@ -114,14 +119,14 @@ def prepare_stage_folder(
         report_line(f"{RERUN_EVENT}: {rerun_reason}")
     (path / manifest.RESULT_FILE).unlink(missing_ok=True)
     save_fingerprint(path, fingerprint, stage.work_pool)
-    upstream, kinds = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
+    upstream, kind_by_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
     # Inputs and digests are matched by their order, because several inputs may have the same key.
-    digests = [digest for role, *_, digest in fingerprint.inputs if role in kinds and not referenced_stage(digest)]
+    digests = [value for role, *_, value in fingerprint.inputs if role in kind_by_role and not referenced_stage(value)]
     external_inputs = [
-        each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kinds
+        each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kind_by_role
     ]
     sources = tuple(
-        ExternalSource(kind=kinds[each.role], name=each.location, digest=digest)
+        ExternalSource(kind=kind_by_role[each.role], name=each.location, digest=digest)
         for each, digest in zip(external_inputs, digests, strict=True)
     )
     model_origin = find_model_origin(run.pipeline, stage)

@@ -31,11 +31,11 @@ def label_flow_run(pipeline: str, run_id: str, *name_words: str) -> list[str]:
         current_run = client.read_flow_run(UUID(flow_run.id))
         user_tags = [tag for tag in current_run.tags if tag.startswith(_USER_TAG_PREFIX)]
         user_tags = user_tags or [f"{_USER_TAG_PREFIX}{user_name()}"]
-        tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}", *user_tags]
+        run_tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}", *user_tags]
         has_own_name = not is_generated_name(current_run.name) and current_run.name != _make_initial_flow_run_name()
-        name = current_run.name if has_own_name else " ".join((pipeline, run_id, *name_words))
-        client.update_flow_run(current_run.id, name=name, tags=list(dict.fromkeys([*current_run.tags, *tags])))
-    return tags
+        new_name = current_run.name if has_own_name else " ".join((pipeline, run_id, *name_words))
+        client.update_flow_run(current_run.id, name=new_name, tags=list(dict.fromkeys([*current_run.tags, *run_tags])))
+    return run_tags
 
 
 def user_name() -> str:

@@ -25,19 +25,19 @@ def list_stages_before_publication(pipeline: Pipeline) -> list[str]:
 
 
 def compute_models_digest(run: Run) -> str:
-    """Return one digest of all models to publish that no earlier publication precedes. An approval is valid only for
-    the models with this digest."""
+    """Return one digest of all models to publish, except models that depend on a publication. An approval is valid only
+    for the models with this digest."""
     names = list_stages_before_publication(run.pipeline)
-    references = sorted({stage.model for stage in list_publishing_stages(run.pipeline)})
-    models = [(model, name) for model in references if (name := referenced_stage(model) or "") in {"", *names}]
+    model_references = sorted({stage.model for stage in list_publishing_stages(run.pipeline)})
+    models = [(model, name) for model in model_references if (name := referenced_stage(model) or "") in {"", *names}]
     results = [(model, read_result(run.stage_path(name))) for model, name in models]
-    digests = [(model, result["digest"] if result else "") for model, result in results]
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+    model_digests = [(model, result["digest"] if result else "") for model, result in results]
+    return hashlib.sha256(json.dumps(model_digests).encode()).hexdigest()[:16]
 
 
 def check_models_approved(run: Run) -> None:
-    """Raise ConfigError if the publication of a run needs an approval, and a person has not approved its models, or has
-    approved others that the run has made again since."""
+    """Raise ConfigError if the publication of a run needs an approval and a person has not approved the current models
+    of the run, which may differ from models that were approved before."""
     approval = read_required_approval(run.path)
     if approval is not None and approval.approved_models != compute_models_digest(run):
         raise ConfigError(

@@ -88,27 +88,27 @@ def _describe_stage(stage: StageConfig) -> str:
 
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
-    path, budget = run.stage_path(stage.name), BudgetCheck(run, stage)
+    path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
     mirror_progress = stage_sync.make_progress_mirror()
-    with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as prefect_client:
         grace_seconds = run.pipeline.config.grace_seconds
-        if (child := _find_running_child(client, path, grace_seconds, report_line)) is None:
-            budget.raise_if_spent()
-            require_second_slot(client, stage, str(flow_run.id or ""))
+        if (child := _find_running_child(prefect_client, path, grace_seconds, report_line)) is None:
+            budget_check.raise_if_spent()
+            require_second_slot(prefect_client, stage, str(flow_run.id or ""))
             child = _start_child(run, stage, stage_sync)
         try:
-            report_wait_reason = partial(report_worker_wait, client, stage.work_pool, path, report_line)
-            return _poll_child(client, stage, UUID(child.flow_run), mirror_progress, report_wait_reason, budget)
+            report_wait = partial(report_worker_wait, prefect_client, stage.work_pool, path, report_line)
+            return _poll_child(prefect_client, stage, UUID(child.flow_run), mirror_progress, report_wait, budget_check)
         except Preempted:
-            _cancel_child(client, child, max_grace_seconds(path, grace_seconds))
+            _cancel_child(prefect_client, child, max_grace_seconds(path, grace_seconds))
             stage_sync.make_progress_mirror()()
             raise
 
 
-def require_second_slot(client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
+def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
     """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's work pool."""
-    pool, parent_run = stage.work_pool, client.read_flow_run(UUID(flow_run_id)) if flow_run_id else None
-    if parent_run and parent_run.work_pool_name == pool and client.read_work_pool(pool).concurrency_limit == 1:
+    pool, parent_run = stage.work_pool, prefect_client.read_flow_run(UUID(flow_run_id)) if flow_run_id else None
+    if parent_run and parent_run.work_pool_name == pool and prefect_client.read_work_pool(pool).concurrency_limit == 1:
         raise ConfigError(
             f"stage {stage.name!r}: work_pool = {pool!r} runs one flow run at a time, which is the one that waits for "
             f"the stage; leave work_pool out, or raise the limit: cosmos bootstrap --pool {pool} --limit 2"
@@ -128,11 +128,11 @@ def count_lost_child_run(path: Path) -> int:
 
 
 def require_ended_child(path: Path, grace_seconds: float) -> None:
-    """Raise ConfigError if the child flow run of a stage still runs: another one would write to the same files. Wait
-    for one that is being cancelled, which may take `grace_seconds`."""
+    """Raise ConfigError if the child flow run of a stage still runs: a second one would write to the same files. Wait
+    for a child flow run that is being cancelled, which may take `grace_seconds`."""
     if (path / CHILD_RUN_FILE).is_file():
-        with get_client(sync_client=True) as client:
-            if child := _find_running_child(client, path, grace_seconds):
+        with get_client(sync_client=True) as prefect_client:
+            if child := _find_running_child(prefect_client, path, grace_seconds):
                 raise ConfigError(
                     f"from_stage: stage {path.name!r} still runs on its work pool; wait for its end, or stop it: "
                     f"prefect flow-run cancel {child.flow_run}"
@@ -140,7 +140,10 @@ def require_ended_child(path: Path, grace_seconds: float) -> None:
 
 
 def _find_running_child(
-    client: SyncPrefectClient, path: Path, grace_seconds: float, report_line: Callable[[str], None] = logger.info
+    prefect_client: SyncPrefectClient,
+    path: Path,
+    grace_seconds: float,
+    report_line: Callable[[str], None] = logger.info,
 ) -> ChildFlowRun | None:
     """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown. Wait
     for the end of a child flow run that is being cancelled, as it still saves a checkpoint; raise StageFailed if it
@@ -150,7 +153,7 @@ def _find_running_child(
         return None
     deadline, message = time.monotonic() + max_grace_seconds(path, max(grace_seconds, _MAX_UNREACHABLE_SECONDS)), ""
     try:
-        state_type = client.read_flow_run(UUID(child.flow_run)).state_type
+        state_type = prefect_client.read_flow_run(UUID(child.flow_run)).state_type
         while state_type == StateType.CANCELLING:
             if not message:
                 message = f"stage {path.name!r}: waits until its flow run {child.flow_run} is cancelled"
@@ -158,9 +161,9 @@ def _find_running_child(
             if time.monotonic() > deadline:
                 raise StageFailed(f"{message}; without a live worker it is not, start one of its pool: cosmos worker")
             sleep_unless_stopping(_POLL_SECONDS)
-            with suppress(httpx.HTTPError):  # a short outage
-                state_type = client.read_flow_run(UUID(child.flow_run)).state_type
-    except ObjectNotFound:  # the flow run is on another Prefect server
+            with suppress(httpx.HTTPError):  # ignore a short outage of the server
+                state_type = prefect_client.read_flow_run(UUID(child.flow_run)).state_type
+    except ObjectNotFound:  # the child flow run was started on another Prefect server
         return None
     return None if state_type in TERMINAL_STATES else child
 
@@ -202,14 +205,14 @@ def compute_backoff_seconds(num_failures: int) -> float:
 
 
 def report_worker_wait(
-    client: SyncPrefectClient, work_pool: str, path: Path, report_line: Callable[[str], None], last_message: str
+    prefect_client: SyncPrefectClient, work_pool: str, path: Path, report_line: Callable[[str], None], last_message: str
 ) -> str:
     """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless
     `last_message` has the same reason; return the message."""
-    num_workers = sum(map(is_worker_online, client.read_workers_for_work_pool(work_pool)))
+    num_workers = sum(map(is_worker_online, prefect_client.read_workers_for_work_pool(work_pool)))
     worker_text = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
     message = f"waits for a worker of pool {work_pool}: {worker_text}"
-    if client.read_work_pool(work_pool).is_paused:
+    if prefect_client.read_work_pool(work_pool).is_paused:
         message = f"waits for work pool {work_pool}, which is paused"
     if message != last_message:
         report_line(f"stage {path.name}: {message}")
@@ -218,17 +221,17 @@ def report_worker_wait(
 
 
 def _poll_child(
-    client: SyncPrefectClient,
+    prefect_client: SyncPrefectClient,
     stage: StageConfig,
     flow_run_id: UUID,
     mirror_progress: Callable[[], None],
     report_wait_reason: Callable[[str], str],
-    budget: BudgetCheck,
+    budget_check: BudgetCheck,
 ) -> FlowRun:
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
     while True:
         try:
-            child_flow_run = client.read_flow_run(flow_run_id)
+            child_flow_run = prefect_client.read_flow_run(flow_run_id)
             if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
                 next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
                 last_message = report_wait_reason(last_message)
@@ -246,17 +249,19 @@ def _poll_child(
             last_mirror_time = time.monotonic()
         if child_flow_run.state_type in TERMINAL_STATES:
             return child_flow_run
-        budget.raise_if_spent()  # the check of the child counts only stages on the disks of its machine
+        budget_check.raise_if_spent()  # a child counts only the cost of stages on its disks
         sleep_unless_stopping(_POLL_SECONDS)
 
 
-def _cancel_child(client: SyncPrefectClient, child: ChildFlowRun, grace_seconds: float) -> None:
+def _cancel_child(prefect_client: SyncPrefectClient, child: ChildFlowRun, grace_seconds: float) -> None:
     """Cancel the child flow run, so that it saves a checkpoint and ends; wait at most `grace_seconds` for its end."""
     flow_run_id = UUID(child.flow_run)
-    with suppress(httpx.HTTPError, ObjectNotFound):  # if the server is unreachable, stop without a cancellation
-        client.set_flow_run_state(flow_run_id, Cancelling())
+    with suppress(httpx.HTTPError, ObjectNotFound):  # stop without a cancellation if the server is unreachable
+        prefect_client.set_flow_run_state(flow_run_id, Cancelling())
         deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and client.read_flow_run(flow_run_id).state_type not in TERMINAL_STATES:
+        while time.monotonic() < deadline:
+            if prefect_client.read_flow_run(flow_run_id).state_type in TERMINAL_STATES:
+                break
             time.sleep(_POLL_SECONDS)
 
 

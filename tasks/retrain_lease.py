@@ -55,28 +55,28 @@ class RetrainLease:
     def __exit__(self, *error: object) -> None:
         if self._lease_id is not None:
             try:
-                with get_client(sync_client=True) as client:
-                    _delete_variable(client, self._lease_id)
+                with get_client(sync_client=True) as prefect_client:
+                    _delete_variable(prefect_client, self._lease_id)
             except httpx.HTTPError as failure:
-                message = "the lease %s was not removed; it expires with this flow run: %s"
-                logger.warning(message, self._variable_name, failure)
+                warning_template = "the lease %s was not removed; it expires with this flow run: %s"
+                logger.warning(warning_template, self._variable_name, failure)
         self._lock.release()
 
     def _try_acquire_lease(self) -> bool:
-        lease = VariableCreate(name=self._variable_name, value=self._variable_value)
-        with get_client(sync_client=True) as client:
+        lease_variable = VariableCreate(name=self._variable_name, value=self._variable_value)
+        with get_client(sync_client=True) as prefect_client:
             while self._lease_id is None:
                 try:
-                    self._lease_id = client.create_variable(lease).id
+                    self._lease_id = prefect_client.create_variable(lease_variable).id
                 except ObjectAlreadyExists:
-                    if (variable := client.read_variable_by_name(self._variable_name)) is None:
+                    if (variable := prefect_client.read_variable_by_name(self._variable_name)) is None:
                         continue
-                    if not self._has_expired(client, variable.value):
+                    if not self._has_expired(prefect_client, variable.value):
                         return False
-                    _delete_variable(client, variable.id)
+                    _delete_variable(prefect_client, variable.id)
         return True
 
-    def _has_expired(self, client: SyncPrefectClient, holder_record: Any) -> bool:
+    def _has_expired(self, prefect_client: SyncPrefectClient, holder_record: Any) -> bool:
         """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
         flow run, or would need the file lock that this process holds. Workers with separate run folders on one machine
         have separate file locks."""
@@ -84,16 +84,16 @@ class RetrainLease:
         if holder_record["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
             return True
         try:
-            flow_run_state = client.read_flow_run(UUID(holder_record["flow_run"])).state
+            flow_run_state = prefect_client.read_flow_run(UUID(holder_record["flow_run"])).state
         except ObjectNotFound:
             return True
         return flow_run_state is None or flow_run_state.is_final()
 
 
-def _delete_variable(client: SyncPrefectClient, variable_id: UUID) -> None:
+def _delete_variable(prefect_client: SyncPrefectClient, variable_id: UUID) -> None:
     """Delete a Prefect variable by its id rather than its name, so that a newer variable of the same name is kept."""
     try:
-        client.request("DELETE", "/variables/{id}", path_params={"id": variable_id})
+        prefect_client.request("DELETE", "/variables/{id}", path_params={"id": variable_id})
     except httpx.HTTPStatusError as error:
         if error.response.status_code != httpx.codes.NOT_FOUND:  # 404: another flow run has deleted the variable
             raise

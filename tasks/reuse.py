@@ -1,5 +1,5 @@
 """Look up a verified result with the same fingerprint in this run and other runs, to reuse it instead of running the
-stage. For a stage with a work pool this happens before a flow run on the pool is requested, which may start a machine.
+stage. A stage with a work pool requests a flow run, which may start a machine, only if the look-up finds no result.
 """
 
 import time
@@ -26,8 +26,8 @@ def compute_local_fingerprint(run: Run, stage: StageConfig) -> Fingerprint:
 def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint) -> Result | None:
     """Return a verified result with the expected fingerprint, of this run or of another run; None if there is none."""
     path = run.stage_path(stage.name)
-    state = read_state(path)
-    if not run.pipeline.stage_kind(stage).is_reusable or (state.forced and read_result(path) is None):
+    stage_state = read_state(path)
+    if not run.pipeline.stage_kind(stage).is_reusable or (stage_state.forced and read_result(path) is None):
         return None
     plan_decision = plan.decide_reuse(run.output_dir, path, expected_fingerprint, ignores_cache=run.should_verify_files)
     if plan_decision is None or plan_decision.action == "run":
@@ -41,7 +41,7 @@ def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint)
         plan.register_result(run.output_dir, path, expected_fingerprint.value)
     elif (result := plan_decision.result) is None:
         return None
-    if state.state not in FINISHED_STATES or plan_decision.action == "adopt":
+    if stage_state.state not in FINISHED_STATES or plan_decision.action == "adopt":
         plan.save_fingerprint(path, expected_fingerprint, stage.work_pool)
         record_event(path, "reused", plan_decision.reason)
         update_state(path, state="reused", ended=time.time(), error="")
@@ -52,8 +52,8 @@ def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
     """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
     None if no such result exists, or if an input can be read only on the machines of the pool."""
     # Ignore errors: this machine may lack inputs that only the machines of the work pool can read.
-    with open_stage_lock(run.path, stage.name) as lock, suppress(CosmosError):
-        if lock.try_acquire():
+    with open_stage_lock(run.path, stage.name) as stage_lock, suppress(CosmosError):
+        if stage_lock.try_acquire():
             local_fingerprint = compute_local_fingerprint(run, stage)
             for pool_fingerprint in plan.find_pool_fingerprints(run.output_dir, run.pipeline, stage, local_fingerprint):
                 if result := find_result(run, stage, pool_fingerprint):

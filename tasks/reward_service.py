@@ -48,17 +48,17 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
         own_environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
         python, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
         running_service = managed_reward_service(stage.reward_service, path, python, raise_if_stopping, own_environment)
-    with running_service as variables:
-        yield variables
+    with running_service as service_variables:
+        yield service_variables
 
 
 @contextlib.contextmanager
 def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, str]]:
     block_name = f"run-{uuid.uuid4().hex}"
     service_run_id, uncancelled_states = _start_service_run(stage, block_name), TERMINAL_STATES
-    with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as prefect_client:
         try:
-            service_variables = _wait_for_service(client, stage, service_run_id, block_name)
+            service_variables = _wait_for_service(prefect_client, stage, service_run_id, block_name)
             # The service has created its Prefect block; it ends when the block is deleted, and needs no cancellation.
             uncancelled_states = TERMINAL_STATES | {StateType.RUNNING}
             try:
@@ -68,35 +68,35 @@ def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, st
         finally:
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
-                delete_service_block(client, block_name)
-                if client.read_flow_run(service_run_id).state_type not in uncancelled_states:
-                    client.set_flow_run_state(service_run_id, Cancelling())
+                delete_service_block(prefect_client, block_name)
+                if prefect_client.read_flow_run(service_run_id).state_type not in uncancelled_states:
+                    prefect_client.set_flow_run_state(service_run_id, Cancelling())
 
 
 def _start_service_run(stage: StageConfig, block_name: str) -> UUID:
-    pool = stage.reward_service_pool
+    work_pool = stage.reward_service_pool
     parameters = {"config": stage.reward_service, "block": block_name, "of_flow_run": str(flow_run.id or "")}
     try:
-        created_flow_run: Any = run_deployment(f"reward-service/{pool}", parameters=parameters, timeout=0)
+        created_flow_run: Any = run_deployment(f"reward-service/{work_pool}", parameters=parameters, timeout=0)
     except ObjectNotFound as error:
         raise ConfigError(
-            f"stage {stage.name!r}: reward_service_pool = {pool!r}: the server has no deployment "
-            f"reward-service/{pool}; add one like reward-service/gpu to prefect.yaml, then: prefect deploy "
-            f"-n reward-service/{pool}"
+            f"stage {stage.name!r}: reward_service_pool = {work_pool!r}: the server has no deployment "
+            f"reward-service/{work_pool}; add one like reward-service/gpu to prefect.yaml, then: prefect deploy "
+            f"-n reward-service/{work_pool}"
         ) from error
     return UUID(str(created_flow_run.id))
 
 
 def _wait_for_service(
-    client: SyncPrefectClient, stage: StageConfig, service_run_id: UUID, block_name: str
+    prefect_client: SyncPrefectClient, stage: StageConfig, service_run_id: UUID, block_name: str
 ) -> dict[str, str]:
     """Wait until the service accepts requests, and return the environment variables with its address and token. Raises
     `RewardError` if a reward or its configuration is wrong, and `StageFailed` if the service ended for another reason,
     its machine was lost, or it was not ready in time."""
     deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
     service = f"the reward service on {stage.reward_service_pool!r}"
-    while (variables := read_service_variables(client, block_name)) is None:
-        state = client.read_flow_run(service_run_id).state
+    while (service_variables := read_service_variables(prefect_client, block_name)) is None:
+        state = prefect_client.read_flow_run(service_run_id).state
         if state is not None and state.type in TERMINAL_STATES:
             message = " ".join(str(state.message or "").split())
             has_config_error = state.type == StateType.FAILED and ("RewardError" in message or "ConfigError" in message)
@@ -104,4 +104,4 @@ def _wait_for_service(
         if time.monotonic() > deadline:
             raise StageFailed(f"{service} did not load in {_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?")
         sleep_unless_stopping(_POLL_SECONDS)
-    return variables
+    return service_variables

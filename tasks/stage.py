@@ -158,9 +158,9 @@ def should_retry(run: Run, name: str, error: object) -> bool:
 
 
 def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
-    """Run a stage until it has its result, on its work pool if it has one, unless `is_local`: this process runs on the
-    work pool. Return the result, or the final state of the task run. Raises `CosmosError` if the attempt failed and
-    the stage is to be retried."""
+    """Run a stage until it has its result: on its work pool or, if it has none or `is_local` is set, on this machine.
+    Return the result, or the final state of the task run. Raises `CosmosError` if the attempt failed and the stage is
+    to be retried."""
     return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_locally)(run, name)
 
 
@@ -177,7 +177,7 @@ def _run_locally(run: Run, name: str) -> State[Any] | Result:
             artifacts.show_refusal()
         return make_failed_state(error)
     events.emit_stage_completed(run, name, result, was_reused=was_reused, earlier_result=earlier_result)
-    if was_reused:  # its artifacts were published when the result was made
+    if was_reused:  # the artifacts of the stage were published when the result was made
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
@@ -187,27 +187,27 @@ def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
     """Run a stage on its work pool. If the child flow run ended without recording an error, count a failed attempt."""
     stage, path = run.pipeline.stage(name), run.stage_path(name)
     try:
-        if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may not have the approval
+        if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may lack the approval
             check_models_approved(run)
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
-        failure = _to_cosmos_error(error, path)
+        stage_error = _to_cosmos_error(error, path)
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
         state = read_state(path)
-        has_recorded_failure = state.state == "failed" and state.error == str(failure)
-        has_recorded_stop = state.state == "stopped" and isinstance(failure, Preempted)
-        is_error_unrecorded = isinstance(failure, OverBudget) or not (has_recorded_failure or has_recorded_stop)
+        has_recorded_failure = state.state == "failed" and state.error == str(stage_error)
+        has_recorded_stop = state.state == "stopped" and isinstance(stage_error, Preempted)
+        is_error_unrecorded = isinstance(stage_error, OverBudget) or not (has_recorded_failure or has_recorded_stop)
         if is_error_unrecorded:
-            record_failure(path, failure)
-            if not isinstance(failure, Preempted):
+            record_failure(path, stage_error)
+            if not isinstance(stage_error, Preempted):
                 update_state(path, failures=count_lost_child_run(path))
-        if not should_retry(run, name, failure):
+        if not should_retry(run, name, stage_error):
             if is_error_unrecorded:
-                events.emit_stage_failed(run, name, failure)
-            return make_failed_state(failure)
-        if failure is error:
+                events.emit_stage_failed(run, name, stage_error)
+            return make_failed_state(stage_error)
+        if stage_error is error:
             raise
-        raise failure from error
+        raise stage_error from error
     return Completed(name="Reused", data=result) if was_reused else result
 
 
@@ -229,8 +229,8 @@ def run_stage(
         if time.monotonic() - start_time > run.pipeline.config.grace_seconds:
             worker.reap_attempt(path)
 
-    with open_stage_lock(run.path, name) as lock:
-        lock.acquire(on_poll=kill_orphaned_worker)
+    with open_stage_lock(run.path, name) as stage_lock:
+        stage_lock.acquire(on_poll=kill_orphaned_worker)
         try:
             stage_sync.receive_inputs()
             is_finished = read_state(path).state in FINISHED_STATES
@@ -241,43 +241,43 @@ def run_stage(
             expected_fingerprint = compute_local_fingerprint(run, stage)
             local_result = read_result(path) if read_state(path).holds else None
             if local_result and not (local_result["reused_from"] or "attempts" in local_result):
-                add_gpu_time_to_result(path)  # the launcher was killed after the worker had written the result
+                add_gpu_time_to_result(path)  # the launcher was killed before it added the time
             if result := find_result(run, stage, expected_fingerprint):
                 return stage_sync.send_result(result), True
             if is_finished:
                 _record_launcher(path)
             if not run.pipeline.stage_kind(stage).in_worker:
                 return stage_sync.send_result(_run_in_process(run, stage, expected_fingerprint, report_line)), False
-            return _make_result_under_lock(run, stage, expected_fingerprint, lock, on_progress, report_line)
+            return _make_result_under_lock(run, stage, expected_fingerprint, stage_lock, on_progress, report_line)
         except Exception as error:
-            failure = _to_cosmos_error(error, path)
-            record_failure(path, failure)
+            stage_error = _to_cosmos_error(error, path)
+            record_failure(path, stage_error)
             stage_sync.send_stage_state()
-            if failure is error:
+            if stage_error is error:
                 raise
-            raise failure from error
+            raise stage_error from error
 
 
-def _to_cosmos_error(error: Exception, path: Path) -> CosmosError:
+def _to_cosmos_error(error: Exception, stage_path: Path) -> CosmosError:
     """Convert any error to a CosmosError, so that a bug or disk error counts as one failed attempt."""
     if isinstance(error, CosmosError):
         return error
-    if (failure := make_disk_full_error(error, path)) is not None:
-        return failure
-    logger.exception("stage %r", path.name)
-    return StageFailed(f"stage {path.name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
+    if (disk_error := make_disk_full_error(error, stage_path)) is not None:
+        return disk_error
+    logger.exception("stage %r", stage_path.name)
+    return StageFailed(f"stage {stage_path.name!r}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _make_result_under_lock(
     run: Run,
     stage: StageConfig,
     expected_fingerprint: Fingerprint,
-    lock: FileLock,
+    stage_lock: FileLock,
     on_progress: Callable[[ProgressRecord], None],
     report_line: Callable[[str], None],
 ) -> tuple[Result, bool]:
     """Make the result of a stage in a worker. If another run is making the same result, wait for it and reuse it."""
-    path, stage_sync, budget = run.stage_path(stage.name), StageSync(run, stage), BudgetCheck(run, stage)
+    path, stage_sync, budget_check = run.stage_path(stage.name), StageSync(run, stage), BudgetCheck(run, stage)
     with FileLock(fingerprint_folder(run.output_dir, expected_fingerprint.value) / "lock") as fingerprint_lock:
         has_waited_for_lock = not fingerprint_lock.try_acquire()
         if has_waited_for_lock:
@@ -291,7 +291,7 @@ def _make_result_under_lock(
             config, kind, recipe = run.pipeline.config, run.pipeline.stage_kind(stage), run.pipeline.recipes[stage.name]
             with ExitStack() as device_stack, ExitStack() as service_stack:
                 gpu_environment, gpu_locks = device_stack.enter_context(gpus.hold_stage_gpus(kind, recipe, path))
-                budget.raise_if_spent()
+                budget_check.raise_if_spent()
                 num_gpus = len(gpu_locks) or gpus.count_reserved_gpus(kind, recipe)
                 device_stack.enter_context(record_gpu_time(path, num_gpus))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
@@ -303,9 +303,9 @@ def _make_result_under_lock(
                 attempt_settings = worker.AttemptSettings(
                     stage_path=path, python_path=config.python, num_threads=count_worker_threads(run.pipeline),
                     grace_seconds=config.grace_seconds, timeout_seconds=stage.timeout_seconds,
-                    lock_descriptors=(lock.descriptor, fingerprint_lock.descriptor, *gpu_locks),
+                    lock_descriptors=(stage_lock.descriptor, fingerprint_lock.descriptor, *gpu_locks),
                     on_progress=on_progress, report_line=report_line,
-                    get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget.find_budget_error,
+                    get_kill_reason=stage_sync.lease_loss_reason, get_stop_error=budget_check.find_budget_error,
                     environment={**gpu_environment, **service_variables},
                     inherited_environment=environment_for_user_code(stage.env) if stage.entry else os.environ,
                     secrets=(*run.pipeline.secret_env_names(stage), *service_variables),
@@ -316,10 +316,10 @@ def _make_result_under_lock(
 
 def _make_checkpoint_url(run: Run, stage: StageConfig) -> str:
     """Return the URL to which checkpoints are sent during a training; empty if the recipe does not send them."""
-    config = run.pipeline.recipes[stage.name].train.ckpt
-    if config.upload_s3 != "all" or not run.pipeline.stage_kind(stage).trains_model:
+    checkpoint_config = run.pipeline.recipes[stage.name].train.ckpt
+    if checkpoint_config.upload_s3 != "all" or not run.pipeline.stage_kind(stage).trains_model:
         return ""
-    return checkpoint_url(config.s3_url(run.pipeline.config.name), stage.name, run.id)
+    return checkpoint_url(checkpoint_config.s3_url(run.pipeline.config.name), stage.name, run.id)
 
 
 def _run_in_process(
@@ -356,12 +356,12 @@ def _finish_stage(run: Run, stage: StageConfig, expected_fingerprint: Fingerprin
     return add_gpu_time_to_result(path)
 
 
-def _record_launcher(path: Path) -> None:
+def _record_launcher(stage_path: Path) -> None:
     """Record this process as the launcher of the stage. After a failed attempt of the same process, first wait 1, 2, 4
     ... 60 s; a new process, such as one that resumes the run, has the full number of retries and does not wait."""
-    stage_state, launcher = read_state(path), identify_process()
+    stage_state, launcher = read_state(stage_path), identify_process()
     if stage_state.model_dump(include={*launcher}) != launcher:  # compare all fields: containers often reuse a pid
-        update_state(path, **launcher, failures=0, failed_with="", is_repeated=False)
+        update_state(stage_path, **launcher, failures=0, failed_with="", is_repeated=False)
     elif stage_state.state == "failed":
-        update_state(path, state="retrying")
+        update_state(stage_path, state="retrying")
         worker.sleep_unless_stopping(compute_backoff_seconds(stage_state.failures))

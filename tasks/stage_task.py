@@ -34,7 +34,7 @@ from cosmos_core.types import StageKind
 from tasks.cancellation import is_cancelled, raise_if_suspended, wait_unless_cancelled
 from tasks.final_states import make_failed_state
 from tasks.flow_identity import to_json_values
-from tasks.flow_run import PythonFlowState, StageCall, current_flow
+from tasks.flow_run import PythonFlowState, StageCall, StageNotAdded, current_flow
 from tasks.kinds import all_kinds
 from tasks.stage import MAX_RETRIES, make_stage_task, produce_result, should_retry
 
@@ -116,16 +116,16 @@ class StageTask(Task[Any, StageHandle]):
             future.wait()
         return [future.state for future in futures]
 
-    def with_options(self, **options: Any) -> Any:
+    def with_options(self, **prefect_options: Any) -> Any:
         """Return a task of the same stage kind with other options of Prefect, such as `tags` and `on_failure`."""
         task_copy = object.__new__(StageTask)
-        task_copy.__dict__ |= super().with_options(**options).__dict__ | {"kind": self.kind}
+        task_copy.__dict__ |= super().with_options(**prefect_options).__dict__ | {"kind": self.kind}
         return task_copy
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
         future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # stop it also if the flow times out
+        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # stop the stage at a timeout, too
             if wait_unless_cancelled([future.wrapped_future]):
                 raise_if_suspended()
                 raise Cancelled("the flow run was cancelled")
@@ -142,7 +142,9 @@ def get_stage_task(kind: str) -> StageTask:
 def _should_retry_task(_prefect_task: object, _task_run: object, state: State[Any]) -> bool:
     run, error = current_flow().run, getattr(state.data, "result", state.data)
     context = TaskRunContext.get()
-    return run is not None and context is not None and should_retry(run, context.parameters["name"], error)
+    if run is None or context is None or isinstance(error, StageNotAdded):
+        return False
+    return should_retry(run, context.parameters["name"], error)
 
 
 def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
@@ -159,7 +161,7 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
             call, source_file = flow.calls[name]
             with flow.add_stage(call, source_file) as (run, stages):
                 return _run_tasks_of_call(run, name, stages)
-        except ConfigError as error:
+        except (ConfigError, StageNotAdded) as error:
             return make_failed_state(error)
 
     call_stage.__name__ = kind.name
@@ -211,52 +213,52 @@ def _make_call(
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"stage {name!r}: overrides = {overrides!r} is no dict such as {{'train.optm_lr': 1e-5}}")
     source_file = Path(flow.entrypoint.rpartition(":")[0])
-    tables: TomlTable = {}
+    recipe_tables: TomlTable = {}
     predecessor_handles = [after] if isinstance(after, StageHandle | str) else after or ()
     predecessors = [_get_stage_name(flow, name, "after", handle) for handle in predecessor_handles]
-    after_comes_first = _find_stage_key_of_first_argument(kind) == "after"
-    if after_comes_first and kind.reads_model and predecessors and not recipe and "model" not in settings and flow.run:
+    is_after_first = _find_stage_key_of_first_argument(kind) == "after"
+    if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in settings and flow.run:
         pipeline = flow.run.pipeline  # start from the model of the first predecessor
         settings["model"] = pipeline.initial_model(pipeline.stage(predecessors[0]))
-        tables = pipeline.recipes[predecessors[0]].model_dump(mode="json", exclude_none=True)
+        recipe_tables = pipeline.recipes[predecessors[0]].model_dump(mode="json", exclude_none=True)
         predecessors += filter(None, [referenced_stage(settings["model"])])
     if isinstance(recipe, Mapping):
-        tables = dict(recipe)
+        recipe_tables = dict(recipe)
     elif recipe:
         source_file = _find_recipe_file(flow, name, recipe)
-        tables, _ = read_config(source_file, [])
-        if "pipeline" in tables:
+        recipe_tables, _ = read_config(source_file, [])
+        if "pipeline" in recipe_tables:
             raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")
     elif isinstance(settings.get("model"), StageHandle) and flow.run is not None:
         model_stage = _get_stage_name(flow, name, "model", settings["model"])
-        tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
+        recipe_tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
-        tables = merge_tables(tables, nest_value(split_key(key), value))
-    stage: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
+        recipe_tables = merge_tables(recipe_tables, nest_value(split_key(key), value))
+    stage_table: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
     recipe_table_keys = Recipe.model_fields[kind.table].annotation.model_fields if kind.table else {}  # type: ignore[union-attr]
     for key, value in settings.items():
         if key in recipe_table_keys:
-            tables = merge_tables(tables, {kind.table: {key: value}})
+            recipe_tables = merge_tables(recipe_tables, {kind.table: {key: value}})
         elif isinstance(value, StageHandle):
-            stage[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
+            stage_table[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
             predecessors.append(value.name)
         elif key == "entry" and callable(value):
-            function = inspect.unwrap(value)
-            if function is not value and function.__globals__.get(value.__qualname__) is not value:
+            unwrapped_function = inspect.unwrap(value)
+            if unwrapped_function is not value and unwrapped_function.__globals__.get(value.__qualname__) is not value:
                 raise ConfigError(
                     f"stage {name!r}: {value.__qualname__} was decorated elsewhere; do it where it is defined"
                 )
-            stage[key] = f"{inspect.getsourcefile(function)}:{value.__qualname__}"
+            stage_table[key] = f"{inspect.getsourcefile(unwrapped_function)}:{value.__qualname__}"
         elif value not in ("", None):
-            stage[key] = value
-    stage["after"] = list(dict.fromkeys(predecessors))
-    for key, value in {**stage, **tables}.items():
+            stage_table[key] = value
+    stage_table["after"] = list(dict.fromkeys(predecessors))
+    for key, value in {**stage_table, **recipe_tables}.items():
         if handle := _find_stage_handle(value):
             raise ConfigError(
                 f"stage {name!r}: {key} contains the handle of {handle.name!r}; pass one of its values, such as "
                 f"handle.outputs['model'] or handle.metrics"
             )
-    return StageCall(**to_json_values({"stage": stage, "tables": tables})), source_file
+    return StageCall(**to_json_values({"stage": stage_table, "tables": recipe_tables})), source_file
 
 
 def _find_stage_handle(value: Any) -> StageHandle | None:
@@ -275,7 +277,7 @@ def _find_recipe_file(flow: PythonFlowState, name: str, recipe: str | Path) -> P
     )
 
 
-def _get_stage_name(flow: PythonFlowState, name: str, key: str, handle: StageHandle | str) -> str:
+def _get_stage_name(flow: PythonFlowState, name: str, argument_name: str, handle: StageHandle | str) -> str:
     """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers. Raises `ConfigError`
     if the handle belongs to a stage of another run."""
     if isinstance(handle, str):
@@ -283,7 +285,7 @@ def _get_stage_name(flow: PythonFlowState, name: str, key: str, handle: StageHan
     run = flow.run
     if run is None or handle.path.parents[1] != run.path:
         raise ConfigError(
-            f"stage {name!r}: {key} is the handle of {handle.name!r}, a stage of another run "
+            f"stage {name!r}: {argument_name} is the handle of {handle.name!r}, a stage of another run "
             f"({handle.path.parents[1].name}); pass what it made, such as handle.outputs['model']"
         )
     return handle.name

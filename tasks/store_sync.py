@@ -41,7 +41,7 @@ class StageSync:
     """Transfer of the files of one stage between this machine and the artifact store of its pipeline."""
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
-        self._run, self._stage, self._path = run, stage, run.stage_path(stage.name)
+        self._run, self._stage, self._stage_path = run, stage, run.stage_path(stage.name)
         url = run.pipeline.config.artifact_store
         self._store = ArtifactStore(url, partial(sleep_unless_stopping, 0)) if url else None
         self._lease: Lease | None = None
@@ -51,12 +51,12 @@ class StageSync:
         reads. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has lost a
         file."""
         input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
-        kind = self._run.pipeline.stage_kind(self._stage)
+        stage_kind = self._run.pipeline.stage_kind(self._stage)
         # A stage that merges models, or selects one, names them only in `after`.
-        reads_all_stages = bool(self._stage.entry) or kind.selects_branch or "after" in kind.required_keys
+        reads_all_stages = bool(self._stage.entry) or stage_kind.selects_branch or "after" in stage_kind.required_keys
         for name in self._stage.after:
-            path = self._run.stage_path(name)
-            local_result = read_result(path)
+            input_path = self._run.stage_path(name)
+            local_result = read_result(input_path)
             stored_result = self._store.read_result(self._stored_run_name, name) if self._store else None
             result = stored_result or local_result
             if local_result and stored_result and local_result["digest"] == stored_result["digest"]:
@@ -64,9 +64,9 @@ class StageSync:
             if result is None:
                 continue
             needs_files = reads_all_stages or name in input_stages  # a stage without this input reads only metrics
-            was_fetched = needs_files and self._fetch_missing_outputs(result, path)
+            was_fetched = needs_files and self._fetch_missing_outputs(result, input_path)
             if was_fetched or result is not local_result:
-                _write_result(path, result)
+                _write_result(input_path, result)
 
     def find_result(self, expected_fingerprint: Fingerprint) -> Result | None:
         """Adopt a result with the expected fingerprint, which any machine may have stored, as the result of this
@@ -74,10 +74,10 @@ class StageSync:
         stored_result = self._store.find_stored_result(expected_fingerprint.value) if self._store else None
         if stored_result is None:
             return None
-        supersede_outdated_stage(self._path, expected_fingerprint)
+        supersede_outdated_stage(self._stage_path, expected_fingerprint)
         result = stored_result | {"reused_from": f"{stored_result[STORE_URL_KEY]}/made/{expected_fingerprint.value}"}
-        _write_result(self._path, result)
-        register_result(self._run.output_dir, self._path, expected_fingerprint.value)
+        _write_result(self._stage_path, result)
+        register_result(self._run.output_dir, self._stage_path, expected_fingerprint.value)
         return result
 
     @contextmanager
@@ -92,7 +92,8 @@ class StageSync:
         self._lease = self._store.lease_result(expected_fingerprint.value, holder, _is_holder_dead)
 
         def report_and_wait(holder: LeaseHolder) -> None:
-            update_state(self._path, state="waiting", error=f"{holder.machine.partition('/')[0]} makes the same result")
+            machine_name = holder.machine.partition("/")[0]
+            update_state(self._stage_path, state="waiting", error=f"{machine_name} makes the same result")
             sleep_unless_stopping(0)
 
         has_waited = self._lease.acquire(report_and_wait)
@@ -113,24 +114,24 @@ class StageSync:
         if self._store is None:
             yield
             return
-        checkpoints = self._store.open_checkpoints(expected_fingerprint.value, self._path)
-        stage_state = read_state(self._path)
+        stored_checkpoints = self._store.open_checkpoints(expected_fingerprint.value, self._stage_path)
+        stage_state = read_state(self._stage_path)
         if stage_state.forced and not stage_state.attempt:
-            checkpoints.clear()
-        elif name := checkpoints.pull():
-            record_event(self._path, "fetched", f"{name} from {self._store.url}")
+            stored_checkpoints.clear()
+        elif name := stored_checkpoints.pull():
+            record_event(self._stage_path, "fetched", f"{name} from {self._store.url}")
         stop_event, stored_record = threading.Event(), self._open_stored_record()
-        push_checkpoints = partial(self._push_checkpoints, checkpoints, stop_event)
-        periodic_calls = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _STATE_PERIOD_SECONDS))
+        push_checkpoints = partial(self._push_checkpoints, stored_checkpoints, stop_event)
+        periodic_functions = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _STATE_PERIOD_SECONDS))
         sync_threads = [
-            threading.Thread(target=_call_periodically, args=(*each, stop_event, self._path), daemon=True)
-            for each in periodic_calls
+            threading.Thread(target=_call_periodically, args=(*each, stop_event, self._stage_path), daemon=True)
+            for each in periodic_functions
         ]
         for sync_thread in sync_threads:
             sync_thread.start()
         # A stopped worker has saved a checkpoint: send it to the store, from which any machine continues.
-        push_last_checkpoint = partial(self._push_checkpoints, checkpoints, threading.Event())
-        with cleanup_on_error(partial(_call_with_logged_errors, push_last_checkpoint, self._path)):
+        push_last_checkpoint = partial(self._push_checkpoints, stored_checkpoints, threading.Event())
+        with cleanup_on_error(partial(_call_with_logged_errors, push_last_checkpoint, self._stage_path)):
             try:
                 yield
             finally:
@@ -147,12 +148,12 @@ class StageSync:
         if self._lease:
             self._lease.check()
         if result.get(STORE_URL_KEY) != self._store.url:
-            self._fetch_missing_outputs(result, self._path)  # fetch outputs that exist only in another store
-            self._store.put_outputs(self._path, result)
+            self._fetch_missing_outputs(result, self._stage_path)  # get output files that only another store has
+            self._store.put_outputs(self._stage_path, result)
             if self._run.pipeline.stage_kind(self._stage).is_reusable:
                 self._store.store_result(result)
             result = result | {STORE_URL_KEY: self._store.url}
-            _write_result(self._path, result)
+            _write_result(self._stage_path, result)
         self._open_stored_record().push(is_final=True)
         self._store.put_result(self._stored_run_name, self._stage.name, result)
         return result
@@ -160,18 +161,18 @@ class StageSync:
     def send_stage_state(self) -> None:
         """Store the state of the stage, if the store can be reached."""
         if self._store is not None:
-            _call_with_logged_errors(lambda: self._open_stored_record().push(is_final=True), self._path)
+            _call_with_logged_errors(lambda: self._open_stored_record().push(is_final=True), self._stage_path)
 
     def send_run(self) -> str:
         """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
         the directory of the run, or its URL in the store."""
         stored_record = self._open_stored_record() if self._store else None
         stored_state = stored_record.read_state() if stored_record else None
-        if stored_record and stored_state and stored_state.forced_by == read_state(self._path).forced_by:
+        if stored_record and stored_state and stored_state.forced_by == read_state(self._stage_path).forced_by:
             stored_record.pull()  # fetch the progress that another machine may have made
         # Remove the old error: it would be reported if the next machine is lost before it records its own error.
-        if read_state(self._path).state in {"failed", "stopped"}:
-            update_state(self._path, state="waiting", error="", error_type="")
+        if read_state(self._stage_path).state in {"failed", "stopped"}:
+            update_state(self._stage_path, state="waiting", error="", error_type="")
         if self._store is None or stored_record is None:
             return str(self._run.path)
         stored_record.push(is_final=True)
@@ -183,40 +184,40 @@ class StageSync:
             return lambda: None
         # All calls use the same `StoredRecord`, because it remembers which files it has fetched.
         open_record_once = cache(self._open_stored_record)
-        return partial(_call_with_logged_errors, lambda: open_record_once().pull(), self._path)
+        return partial(_call_with_logged_errors, lambda: open_record_once().pull(), self._stage_path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete. Raises `ConfigError`
         or `UploadError` if the store refuses access or cannot be reached."""
         if self._store is None:
-            return read_result(self._path)
+            return read_result(self._stage_path)
         self._open_stored_record().pull()
-        result = self._store.read_result(self._stored_run_name, self._stage.name)
-        if result is not None and read_result(self._path) != result:
-            _write_result(self._path, result)
-        return result
+        stored_result = self._store.read_result(self._stored_run_name, self._stage.name)
+        if stored_result is not None and read_result(self._stage_path) != stored_result:
+            _write_result(self._stage_path, stored_result)
+        return stored_result
 
     def receive_state(self) -> None:
         """Fetch the state of the stage from the store if another machine has worked on the stage in the meantime."""
         if self._store is None:
             return
-        local_state, stored_record = read_state(self._path), self._open_stored_record()
+        local_state, stored_record = read_state(self._stage_path), self._open_stored_record()
         if (stored_state := stored_record.read_state()) is None:
             return
         if stored_state.forced and stored_state.forced_by != local_state.forced_by:
-            supersede_stage(self._path)
+            supersede_stage(self._stage_path)
             local_state = StageState()
-        if stored_state.attempt > local_state.attempt or not (self._path / "state.json").is_file():
+        if stored_state.attempt > local_state.attempt or not (self._stage_path / "state.json").is_file():
             stored_record.pull()
 
     def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
         """Fetch the outputs from their store if one is missing or damaged on this machine; return True if fetched."""
-        url = result.get(STORE_URL_KEY)
-        has_all_outputs = all((path / record["path"]).is_file() for record in result["outputs"])
-        if not url or (has_all_outputs and find_output_damage(path, result) is None):
+        store_url = result.get(STORE_URL_KEY)
+        are_outputs_present = all((path / record["path"]).is_file() for record in result["outputs"])
+        if not store_url or (are_outputs_present and find_output_damage(path, result) is None):
             return False
         local_files = self._list_local_output_files()
-        ArtifactStore(url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, local_files)
+        ArtifactStore(store_url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, local_files)
         return True
 
     def _push_checkpoints(self, checkpoints: StoredCheckpoints, stop_event: threading.Event) -> None:
@@ -226,11 +227,11 @@ class StageSync:
 
         if not (self._lease and self._lease.is_lost):  # after the loss of the lease, its new holder sends checkpoints
             for name in checkpoints.push(raise_if_training_ended):
-                record_event(self._path, "sent", name)
+                record_event(self._stage_path, "sent", name)
 
     def _open_stored_record(self) -> StoredRecord:
         assert self._store is not None
-        return self._store.open_record(self._stored_run_name, self._path, identify_machine())
+        return self._store.open_record(self._stored_run_name, self._stage_path, identify_machine())
 
     @cached_property
     def _stored_run_name(self) -> str:
@@ -239,9 +240,8 @@ class StageSync:
         return self._store.put_run(self._run.path).rpartition("/")[2]
 
     def _list_local_output_files(self) -> dict[str, Path]:
-        """Return the output files of the run's stages on this machine, by digest."""
-        paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
-        results = [(path, result) for path in paths if (result := read_result(path))]
+        stage_paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
+        results = [(path, result) for path in stage_paths if (result := read_result(path))]
         output_files = [(each["sha256"], path / each["path"]) for path, result in results for each in result["outputs"]]
         return {digest: file for digest, file in output_files if file.is_file()}
 
@@ -268,8 +268,8 @@ def _call_periodically(function: Callable[[], object], period: float, stop_event
 
 
 def _call_with_logged_errors(function: Callable[[], object], path: Path) -> None:
-    message = "%s: the artifact store has not everything, it is tried again: %s"
-    with log_errors(partial(logger.warning, message, path.name)), suppress(Preempted):
+    warning_template = "%s: the artifact store has not everything, it is tried again: %s"
+    with log_errors(partial(logger.warning, warning_template, path.name)), suppress(Preempted):
         function()
 
 

@@ -100,7 +100,7 @@ def from_wfm(values: TomlTable, source: str, notices: list[str]) -> TomlTable:
     """
     _one_schema(values, source)
     lost: list[tuple[str, str]] = []
-    old: Any = parse_table(Root, _with_counterpart(values, "", source, lost), source=source)
+    old: Any = parse_table(Root, _with_counterpart(values, "", source, lost), error_prefix=source)
     translation = _Translation(old, source, lost)
     for rule in DATA["refused"]:
         translation.apply(rule)
@@ -290,7 +290,7 @@ def main() -> None:
     try:
         [name] = sys.argv[1:]
         values = from_wfm(read_toml(Path(name)), name, notices)
-        parse_table(Recipe, values, source=name)
+        parse_table(Recipe, values, error_prefix=name)
     except (ConfigError, ValueError) as error:
         sys.exit(f"convert_wfm: {error if isinstance(error, ConfigError) else 'give one file'}")
     sys.stderr.writelines(f"convert_wfm: note: {notice}\n" for notice in notices)

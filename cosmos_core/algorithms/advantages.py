@@ -47,16 +47,16 @@ def advantages(
     Raise RewardError if the rule does not support negative rewards."""
     valid_rewards = [list(filter(_is_finite, rewards)) for rewards in reward_groups]
     advantage_rule = _mean_centred_advantages if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
-    group_advantages = advantage_rule([np.asarray(each, dtype=np.float64) for each in valid_rewards])
-    values_N = np.concatenate([*group_advantages, np.zeros(0)])
+    group_advantages = advantage_rule([np.asarray(rewards, dtype=np.float64) for rewards in valid_rewards])
+    advantages_N = np.concatenate([*group_advantages, np.zeros(0)])
     if algo.startswith("reinforce++"):
         token_counts = num_tokens or [[1] * len(rewards) for rewards in reward_groups]
         rewards_and_counts = zip(chain(*reward_groups), chain(*token_counts), strict=True)
         valid_token_counts = [count for reward, count in rewards_and_counts if _is_finite(reward)]
-        values_N = whiten(values_N, np.array(valid_token_counts, dtype=np.float64))
-    flat_values = iter(values_N.tolist())
+        advantages_N = whiten(advantages_N, np.array(valid_token_counts, dtype=np.float64))
+    flat_values = iter(advantages_N.tolist())
     advantage_rows = [[next(flat_values) if _is_finite(r) else None for r in rewards] for rewards in reward_groups]
-    num_constant_groups = sum(len(each) > 1 and max(each) == min(each) for each in valid_rewards)
+    num_constant_groups = sum(len(rewards) > 1 and max(rewards) == min(rewards) for rewards in valid_rewards)
     return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
 
@@ -64,13 +64,14 @@ def _is_finite(reward: float | None) -> TypeGuard[float]:
     return reward is not None and math.isfinite(reward)
 
 
-def whiten(values_N: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-    """Return (value - mean) / sqrt(sample variance + 1e-8), with mean and variance weighted by `counts_N` (REINFORCE++,
-    arXiv 2501.03262, equation 10, with verl's variance); exactly 0 if all values with a count are equal."""
-    if _all_equal(values_N[counts_N > 0]):
+def whiten(values_N: np.ndarray, token_counts_N: np.ndarray) -> np.ndarray:
+    """Return (value - mean) / sqrt(sample variance + 1e-8), with mean and variance weighted by `token_counts_N`, as in
+    REINFORCE++ (arXiv 2501.03262, equation 10, with verl's variance). If all values with a positive count are equal,
+    return zeros."""
+    if _all_equal(values_N[token_counts_N > 0]):
         return np.zeros_like(values_N)
-    mean = np.average(values_N, weights=counts_N)
-    variance = (counts_N * (values_N - mean) ** 2).sum() / (counts_N.sum() - 1)
+    mean = np.average(values_N, weights=token_counts_N)
+    variance = (token_counts_N * (values_N - mean) ** 2).sum() / (token_counts_N.sum() - 1)
     centred_values_N: np.ndarray = values_N - mean
     return centred_values_N / np.sqrt(variance + _VARIANCE_EPSILON)
 
@@ -87,9 +88,9 @@ def whitened_returns(
     masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     returns = []
     for sample, mask_S, old_logprobs_S, ref_logprobs_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
-        # Log-probabilities of the rollout are on the CPU, those of the trainer may be on a GPU.
-        kl_S = apply_mask((old_logprobs_S.cpu() - ref_logprobs_S.cpu()).double(), mask_S)
-        returns.append(sample.reward - kl_beta * kl_S.flip(0).cumsum(0).flip(0))
+        # Log-probabilities are moved to the CPU, where those of rollouts are; those of the trainer may be on a GPU.
+        log_ratios_S = apply_mask((old_logprobs_S.cpu() - ref_logprobs_S.cpu()).double(), mask_S)
+        returns.append(sample.reward - kl_beta * log_ratios_S.flip(0).cumsum(0).flip(0))
     if not returns:
         return []
     flat_returns, flat_mask = torch.cat(returns), torch.cat(masks)
@@ -114,9 +115,9 @@ def _grpo_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
-def _rloo_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
+def _rloo_advantages(rewards: list[np.ndarray]) -> list[np.ndarray]:
     """Return each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740)."""
-    return [centred_G * len(centred_G) / max(1, len(centred_G) - 1) for centred_G in _mean_centred_advantages(groups)]
+    return [centred_G * len(centred_G) / max(1, len(centred_G) - 1) for centred_G in _mean_centred_advantages(rewards)]
 
 
 def _batch_std_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:

@@ -1,8 +1,8 @@
 """Aggregation of token losses into one number, with a denominator that is fixed before the first backward pass.
 
-`compute_denominator` is computed once over all sequences of an optimizer step; `aggregate_loss` is then called for each
-micro-batch. The micro-batch losses add up to the loss of the step, independently of the micro-batches. This module does
-not correct for FSDP, which averages gradients over ranks; `train/` does.
+`compute_denominator` is called once for all sequences of an optimizer step, `aggregate_loss` then for each micro-batch.
+The micro-batch losses add up to the loss of the step, independently of the micro-batches. Gradients must be summed over
+ranks instead of averaged, as `parallel/fsdp.py` does.
 
 Shapes: B sequences (a sequence is never split between micro-batches), T tokens.
 """
@@ -59,8 +59,8 @@ def token_metric(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def source_masks(sources: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the label of each data set of a mixture with a mask of its samples, from the label of each sample. Samples
-    of a single data set have an empty label, for which nothing is yielded."""
+    """Yield each label of a data set in `sources`, which has the label of each sample, with a mask of the samples that
+    have the label. Samples of a recipe with a single data set have an empty label, which is not yielded."""
     for name in dict.fromkeys(filter(None, sources)):
         yield name, torch.tensor([source == name for source in sources])
 

@@ -43,7 +43,7 @@ class Loss:
     """Per-token values whose quantiles are reported: metric name to a one-dimensional tensor."""
 
     def __post_init__(self) -> None:
-        """Take a number as the metric of a micro-batch, which is averaged over micro-batches."""
+        """Convert each metric that is a number to `[number, 1]`, so that it is averaged over micro-batches."""
         metrics = {name: _to_sum_and_count(name, value) for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", metrics)
 
@@ -64,7 +64,7 @@ class Update:
     the backward pass need not run the output head a second time."""
     extra_weights: tuple[str, ...] = ()
     """Names of further weight sets, such as `old`, under which the model's outputs are computed without gradient. A
-    micro-batch has the outputs as `NAME/OUTPUT`, such as `old/velocity`; they precede the outputs of the policy."""
+    micro-batch has the outputs as `NAME/OUTPUT`, such as `old/velocity`, computed before those of the policy."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the optimizer step that do not depend on the model's outputs."""
     data: Update | None = None
@@ -130,13 +130,13 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step. `view` evaluates samples under the current weights, after the
-        last yielded step."""
+        """Yield the optimizer steps of one train step. `view` evaluates samples under the current weights, which the
+        steps yielded before have already changed."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
-        """Do what follows train step `step`, counted from 1, even if it had no samples and thus no update. The default
-        resets the reference policy at the steps that the config sets."""
+        """React to the end of train step `step`, counted from 1, even if the train step had no samples and no update.
+        By default, reset the reference policy every `reference_reset_interval` train steps."""
         config = self.config
         if isinstance(config, GrpoConfig) and (interval := config.reference_reset_interval) and step % interval == 0:
             view.reset("reference", optimizer=config.reset_optimizer_with_reference)
@@ -150,10 +150,10 @@ class Algorithm:
             outputs = view.evaluate(samples, RequestedOutputs(is_argmax=True), size=size)
             losses = [-row["logprobs"].sum(dtype=torch.float64).item() for row in outputs]
             loss_sum += sum(losses)
-            for sample, value in zip(samples, losses, strict=True):
+            for sample, sample_loss in zip(samples, losses, strict=True):
                 if source := getattr(sample, "source", ""):
-                    source_loss, count = sums_by_source.get(source, (0.0, 0))
-                    sums_by_source[source] = source_loss + value, count + sample.num_learned
+                    source_loss, token_count = sums_by_source.get(source, (0.0, 0))
+                    sums_by_source[source] = source_loss + sample_loss, token_count + sample.num_learned
             num_correct += sum(row["is_argmax"].sum().item() for row in outputs)
             num_tokens += sum(sample.num_learned for sample in samples)
         loss = loss_sum / max(1, num_tokens)
@@ -162,7 +162,7 @@ class Algorithm:
             "perplexity": math.exp(min(loss, 700.0)),
             "token_accuracy": num_correct / max(1, num_tokens),
             "tokens": float(num_tokens),
-            **{f"loss/{source}": value / max(1, count) for source, (value, count) in sums_by_source.items()},
+            **{f"loss/{source}": total / max(1, count) for source, (total, count) in sums_by_source.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,13 +175,22 @@ class Algorithm:
 
 def _to_sum_and_count(name: str, value: Any) -> Tensor:
     if isinstance(value, list | tuple):
-        value = torch.tensor(value, dtype=torch.float64)
+        value = torch.stack([_to_scalar(name, number) for number in value]) if value else torch.zeros(0)
     if isinstance(value, Tensor) and value.shape == (2,):
         return value
-    if isinstance(value, Tensor) and value.numel() != 1:
-        shape = tuple(value.shape)
+    number = _to_scalar(name, value)
+    return torch.stack([number, torch.ones_like(number)])
+
+
+def _to_scalar(name: str, value: Any) -> Tensor:
+    try:
+        number = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} = {value!r} is no number; give a number, or [sum, count]") from error
+    if number.numel() != 1:
+        shape = tuple(number.shape)
         raise TypeError(f"metric {name!r} has the shape {shape}; give a number, or [sum, count] as token_metric does")
-    return torch.tensor([float(value), 1.0], dtype=torch.float64)
+    return number.reshape(())
 
 
 def equal_batches(num_samples: int, size: int | None) -> list[slice]:

@@ -44,13 +44,13 @@ class ImportanceWeightRule:
     min_weight: float = 0.0
     max_weight: float = 2.0
     geometric_mean_range: tuple[float, float] | None = None
-    """Accepted range of the geometric mean of w over a sequence, such as (0.99, 1.01), else weight 0; None: any
-    mean."""
+    """Range of the geometric mean of w over a sequence, such as (0.99, 1.01), outside which the sequence gets weight 0;
+    None: no limit."""
     max_mean_k3: float | None = None
     """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence, above which the
     sequence gets weight 0; None: no bound."""
     max_k3: float | None = None
-    """Upper bound of w - 1 - log w of each token in a sequence; other sequences get weight 0; None: no bound."""
+    """Upper bound of w - 1 - log w of a token; a sequence with a token above it gets weight 0; None: no bound."""
     divisor: float = 1.0
     """Divisor of all weights: the mean weight if weights are self-normalised, else 1."""
 
@@ -62,7 +62,7 @@ def importance_weights(
     mask_BT: Tensor,
     weight_rule: ImportanceWeightRule = ImportanceWeightRule(),
 ) -> tuple[Tensor, Metrics]:
-    """Return the importance weight of each token where the mask is 1, else 0, and metrics over the masked-in tokens.
+    """Return the importance weight of each token where the mask is 1, else 0, and metrics over the tokens with mask 1.
 
     Weights apply only to the policy term of the loss, never to a KL term, and the denominator of the loss is unchanged.
     A token whose log-probability under mu is not finite has weight 0; for rollouts such tokens are already excluded
@@ -71,8 +71,8 @@ def importance_weights(
     `max_weight`, that a rule rejected, and whose log-probability is not finite.
     """
     mask_BT = mask_BT.bool()
-    is_finite_BT = rollout_logprobs_BT.isfinite()
-    valid_mask_BT = mask_BT & is_finite_BT
+    is_logprob_finite_BT = rollout_logprobs_BT.isfinite()
+    valid_mask_BT = mask_BT & is_logprob_finite_BT
     old_logprobs_BT = apply_mask(old_logprobs_BT, valid_mask_BT)
     rollout_logprobs_BT = apply_mask(rollout_logprobs_BT, valid_mask_BT)
     log_weight_BT = log_ratio_BT = old_logprobs_BT - rollout_logprobs_BT
@@ -100,21 +100,21 @@ def importance_weights(
         "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
         "rollout/weight_capped": token_metric(ratio_BT > weight_rule.max_weight, mask_BT),
         "rollout/weight_refused": token_metric(valid_mask_BT & ~accepted_mask_BT, mask_BT),
-        "rollout/logprob_not_finite": token_metric(~is_finite_BT, mask_BT),
+        "rollout/logprob_not_finite": token_metric(~is_logprob_finite_BT, mask_BT),
     }
     return weights_BT, metrics
 
 
 def self_normalise_weights(
-    weight_rule: ImportanceWeightRule, rows: Iterable[tuple[Tensor, Tensor, Tensor]]
+    weight_rule: ImportanceWeightRule, logprobs_by_sample: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> ImportanceWeightRule:
     """Return a copy of `weight_rule` whose `divisor` makes the mean weight 1: the mean over all trained tokens of a
-    step or, with sequence rules, over sequences. The mean includes sequences that are rejected later. Each of `rows`
-    has the log-probabilities of a sample under old policy and rollout policy, and the loss mask, shape T."""
+    step or, with sequence rules, over sequences. The mean includes sequences that are rejected later. For each sample,
+    `logprobs_by_sample` has the log-probabilities under old policy and rollout policy, and the loss mask, shape T."""
     token_weight_rule = replace(weight_rule, geometric_mean_range=None, max_mean_k3=None, max_k3=None)
     weight_sum, num_weights = 0.0, 0
     is_per_sequence = weight_rule.name.startswith("sequence")
-    for old_logprobs_T, rollout_logprobs_T, mask_T in rows:
+    for old_logprobs_T, rollout_logprobs_T, mask_T in logprobs_by_sample:
         num_tokens = int(mask_T.sum())
         rows_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
         sample_weight_sum = importance_weights(*rows_1T, token_weight_rule)[0].sum(dtype=torch.float64).item()

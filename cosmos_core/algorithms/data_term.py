@@ -57,7 +57,7 @@ class DataTermAlgorithm(Algorithm):
         return {"algorithm": self._algorithm.state_dict(), "num_updates": self._num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`, or the state of the wrapped algorithm from a training without a data
-        term."""
+        """Restore a state that `state_dict` returned, or a state of the wrapped algorithm that a training without data
+        term saved."""
         self._algorithm.load_state_dict(state.get("algorithm", state))
         self._num_updates = int(state.get("num_updates", 0))

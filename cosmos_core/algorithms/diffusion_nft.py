@@ -30,7 +30,7 @@ class DiffusionNft(FlowRl):
             return None
         samples = [sample for rollout in rollouts for sample in self._make_samples(rollout)]
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
-        min_advantage, max_advantage, mode = config.advantage_low, config.advantage_high, config.advantage_mode
+        min_advantage, max_advantage = config.advantage_low, config.advantage_high
 
         def loss(batch: MicroBatch) -> Loss:
             outputs = batch.outputs
@@ -41,7 +41,7 @@ class DiffusionNft(FlowRl):
                 outputs.get("reference/velocity"),
             )
             velocities = outputs["velocity"], old_velocity, reference_velocity
-            optimality_B = optimality_probability(advantages_B, min_advantage, max_advantage, mode)
+            optimality_B = optimality_probability(advantages_B, min_advantage, max_advantage, config.advantage_mode)
             inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
             loss_terms = nft_loss(inputs, beta, max_advantage)
             loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
@@ -52,9 +52,9 @@ class DiffusionNft(FlowRl):
                 optimality=inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
-            return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
+            return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weight_names else {}))
 
-        return Update(samples, loss, extra_weights=(OLD_POLICY_WEIGHTS, *self._reference_weights))
+        return Update(samples, loss, extra_weights=(OLD_POLICY_WEIGHTS, *self._reference_weight_names))
 
     def after_train_step(self, step: int, view: TrainerView) -> None:
         decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)

@@ -1,6 +1,6 @@
 """Supervised flow matching: the network is trained on the velocity between data and noise at random noise levels.
 
-Not here: sampling of noise, noise levels and prompt dropout (`data/flow_sample.py`), and adding noise (the adapter).
+Noise, noise levels and prompt dropout are sampled in `data/flow_sample.py`; the model adapter adds the noise.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -47,9 +47,9 @@ class DiffusionSft(Algorithm):
         for samples in chunks:
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
                 assert sample.noise is not None
-                residual = row["velocity"] - compute_velocity(sample.latents, sample.noise).to(row["velocity"])
+                velocity_residual = row["velocity"] - compute_velocity(sample.latents, sample.noise).to(row["velocity"])
                 # The first frames of a clip may be conditioning frames; latents of an image have none.
-                error_sum += residual[:, sample.num_conditioning_frames :].double().square().mean().item()
+                error_sum += velocity_residual[:, sample.num_conditioning_frames :].double().square().mean().item()
                 num_samples += 1
         return {"loss": error_sum / max(1, num_samples), "samples": float(num_samples)}
 

@@ -70,8 +70,8 @@ def teacher_loss(
         penalty_sum_BS = penalty_BS + apply_mask(discounted_sums(penalty_BS, discount), is_sampled_BS)
         metrics = {"teacher/reverse_kl": token_metric(penalty_BS, mask_BS)}
         return TeacherLoss(-kl_coef * penalty_sum_BS, None, metrics)
-    policy_BSE, teacher_BSE = map(append_other_logprob, (policy_logprobs_BS, teacher_logprobs_BS))
-    divergence_BS = jensen_shannon(policy_BSE, teacher_BSE, config.jsd_beta)
+    policy_events_BSE, teacher_events_BSE = map(append_other_logprob, (policy_logprobs_BS, teacher_logprobs_BS))
+    divergence_BS = jensen_shannon(policy_events_BSE, teacher_events_BSE, config.jsd_beta)
     divergence_BS = apply_mask(divergence_BS, mask_BS)
     metrics = {"teacher/divergence": token_metric(divergence_BS, mask_BS)}
     future_sum_BS = apply_mask(discounted_sums(divergence_BS.detach(), discount), is_sampled_BS) if discount else None
@@ -82,7 +82,7 @@ def teacher_loss(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     sum_BS, num_terms = values_BS, 1
-    while discount and num_terms < values_BS.shape[1]:  # so far, `sum_BS` sums over `num_terms` tokens
+    while discount and num_terms < values_BS.shape[1]:  # `sum_BS` has the discounted sum over `num_terms` tokens
         sum_BS = sum_BS + discount**num_terms * pad(sum_BS[:, num_terms:], (0, num_terms))
         num_terms *= 2
     return discount * pad(sum_BS[:, 1:], (0, 1))
@@ -100,8 +100,8 @@ def append_other_logprob(logprobs_BSK: Tensor) -> Tensor:
 def jensen_shannon(policy_logprobs_BSE: Tensor, teacher_logprobs_BSE: Tensor, beta: float) -> Tensor:
     """Return the generalised Jensen-Shannon divergence over the last dimension, from log-probabilities.
 
-    With M = (1 - beta) S + beta T of policy S and teacher T: beta KL(T | M) + (1 - beta) KL(S | M); for beta = 0 the
-    forward KL(T | S), for beta = 1 the reverse KL(S | T).
+    For policy S, teacher T and M = (1 - beta) S + beta T, the divergence is beta KL(T | M) + (1 - beta) KL(S | M). For
+    beta = 0 it is the forward KL(T | S), for beta = 1 the reverse KL(S | T).
     """
     if beta == 0:
         return _kl_div(teacher_logprobs_BSE, policy_logprobs_BSE)
@@ -145,9 +145,9 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
     return replace(sample, loss_mask=loss_mask, rollout_logprobs=rollout_logprobs)
 
 
-def _set_top_token_ids(samples: Sequence[Sample], rows: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return copies of the samples with the `top_ids` of their trained tokens; `rows` has the ids for all tokens."""
+def _set_top_token_ids(samples: Sequence[Sample], sample_outputs: Sequence[dict[str, Tensor]]) -> list[Sample]:
+    """Return copies of the samples with the `top_ids` of their trained tokens, selected from the ids of all tokens."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
-        for sample, row in zip(samples, rows, strict=True)
+        for sample, row in zip(samples, sample_outputs, strict=True)
     ]

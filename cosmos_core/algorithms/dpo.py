@@ -2,8 +2,8 @@
 
 The reward of a response is beta times the difference between its log-probability under the policy and under the fixed
 reference, or without a reference beta times its log-probability. Formulas and names of the losses are those of TRL. If
-several losses are configured, all of them use the same log-probabilities. Not here: forward passes of the policy and of
-the reference policy (`train/reference.py`).
+several losses are configured, all of them use the same log-probabilities. `train/reference.py` computes those of the
+reference policy.
 
 Shapes: B sequences, T tokens, P pairs.
 """
@@ -163,9 +163,9 @@ class Dpo(Algorithm):
             reference_logps += [sample.reference_logprob for sample in samples]
             token_counts += [sample.num_learned for sample in samples]
             sources += [sample.source for sample in samples[::2]]
-        value_columns = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
-        value_columns.insert(0, torch.cat(logps))
-        pairs = PairLogprobs(*(values[response_offset::2] for values in value_columns for response_offset in (0, 1)))
+        value_lists = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
+        value_lists.insert(0, torch.cat(logps))
+        pairs = PairLogprobs(*(values[response_offset::2] for values in value_lists for response_offset in (0, 1)))
         denominators = LossDenominators(len(pairs.chosen), float(sum(token_counts[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
         metrics |= source_losses(pairs, sources, self.config.dpo, denominators)

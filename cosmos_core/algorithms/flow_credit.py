@@ -1,7 +1,7 @@
 """Advantages from the rewards of sampled images and videos, and monitoring for reward hacking.
 
 Rewards are float64 on the CPU. Groups whose rewards are all equal are counted; the algorithm decides whether such
-groups are excluded. Not here: the loss that uses an advantage (`flow_objectives`).
+groups are excluded. The losses that use the advantages are in `flow_objectives`.
 
 Shapes: G completions of a group.
 """
@@ -77,13 +77,13 @@ def diffusion_advantages(
 
 def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: AdvantageSettings) -> list[list[float | None]]:
     """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
-    normalised_columns = []
+    normalised_by_function = []
     for name in settings.reward_weights:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
-        normalised_columns.append(_normalise_rewards(rewards, settings))
+        normalised_by_function.append(_normalise_rewards(rewards, settings))
     return [
         [_weighted_sum(values, settings.reward_weights) for values in zip(*group_columns, strict=True)]
-        for group_columns in zip(*normalised_columns, strict=True)
+        for group_columns in zip(*normalised_by_function, strict=True)
     ]
 
 
@@ -106,20 +106,20 @@ def _normalise_rewards(
 
 def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if all(value is None for value in values):
-        return None  # no valid reward; if only some values are None, those functions do not apply to the completion
+        return None  # no valid reward; a function that does not apply to a completion makes only its own value None
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 
 def compute_diversity(scored_groups: Sequence[ScoredGroup]) -> float:
     """Return the mean over prompts of the root mean square difference between the latents of two completions. A falling
     value shows that the policy generates ever more similar images or videos for different seeds."""
-    distances = []
+    latent_distances = []
     for group in scored_groups:
         samples = [completion.diffusion_sample for completion in group.group.completions]
         latents = [sample.latents.flatten() for sample in samples if sample is not None]
         if len(latents) > 1:
-            distances.append(torch.pdist(torch.stack(latents)).mean().item() / math.sqrt(len(latents[0])))
-    return float(np.mean(distances)) if distances else 0.0
+            latent_distances.append(torch.pdist(torch.stack(latents)).mean().item() / math.sqrt(len(latents[0])))
+    return float(np.mean(latent_distances)) if latent_distances else 0.0
 
 
 class RewardMonitor:

@@ -23,7 +23,7 @@ from cosmos_core.models.denoiser import RequestedOutputs
 from cosmos_core.models.flow_steps import NoiseLevels, StepDistribution, compute_step_distribution
 from cosmos_core.types import DiffusionSample
 
-_STEP_KEY = "step"
+_SAMPLER_STEP_KEY = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class FlowGrpo(FlowRl):
             FlowSample(
                 step.sample.latents_before[step.step_index], step.noise_levels[0], step.rollout.prompt.embedding,
                 negative_text=self.null_text if uses_guidance else None,
-                num_conditioning_frames=step.sample.num_conditioning_frames, algorithm_values={_STEP_KEY: step},
+                num_conditioning_frames=step.sample.num_conditioning_frames, algorithm_values={_SAMPLER_STEP_KEY: step},
             )
             for step in steps
         ]  # fmt: skip
@@ -78,16 +78,16 @@ class FlowGrpo(FlowRl):
                 clip_fraction=loss_terms.is_clipped_B.double(),
                 ratio_deviation=(loss_terms.ratio_B - 1).abs(),
             )
-            return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weights else {}))
+            return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weight_names else {}))
 
         output_request = RequestedOutputs(flow_sampling.guidance_scale if uses_guidance else 1.0)
-        return Update(samples, loss, output_request, extra_weights=self._reference_weights)
+        return Update(samples, loss, output_request, extra_weights=self._reference_weight_names)
 
     def _make_step_inputs(self, micro_batch: MicroBatch) -> FlowGrpoInputs:
-        steps: list[_SamplerStep] = [sample.algorithm_values[_STEP_KEY] for sample in micro_batch.samples]
+        steps: list[_SamplerStep] = [sample.algorithm_values[_SAMPLER_STEP_KEY] for sample in micro_batch.samples]
         latents, config = micro_batch.outputs["noisy"], self.config
         tensor_options: Any = {"dtype": torch.float64, "device": latents.device}
-        sigmas = NoiseLevels(*torch.tensor([step.noise_levels for step in steps], **tensor_options).T)
+        noise_levels = NoiseLevels(*torch.tensor([step.noise_levels for step in steps], **tensor_options).T)
         reference_velocity = micro_batch.outputs.get("reference/velocity")
         advantages_B = torch.tensor([step.rollout.advantage for step in steps], **tensor_options)
         clipped_advantages_B = advantages_B.clamp(config.advantage_low, config.advantage_high)
@@ -96,7 +96,7 @@ class FlowGrpo(FlowRl):
         def velocity_to_distribution(velocity: Tensor) -> StepDistribution:
             assert self.sampling is not None and self.sampling.flow is not None
             solver, noise_scale = self.sampling.flow.stochastic_solver, self.sampling.flow.noise_scale
-            return compute_step_distribution(solver, latents, velocity, sigmas, noise_scale)
+            return compute_step_distribution(solver, latents, velocity, noise_levels, noise_scale)
 
         return FlowGrpoInputs(
             velocity_to_distribution(micro_batch.outputs["velocity"]),
@@ -105,7 +105,7 @@ class FlowGrpo(FlowRl):
             ADVANTAGE_TRANSFORMS[config.advantage_mode](clipped_advantages_B),
             torch.stack([s.sample.transition_means[s.step_index] for s in steps]).to(latents) if has_means else None,
             velocity_to_distribution(reference_velocity) if reference_velocity is not None else None,
-            sigmas.sigma - sigmas.next_sigma,
+            noise_levels.sigma - noise_levels.next_sigma,
             micro_batch.mask,
         )
 

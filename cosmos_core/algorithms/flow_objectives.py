@@ -1,7 +1,7 @@
 """Losses of DiffusionNFT and FlowGRPO, per sample.
 
-Pure functions in float32 or wider, from velocities or means of stochastic steps to a loss of each sample. Not here:
-advantages from rewards (`flow_credit`), forward passes, and the sum over samples.
+Pure functions in float32 or wider, from velocities or means of stochastic steps to a loss of each sample. Callers run
+the forward passes, compute the advantages (`flow_credit`), and sum over samples.
 
 Shapes: B samples, dots for the dimensions of a latent.
 """
@@ -32,7 +32,7 @@ def optimality_probability(
     advantages_B: Tensor, min_advantage: float, max_advantage: float, advantage_mode: str = "all"
 ) -> Tensor:
     """Return the probability r that a sample is optimal (arXiv 2509.16117): 0.5 for an advantage of 0, 1 for
-    `max_advantage`. Advantages are clipped to both bounds and transformed by `ADVANTAGE_TRANSFORMS[mode]`."""
+    `max_advantage`. Advantages are clipped to both bounds and transformed by `ADVANTAGE_TRANSFORMS`."""
     clipped_advantages_B = ADVANTAGE_TRANSFORMS[advantage_mode](advantages_B.clamp(min_advantage, max_advantage))
     return (clipped_advantages_B / max_advantage / 2 + 0.5).clamp(0, 1)
 

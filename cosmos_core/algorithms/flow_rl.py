@@ -29,7 +29,7 @@ from cosmos_core.rollout.base import request_seed
 from cosmos_core.types import Group, Sampling, ScoredGroup
 
 _TRAINING_SEED_OFFSET = 1 << 20
-"""Offset of the index of a completion in its training seed, so that training seeds differ from rollout seeds."""
+"""Number that is added to the index of a completion, so that its training seed differs from its rollout seed."""
 _MAX_EXP_INPUT = 100.0
 """Upper bound of the exponent with `exp_reward`, against overflow; the loss clips advantages at about 5."""
 
@@ -118,7 +118,7 @@ class FlowRl(Algorithm):
         self._reward_monitor.load_state_dict(state.get("watch", {}))
 
     @property
-    def _reference_weights(self) -> tuple[str, ...]:
+    def _reference_weight_names(self) -> tuple[str, ...]:
         return ("reference",) if "reference" in self.config.auxiliary_model_names else ()
 
     def _noise_seed(self, group: Group, completion_index: int) -> int:

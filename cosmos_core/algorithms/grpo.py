@@ -102,26 +102,26 @@ class Grpo(Algorithm):
             for group, row in zip(groups, prefix_lengths, strict=True)
         ]
         excluded_finish_reason = "length" if config.mask_truncated_completions else None
-        is_excluded = [[each.finish_reason == excluded_finish_reason for each in g.group.completions] for g in groups]
+        exclusions = [[each.finish_reason == excluded_finish_reason for each in g.group.completions] for g in groups]
         advantage_rows, constant_group_fraction = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
                 [0 if is_dropped else sample.num_learned for sample, is_dropped in zip(*row, strict=True)]
-                for row in zip(all_samples, is_excluded, strict=True)
+                for row in zip(all_samples, exclusions, strict=True)
             ],
         )
-        if config.algo == "gdpo" and (weights := metric_weights(config)):  # no weights with `bypass_reward`
-            reward_columns = [
+        if config.algo == "gdpo" and (weights := metric_weights(config)):  # with `bypass_reward` no reward has a weight
+            rewards_by_function = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
                 for name in weights
             ]
-            advantage_rows = gdpo_advantages(reward_columns, list(weights.values()))
+            advantage_rows = gdpo_advantages(rewards_by_function, list(weights.values()))
         metrics = {"reward/constant_groups": constant_group_fraction}
         samples, num_ignored_tokens, num_sampled_tokens, num_invalid_tokens, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
-            group_columns = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, is_excluded)]
+            group_columns = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, exclusions)]
             rows = zip(group.group.completions, *group_columns, strict=True)
             for i, (completion, sample, advantage, prefix_length, is_dropped) in enumerate(rows, num_completions):
                 if advantage is not None and not is_dropped:
@@ -142,7 +142,7 @@ class Grpo(Algorithm):
         if min_tokens is None:
             return [0] * len(completions)
         group_rewards = [score.value for score in group.scores]
-        return excluded_prefix_lengths([each.token_ids for each in completions], group_rewards, min_tokens)
+        return excluded_prefix_lengths([completion.token_ids for completion in completions], group_rewards, min_tokens)
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
@@ -188,8 +188,8 @@ class Grpo(Algorithm):
     def _compute_high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
             return None
-        rows = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
-        return high_entropy_masks(samples, [row["entropy"] for row in rows], self.config.top_entropy_quantile)
+        sample_outputs = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
+        return high_entropy_masks(samples, [row["entropy"] for row in sample_outputs], self.config.top_entropy_quantile)
 
     def _make_update(self, inputs: _UpdateInputs) -> Update:
         config, step_samples = self.config, inputs.all_samples
@@ -227,7 +227,7 @@ class Grpo(Algorithm):
         settings = self._settings
         nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs, inputs.weight_rule,
                            settings.off_policy_masking_delta, settings.entropy_coeff or None)  # fmt: skip
-        return all(term is None for term in nonlinear_terms) and settings.objective != "aipo"
+        return all(loss_term is None for loss_term in nonlinear_terms) and settings.objective != "aipo"
 
     def _policy_loss(
         self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _MicroBatchLogprobs
@@ -290,8 +290,8 @@ def make_sample(
 def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> ImportanceWeightRule | None:
     """Return the rule for the importance weights of tokens that another policy sampled; None: no weights."""
     max_mean_deviation = config.geometric_mask
-    mean_range = None if max_mean_deviation is None else (1 - max_mean_deviation, 1 + max_mean_deviation)
-    sequence_limits = (mean_range, config.mean_k3_mask, config.max_k3_mask)
+    geometric_mean_range = None if max_mean_deviation is None else (1 - max_mean_deviation, 1 + max_mean_deviation)
+    sequence_limits = (geometric_mean_range, config.mean_k3_mask, config.max_k3_mask)
     weight_rule = ImportanceWeightRule("none", 0.0, math.inf, *sequence_limits)
     # An objective with the ratio to the rollout policy needs no importance weights, which would repeat the ratio.
     has_rollout_ratio = config.use_rollout_logprobs_for_loss or (config.aipo_rho and config.aipo_form == "weighted")
@@ -302,7 +302,7 @@ def _make_weight_rule(config: GrpoConfig, sampling: Sampling | None) -> Importan
         weight_rule = replace(weight_rule, name=config.rollout_correction, min_weight=min_weight, max_weight=max_weight)
     elif sampling is not None and sampling.is_off_policy and not has_rollout_ratio:
         weight_rule = replace(weight_rule, name="truncate", max_weight=config.rollout_correction_high)
-    has_sequence_limits = any(limit is not None for limit in sequence_limits)
+    has_sequence_limits = any(sequence_limit is not None for sequence_limit in sequence_limits)
     return weight_rule if has_sequence_limits or weight_rule.name != "none" else None
 
 

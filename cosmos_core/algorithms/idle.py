@@ -1,7 +1,7 @@
 """Exclusion of completions whose loss has a gradient of exactly 0, as in groups of equal rewards, from training.
 
-They still count in the denominators of the loss. A few are run, so that engine and trainer are compared in every step,
-and so that every weight has a gradient, even of 0: optimizers treat a missing gradient differently.
+Excluded completions still count in the denominators of the loss. A few of them are run through the model, so that every
+step compares engine and trainer, and so that no weight lacks a gradient, which optimizers treat unlike one of 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +43,9 @@ def drop_zero_gradient_samples(
         return skips_zero_advantage and sample.advantage == 0
 
     samples_to_run = [_select_samples_to_run(samples, has_zero_gradient) for samples in samples_by_step]
-    slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, samples_to_run), initial=0))]
+    batch_slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, samples_to_run), initial=0))]
     num_zero_gradient = float(sum(map(has_zero_gradient, chain(*samples_by_step))))
-    return list(chain(*samples_to_run)), slices, {ZERO_GRADIENT_METRIC: num_zero_gradient}
+    return list(chain(*samples_to_run)), batch_slices, {ZERO_GRADIENT_METRIC: num_zero_gradient}
 
 
 def _select_samples_to_run(samples: Sequence[Sample], has_zero_gradient: Callable[[Sample], bool]) -> list[Sample]:

@@ -1,7 +1,7 @@
 """Policy loss per token: an objective (`objectives/`), importance weights, KL penalty and entropy bonus.
 
-Pure functions from log-probabilities to a loss per token. Not here: rewards to advantages (`advantages`), forward
-passes, the entropy itself, and the sum over tokens (`aggregate.aggregate_loss`).
+Pure functions from log-probabilities to a loss per token. Callers run the forward passes, and compute the entropy, the
+advantages (`advantages`) and the sum over tokens (`aggregate.aggregate_loss`).
 
 Shapes: B sequences, T tokens.
 """
@@ -74,7 +74,7 @@ def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLos
         loss_BT = apply_mask(loss_BT, ~is_off_policy_B1)
     ratio_BT = probability_ratio(log_ratio_BT)
     metrics["ratio"] = token_metric(ratio_BT, mask_BT)
-    # The tokens are samples of the old policy, so this is an estimate of KL(old policy || policy).
+    # The tokens are samples of the old policy, so `approx_kl` is an estimate of KL(old policy || policy).
     metrics["approx_kl"] = token_metric(k3(logprobs_BT - log_ratio_BT, logprobs_BT)[0], mask_BT)
     if inputs.entropy_BT is not None:
         metrics["entropy"] = token_metric(inputs.entropy_BT, mask_BT)

@@ -16,7 +16,7 @@ from cosmos_core.types import Sampling, ScoredGroup
 
 def algorithm_class(policy: AlgorithmConfig) -> type[Algorithm]:
     """Return the class that `train.train_policy.trainer_type` names. Raise ConfigError if the import path of a
-    user-defined algorithm names no subclass of `Algorithm`, or one that takes other arguments."""
+    user-defined algorithm names no subclass of `Algorithm`, or a class that takes other arguments."""
     if not is_import_path(policy.trainer_type):
         module: Any = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}")
         return module.ALGORITHM  # type: ignore[no-any-return]
@@ -48,32 +48,32 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
 
 
 def credit_groups(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
-    """Return the samples and metrics that an algorithm makes of scored groups; raise ConfigError for anything else."""
-    result: Any = algorithm.credit(groups)
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        # Run a user's generator first, because its errors are not about what was returned.
-        samples = list(result[0]) if isinstance(result[0], Iterator) else result[0]
+    """Return the samples and metrics that an algorithm makes of scored groups; raise ConfigError for another result."""
+    credit_result: Any = algorithm.credit(groups)
+    if isinstance(credit_result, tuple) and len(credit_result) == 2 and isinstance(credit_result[1], Mapping):
+        # A user's generator is exhausted first, so that its own errors are not taken for a wrong return value.
+        samples = list(credit_result[0]) if isinstance(credit_result[0], Iterator) else credit_result[0]
         with suppress(TypeError, ValueError):
-            return list(samples), {name: float(value) for name, value in result[1].items()}
-    method = algorithm_class(algorithm.config).credit
-    problem = f"it returned a {type(result).__name__}, not a tuple of samples and a dict of numbers"
-    raise make_algorithm_error(algorithm.config, method, problem)
+            return list(samples), {name: float(value) for name, value in credit_result[1].items()}
+    user_method = algorithm_class(algorithm.config).credit
+    problem = f"it returned a {type(credit_result).__name__}, not a tuple of samples and a dict of numbers"
+    raise make_algorithm_error(algorithm.config, user_method, problem)
 
 
 def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-    """Yield the optimizer steps that an algorithm makes of samples; raise ConfigError for anything else."""
+    """Yield the optimizer steps that an algorithm makes of samples; raise ConfigError for another value."""
     updates: Any = algorithm.updates(samples, view)
     for update in updates if isinstance(updates, Iterable) else [updates]:
         if not isinstance(update, Update):
-            method = algorithm_class(algorithm.config).updates
+            user_method = algorithm_class(algorithm.config).updates
             problem = f"it gave a {type(update).__name__}, not an Update of cosmos_core.algorithms.base"
-            raise make_algorithm_error(algorithm.config, method, problem)
+            raise make_algorithm_error(algorithm.config, user_method, problem)
         yield update
 
 
-def make_algorithm_error(policy: AlgorithmConfig, function: Any, problem: str) -> ConfigError:
+def make_algorithm_error(policy: AlgorithmConfig, user_function: Any, problem: str) -> ConfigError:
     """Return the error about a function of a user-defined algorithm, with its file and line."""
-    code_object = getattr(inspect.unwrap(function), "__code__", None)
+    code_object = getattr(inspect.unwrap(user_function), "__code__", None)
     location = f" ({code_object.co_filename}:{code_object.co_firstlineno})" if code_object else ""
-    name = getattr(function, "__name__", "its loss")
+    name = getattr(user_function, "__name__", "its loss")
     return ConfigError(f"train.train_policy.trainer_type = {policy.trainer_type!r}: {name}: {problem}{location}")

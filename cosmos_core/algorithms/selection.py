@@ -1,5 +1,5 @@
-"""Selection of the tokens that the policy loss includes: those with the highest entropy (arXiv 2506.01939), without a
-token prefix that completions of a group share although their rewards differ, which the prefix does not explain.
+"""Selection of the tokens that the policy loss includes: tokens of the highest entropy (arXiv 2506.01939), and no long
+prefix that completions of a group share, because a shared prefix does not explain why their rewards differ.
 
 Shapes: S predicted tokens of a sample.
 """
@@ -22,12 +22,12 @@ def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], f
     trained_entropies = torch.cat([entropy_S[mask_S] for entropy_S, mask_S in zip(entropies, masks, strict=True)])
     if not trained_entropies.numel():
         return masks
-    threshold = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - fraction))
-    return [mask_S & (entropy_S.double() >= threshold) for entropy_S, mask_S in zip(entropies, masks, strict=True)]
+    min_entropy = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - fraction))
+    return [mask_S & (entropy_S.double() >= min_entropy) for entropy_S, mask_S in zip(entropies, masks, strict=True)]
 
 
 def excluded_prefix_lengths(
-    completions: Sequence[Sequence[int]], rewards: Sequence[float | None], min_tokens: int
+    completion_ids: Sequence[Sequence[int]], rewards: Sequence[float | None], min_tokens: int
 ) -> list[int]:
     """Return for each completion of a group how many of its first tokens are excluded from the loss.
 
@@ -35,18 +35,18 @@ def excluded_prefix_lengths(
     completions share a longer prefix, and their valid rewards differ. A completion that consists only of the prefix is
     kept whole. This is the rule of `min_filter_prefix_tokens` in Cosmos-RL.
     """
-    indices = range(len(completions))
+    completion_indices = range(len(completion_ids))
 
     def count_shared_tokens(i: int, j: int) -> int:
-        pairs = zip(completions[i], completions[j], strict=False)
+        pairs = zip(completion_ids[i], completion_ids[j], strict=False)
         return 0 if i == j else sum(1 for _ in takewhile(lambda token_pair: token_pair[0] == token_pair[1], pairs))
 
-    shared_lengths = [[count_shared_tokens(i, j) for j in indices] for i in indices]
-    excluded_token_counts = [0] * len(completions)
-    for i in indices:
+    shared_lengths = [[count_shared_tokens(i, j) for j in completion_indices] for i in completion_indices]
+    excluded_token_counts = [0] * len(completion_ids)
+    for i in completion_indices:
         prefix_length = max(shared_lengths[i], default=0)
-        sharing_indices = [j for j in indices if j == i or shared_lengths[i][j] == prefix_length]
+        sharing_indices = [j for j in completion_indices if j == i or shared_lengths[i][j] == prefix_length]
         is_longest = all(shared_lengths[a][b] <= prefix_length for a in sharing_indices for b in sharing_indices)
         if prefix_length >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
-            excluded_token_counts[i] = prefix_length if len(completions[i]) > prefix_length else 0
+            excluded_token_counts[i] = prefix_length if len(completion_ids[i]) > prefix_length else 0
     return excluded_token_counts

@@ -88,9 +88,9 @@ def _export_and_verify(stage: Stage, step: int) -> Outcome:
     extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
     extra_files |= processor_files(stage.model, revision, chat_template)
     export_model(model, tokenizer, export_path, dtype=export_dtype, extra_files=extra_files)
-    verify_files = partial(verify_export, model, export_path, dtype=export_dtype, tokenizer=tokenizer)
+    verify = partial(verify_export, model, export_path, dtype=export_dtype, tokenizer=tokenizer)
     weight_files = export_path.glob("*.safetensors")
-    return make_verified_outcome(stage, step, verify_files, copied_files, weight_files, has_adapter=bool(copied_files))
+    return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=bool(copied_files))
 
 
 def make_verified_outcome(
@@ -102,7 +102,7 @@ def make_verified_outcome(
     *,
     has_adapter: bool,
 ) -> Outcome:
-    """Verify the export of step `step`, and return its outcome; errors are those of `export_causal_lm`. `verify`
+    """Verify the export of step `step`, and return its outcome; raise the errors of `export_causal_lm`. `verify`
     returns the names of its checks, `copied_files` has the contents of copied adapter files by path, and `weight_files`
     are the export's safetensors files."""
     if stage.stop_requested:
@@ -144,30 +144,30 @@ def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructi
 
 def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
-    origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
-    revision = origin.get("revision", "")
+    model_origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
+    revision = model_origin.get("revision", "")
     metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
     base_metadata = read_card_metadata(_base_model_folder(stage))
     license_fields = {key: base_metadata[key] for key in _LICENSE_KEYS if key in base_metadata}
     metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
-    origin_text = f"made by `{strip_local_path(origin['made_by'])}`" if origin.get("made_by") else ""
+    origin_text = f"made by `{strip_local_path(model_origin['made_by'])}`" if model_origin.get("made_by") else ""
     model_card_fields = {
         "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else origin_text,
-        "Data": ", ".join(f"`{strip_local_path(name)}`" for name in origin.get("data", ())),
+        "Data": ", ".join(f"`{strip_local_path(name)}`" for name in model_origin.get("data", ())),
         "Run": f"`{stage.run_path.name}`",
         "Precision": describe_precision(stage),
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
     }
-    lines = [
+    card_lines = [
         "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
         *(f"- {name}: {value}" for name, value in model_card_fields.items() if value), "",
         "```python", *instructions.code_lines, "```", "",
     ]  # fmt: skip
     if adapter_files(stage):
-        lines += [f"{instructions.adapter_text} Its base is `{_adapter_base_model(stage)}`.", ""]
+        card_lines += [f"{instructions.adapter_text} Its base is `{_adapter_base_model(stage)}`.", ""]
     for name, stage_result in sorted(stage.inputs.items()):
-        lines += _describe_upstream_stage(name, stage_result)
-    return "\n".join(lines)
+        card_lines += _describe_upstream_stage(name, stage_result)
+    return "\n".join(card_lines)
 
 
 def _describe_upstream_stage(name: str, stage_result: Mapping[str, Any]) -> list[str]:
@@ -194,14 +194,14 @@ def describe_precision(stage: Stage) -> str:
 
 def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
     """Return the recorded information about the upstream stage that made the model; empty for a base model."""
-    info: Mapping[str, Any] = stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
-    return info
+    upstream_info: Mapping[str, Any] = stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
+    return upstream_info
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
-    config names the base model by its public name instead of a local folder. Empty if no stage made the model: the
-    base of an adapter in its folder is unknown."""
+    config names the base model by its public name instead of a local folder. Empty if no stage made the model, because
+    the base model of an adapter in its folder is unknown."""
     is_from_stage = referenced_stage(stage.config.model) is not None
     adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_from_stage else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}

@@ -24,9 +24,9 @@ from cosmos_core.run.stage import Stage, find_source_stage, load_stage
 def find_checkpoint_step(stage: Stage) -> int:
     """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
     Raise `ModelError` if this checkpoint is not complete, or if `best` is set and the training was not validated."""
-    checkpoint, name = stage.config.checkpoint, referenced_stage(stage.config.model)
-    setting = f"checkpoint = {checkpoint!r} of stage {name!r}"
-    upstream_result = stage.inputs[str(name)]
+    checkpoint, stage_name = stage.config.checkpoint, referenced_stage(stage.config.model)
+    setting = f"checkpoint = {checkpoint!r} of stage {stage_name!r}"
+    upstream_result = stage.inputs[str(stage_name)]
     if checkpoint == "best":
         if not (best_step_record := upstream_result["info"].get("best")):
             raise ModelError(f"{setting}: it was not validated, so no step is the best; set validation.enable = true")
@@ -37,7 +37,7 @@ def find_checkpoint_step(stage: Stage) -> int:
         raise ModelError(
             f"{setting}: there is no checkpoint of step {checkpoint}, only {saved_steps_text}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
-            f"made again with --from-stage {name}"
+            f"made again with --from-stage {stage_name}"
         )
     if obstacle := resume_obstacle(checkpoints_folder, step, None):
         raise ModelError(f"{setting}: {step_folder(checkpoints_folder, step)}: {obstacle}; choose another step")
@@ -53,7 +53,7 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     """
     training_stage = find_train_stage(stage)
     train = training_stage.recipe.train
-    torch.manual_seed(training_stage.seed)  # gives LoRA adapters the initial weights of the training
+    torch.manual_seed(training_stage.seed)  # the training's seed gives LoRA adapters the same initial weights
     model = (load_initial_model or _load_causal_lm)(training_stage)
     folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
     storage_reader = dcp.HuggingFaceStorageReader(str(folder))
@@ -75,7 +75,7 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
 
 
 def find_train_stage(stage: Stage) -> Stage:
-    """Return the upstream training stage of the model whose checkpoint `stage` names."""
+    """Return the upstream stage that trained the model whose checkpoint `stage` selects."""
     return load_stage(find_source_stage(Path(stage.inputs[str(referenced_stage(stage.config.model))]["path"])))
 
 

@@ -23,7 +23,7 @@ from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.errors import ConfigError, ModelError, Preempted
 from cosmos_core.models.disk import translate_disk_errors
-from cosmos_core.models.generation_config import default_generation_config
+from cosmos_core.models.generation_config import use_default_generation_config
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import ADAPTER_FOLDER
 from cosmos_core.models.model_files import weight_files
@@ -98,22 +98,22 @@ class _TensorReader:
         """Names of the tensors in each safetensors file, by path."""
         self._readers: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
-        """Names in the files of tensors that `add_missing_prefixes` has given another name."""
+        """Name in its file of each tensor that `add_missing_prefixes` has renamed, by its new name."""
         for file in files:
             reader = exit_stack.enter_context(safe_open(file, framework="pt"))
             self.files[file] = list(reader.keys())
             self._readers |= dict.fromkeys(self.files[file], reader)
 
     def add_missing_prefixes(self, model: _TensorReader) -> None:
-        """Give tensors the names that they have in `model` if theirs lack the first component, as in files of GPT-2 and
-        BLOOM, which transformers loads and saves with it."""
+        """Rename tensors whose names lack the first component of the names in `model`, as in files of GPT-2 and BLOOM.
+        transformers loads such files, and saves the full names."""
         for name in model._readers.keys() - self._readers.keys():
             if (stored_name := name.partition(".")[2]) in self._readers:
                 self._readers[name], self._stored_names[name] = self._readers[stored_name], stored_name
 
     def get_shapes(self) -> dict[str, list[int]]:
-        stored_names = self._stored_names
-        return {name: file.get_slice(stored_names.get(name, name)).get_shape() for name, file in self._readers.items()}
+        renamed = self._stored_names
+        return {name: reader.get_slice(renamed.get(name, name)).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name].get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
@@ -122,14 +122,14 @@ class _TensorReader:
 def _open_base_model(stage: Stage, exit_stack: ExitStack) -> _TensorReader:
     """Return the tensors of the base model. Pickled weights, of which no single tensor can be read, are converted to
     safetensors first, in a folder that `exit_stack` removes."""
-    revision, folder = stage.recipe.policy.model_revision, stage.path / "base"
+    revision, converted_folder = stage.recipe.policy.model_revision, stage.path / "base"
     if not weight_files(stage.model, revision)[1]:
         return _TensorReader(stage.model, revision, exit_stack)
-    exit_stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    exit_stack.callback(shutil.rmtree, converted_folder, ignore_errors=True)
     model = load_model(stage.model, revision=revision, dtype=torch.float32)
-    with default_generation_config(model):
-        model.save_pretrained(folder)
-    return _TensorReader(str(folder), None, exit_stack)
+    with use_default_generation_config(model):
+        model.save_pretrained(converted_folder)
+    return _TensorReader(str(converted_folder), None, exit_stack)
 
 
 def combine_tensors(
@@ -189,12 +189,12 @@ def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
 def _check_same_tensors(first_model: _TensorReader, other_model: _TensorReader, *, allows_extra: bool = False) -> None:
     """Check that two models have tensors of the same names and shapes; with `allows_extra`, `other_model` may have
     further tensors, such as an output layer that is stored although it is tied to the embedding."""
-    shapes, other_shapes = first_model.get_shapes(), other_model.get_shapes()
-    compared_names = shapes.keys() if allows_extra else {*shapes, *other_shapes}
-    if differing_names := sorted(name for name in compared_names if shapes.get(name) != other_shapes.get(name)):
+    first_shapes, other_shapes = first_model.get_shapes(), other_model.get_shapes()
+    compared_names = first_shapes.keys() if allows_extra else {*first_shapes, *other_shapes}
+    if differing_names := sorted(name for name in compared_names if first_shapes.get(name) != other_shapes.get(name)):
         name = differing_names[0]
         raise ModelError(
-            f"merge: {len(differing_names)} tensors differ, such as {name}: {shapes.get(name, 'missing')} in "
+            f"merge: {len(differing_names)} tensors differ, such as {name}: {first_shapes.get(name, 'missing')} in "
             f"{first_model.model}, {other_shapes.get(name, 'missing')} in {other_model.model}; merge models of one "
             f"architecture"
         )

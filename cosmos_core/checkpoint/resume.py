@@ -48,11 +48,11 @@ def step_folder(folder: Path, step: int) -> Path:
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of all checkpoint folders in `folder`, complete or not, in ascending order."""
     folder_names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in map(_STEP_FOLDER_PATTERN.fullmatch, folder_names) if match)
+    return sorted(int(name_match[1]) for name_match in map(_STEP_FOLDER_PATTERN.fullmatch, folder_names) if name_match)
 
 
 def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hashed: bool = False) -> str | None:
-    """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it is intact.
+    """Return the reason why training cannot resume from the checkpoint of a step in `folder`; None: it can.
     `fingerprint` is the required fingerprint of the checkpoint; None: any. `is_hashed`: whether this process has
     already computed the digests of the files, so that only their sizes are compared."""
     policy_folder = step_folder(folder, step) / "policy"
@@ -129,7 +129,7 @@ def find_damaged_file(
     return None
 
 
-def _read_step(policy_folder: Path) -> int:
+def _read_step_number(policy_folder: Path) -> int:
     if match := _STEP_FOLDER_PATTERN.fullmatch(policy_folder.parent.name):
         return int(match[1])
     raise ModelError(f"checkpoint {policy_folder}: it is in no folder step_N, which names its step; {_REMEDY}")
@@ -138,7 +138,7 @@ def _read_step(policy_folder: Path) -> int:
 def check_checkpoint(policy_folder: Path) -> None:
     """Raise the `ModelError` of `load_checkpoint` if a file of the checkpoint is missing or of another size; files are
     not hashed, and tensors are not compared with a model."""
-    step = _read_step(policy_folder)
+    step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
@@ -151,7 +151,7 @@ def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Call
     Raises:
         ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
     """
-    step = _read_step(policy_folder)
+    step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
         raise ModelError(f"checkpoint {policy_folder}: {obstacle}; {_REMEDY}")
@@ -186,7 +186,7 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
-    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # has a verified digest
+    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # its digest is verified
     if num_saved_ranks != num_current_ranks:
         log_message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
         logger.info(log_message, policy_folder, num_saved_ranks, num_current_ranks)
@@ -197,9 +197,9 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
 def refuse_pickled_shards(policy_folder: Path) -> None:
     """Raise a `ModelError` if a folder holds a checkpoint of Cosmos-RL, whose pickled `.pth` files could run code when
     read."""
-    if policy_folder.is_dir() and (shards := sorted(policy_folder.glob("*.pth"))):
+    if policy_folder.is_dir() and (pickled_shards := sorted(policy_folder.glob("*.pth"))):
         raise ModelError(
-            f"{shards[0]} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
+            f"{pickled_shards[0]} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "
             "start from the safetensors folder of that run: policy.model_name_or_path = '.../safetensors/step_N'"
         )
 

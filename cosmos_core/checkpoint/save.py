@@ -115,11 +115,11 @@ class Checkpointer:
     def write_best_step(self, best_step: BestStep | None) -> None:
         """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best_step`
         is None, or if the checkpoint of the best step is gone."""
-        file = self._folder.parent / BEST_STEP_FILE
+        best_step_file = self._folder.parent / BEST_STEP_FILE
         if best_step is not None and is_first_rank() and step_folder(self._folder, best_step.step).exists():
-            write_json(file, asdict(best_step))
+            write_json(best_step_file, asdict(best_step))
         elif is_first_rank():
-            file.unlink(missing_ok=True)
+            best_step_file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Wait for a pending save of this rank, then stop the writer thread."""
@@ -142,18 +142,18 @@ class Checkpointer:
         """Write this rank's files of a checkpoint, and wait until the files of all ranks are on the disk. The first
         rank then commits the checkpoint, records the best step, deletes old checkpoints, and calls `on_saved`. If the
         disk of a rank is full or broken, all ranks raise the same `StageFailed`."""
-        folder, checkpoint_name = self._temporary_folder(step), f"checkpoint step_{step} in {self._folder}"
+        temporary_folder, checkpoint_name = self._temporary_folder(step), f"checkpoint step_{step} in {self._folder}"
         file_records, error_message = dict[str, dict[str, object]](), ""
         try:
             with translate_disk_errors(checkpoint_name, self._describe_newest_complete):
-                file_records = write_rank_files(folder, tensors, extra_json)
+                file_records = write_rank_files(temporary_folder, tensors, extra_json)
         except StageFailed as error:
             error_message = str(error)
         results_by_rank = [(file_records, error_message)]
         if self._process_group is not None:
             results_by_rank = exchange.all_gather((file_records, error_message), self._process_group)
         try:
-            if error_message := next((message for _, message in results_by_rank if message), ""):
+            if error_message := next((rank_error for _, rank_error in results_by_rank if rank_error), ""):
                 raise StageFailed(error_message)
             if not is_first_rank():
                 return
@@ -161,7 +161,7 @@ class Checkpointer:
                 self._commit_checkpoint(step, [rank_records for rank_records, _ in results_by_rank])
         finally:
             if is_first_rank():
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(temporary_folder, ignore_errors=True)
         with translate_disk_errors(f"{BEST_STEP_FILE} in {self._folder.parent}", self._describe_newest_complete):
             self.write_best_step(best_step)
         self._delete_old_checkpoints(step, best_step)
@@ -190,7 +190,7 @@ class Checkpointer:
                 "created": time.time(),
                 "versions": {"torch": torch.__version__, "numpy": np.__version__},
                 "ranks": len(records_by_rank),
-                "files": {name: record for records in records_by_rank for name, record in records.items()},
+                "files": {name: file_record for records in records_by_rank for name, file_record in records.items()},
             }
             write_json(policy_folder / MANIFEST, manifest)
         self._hashed_steps.add(step)

@@ -61,8 +61,8 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
     (weight set), `optimizer.SLOT.NAME`, `feed.KEY` and `algorithm.KEY`."""
     tensors = model_tensors(state.model) | _flatten_weight_sets(state)
     for name, parameter in state.model.named_parameters():
-        for slot, value in state.optimizer.state.get(parameter, {}).items():
-            plain_tensors = _split_optimizer_tensor(value).items()
+        for slot, state_value in state.optimizer.state.get(parameter, {}).items():
+            plain_tensors = _split_optimizer_tensor(state_value).items()
             tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in plain_tensors}
     for field_name in _STATEFUL_FIELD_NAMES:
         _extract_tensors(getattr(state, field_name), field_name, tensors)
@@ -72,8 +72,8 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 def json_values(state: TrainState) -> dict[str, JsonValue]:
     """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which each tensor is
     replaced by a JSON object with the tensor's name."""
-    values = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
-    return state.extra | {name: _extract_tensors(value, name, {}) for name, value in values.items() if value}
+    state_by_field = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
+    return state.extra | {name: _extract_tensors(value, name, {}) for name, value in state_by_field.items() if value}
 
 
 def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -123,16 +123,16 @@ def allocate_tensors(
 
 
 def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load `tensors`, a result of `allocate_tensors` filled from a checkpoint, into the optimizer of `state`, without
-    moments that it cannot continue, because another kind of optimizer saved them."""
+    """Load the optimizer's tensors among `tensors`, which `allocate_tensors` returned and a checkpoint has filled, into
+    `state`. Moments that another kind of optimizer saved are dropped."""
     parameter_groups = state.optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
     parameters_by_name = dict(state.model.named_parameters())
     slots_by_index: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if key.startswith(_OPTIMIZER_PREFIX):
-            slot, _, name = key.removeprefix(_OPTIMIZER_PREFIX).partition(".")
+    for tensor_name, tensor in tensors.items():
+        if tensor_name.startswith(_OPTIMIZER_PREFIX):
+            slot, _, name = tensor_name.removeprefix(_OPTIMIZER_PREFIX).partition(".")
             slots_by_index.setdefault(index_by_parameter[parameters_by_name[name]], {})[slot] = tensor
     is_8bit = type(state.optimizer).__name__.endswith("8bit")
     muon_by_index = {index: group.get("is_matrix", False) for group in parameter_groups for index in group["params"]}
@@ -157,10 +157,10 @@ def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -
 
 def capture_rng() -> dict[str, JsonValue]:
     """Return the states of the random generators of Python, NumPy and torch (CPU and each GPU)."""
-    version, python_state, next_gauss = random.getstate()
+    python_version, python_state, next_gauss = random.getstate()
     _, generator_keys, generator_position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     return {
-        "python": [version, list(python_state), next_gauss],
+        "python": [python_version, list(python_state), next_gauss],
         "numpy": [np.asarray(generator_keys).tolist(), int(generator_position), int(has_gauss), float(cached_gaussian)],
         "torch": _encode_rng_state(torch.get_rng_state()),
         "cuda": [_encode_rng_state(rng_state) for rng_state in torch.cuda.get_rng_state_all()],
@@ -168,9 +168,9 @@ def capture_rng() -> dict[str, JsonValue]:
 
 
 def restore_rng(rng_states: Mapping[str, Any]) -> None:
-    """Restore the random generators from a result of `capture_rng`; of GPUs only those that were present at capture."""
-    version, python_state, next_gauss = rng_states["python"]
-    random.setstate((version, tuple(python_state), next_gauss))
+    """Restore the random generators from a result of `capture_rng`; GPUs that were absent at capture are unchanged."""
+    python_version, python_state, next_gauss = rng_states["python"]
+    random.setstate((python_version, tuple(python_state), next_gauss))
     generator_keys, position, has_gauss, cached_gaussian = rng_states["numpy"]
     np.random.set_state(("MT19937", np.array(generator_keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
     torch.set_rng_state(_decode_rng_state(rng_states["torch"]))
@@ -181,11 +181,11 @@ def restore_rng(rng_states: Mapping[str, Any]) -> None:
 def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) -> None:
     """Seed the random generators of Python and NumPy with a digest of `seed` and `step`, and, unless `keeps_torch_rng`,
     those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
-    because all ranks call the algorithm, user code, with the same samples and need equal results."""
+    because all ranks call the algorithm, which may be user code, on the same samples and need equal results."""
     seed_tuples = (seed, step), (seed, step, rank)
-    digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
-    random.seed(digest)
-    np.random.seed(int.from_bytes(digest[:4]))
+    common_digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
+    random.seed(common_digest)
+    np.random.seed(int.from_bytes(common_digest[:4]))
     if not keeps_torch_rng:
         torch.manual_seed(int.from_bytes(rank_digest[:7]))
 
@@ -218,9 +218,9 @@ def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonV
         return {_TENSOR_KEY: name}
     if isinstance(value, dict):
         assert all(isinstance(key, str) for key in value), f"{name}: JSON has no other keys than strings"
-        return {key: _extract_tensors(child, f"{name}.{key}", tensors) for key, child in value.items()}
+        return {key: _extract_tensors(child_value, f"{name}.{key}", tensors) for key, child_value in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_extract_tensors(child, f"{name}.{i}", tensors) for i, child in enumerate(value)]
+        return [_extract_tensors(child_value, f"{name}.{index}", tensors) for index, child_value in enumerate(value)]
     json_value: JsonValue = value.item() if isinstance(value, np.generic) else value
     return json_value
 
@@ -251,7 +251,7 @@ def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tens
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
         codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in ("codes", "scale", "qmap"))
-        # Only `codes` has the shape of the parameter and thus its device; torchao moves none of the three later.
+        # Move the other tensors to the device of `codes`, which is that of the parameter: torchao does not move them.
         code_scales, is_signed = code_scales.to(codes.device), bool(qmap.min() < 0)
         merged_slots[slot] = state_class(codes, code_scales, qmap.to(codes.device), is_signed, torch.float32)
     return merged_slots

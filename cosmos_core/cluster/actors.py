@@ -36,20 +36,20 @@ class ActorGroup:
     shares_gpus: bool = False
     """Whether an actor with n processes uses the GPUs of n ranks instead of additional GPUs."""
     processes_per_actor: int = 1
-    """Number of processes per actor that compute, on one machine with one GPU each, with the actor if it computes."""
+    """Number of processes of an actor that compute, possibly including its own, on one machine with one GPU each."""
     is_concurrent_with_ranks: bool = True
     """Whether the actors compute at the same time as the ranks; False: only while the ranks wait."""
 
 
 class _ObjectActor:
-    """Ray actor that holds one object, created by `make_object`, and calls its methods. `num_threads`: CPU threads of
-    the process, 0: the default. `visible_devices`: value of `CUDA_VISIBLE_DEVICES`, empty: the value that Ray sets."""
+    """Ray actor that holds one object, created by `make_object`, and calls its methods. The process uses `num_threads`
+    CPU threads (0: the default) and the GPUs `visible_devices` (empty: the GPUs that Ray makes visible)."""
 
     def __init__(self, make_object: Callable[[], Any], num_threads: int, visible_devices: str = "") -> None:
-        if visible_devices:  # Ray allocated these GPUs to ranks and hides them from this process
+        if visible_devices:  # the GPUs of ranks, which Ray hides from this process
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         if num_threads:
-            os.environ["OMP_NUM_THREADS"] = str(num_threads)  # child processes inherit the number of threads
+            os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for child processes, which inherit the variable
             torch.set_num_threads(num_threads)
         ignore_job_signals()
         self._object = make_object()
@@ -88,9 +88,9 @@ class ActorHandle:
         self.actor.call.remote(method, arguments, kwargs, shared_value).future().add_done_callback(complete_future)
         return result_future
 
-    def put(self, value: Any) -> Any:
+    def put(self, shared_value: Any) -> Any:
         """Store a value for all actors and return a reference; actors on this machine read its arrays in place."""
-        return ray.put(value)
+        return ray.put(shared_value)
 
     def kill(self) -> None:
         """Kill the process of the actor, which Ray then restarts."""
@@ -125,11 +125,11 @@ class ActorSupervisor:
             # Ray cannot allocate fractions of several GPUs to an actor. Therefore ranks get whole GPUs, and an
             # environment variable makes the same GPUs visible to the actors.
             gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes_per_actor)
-        ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
+        ray_remote: Any = ray.remote  # the type annotations of `ray.remote` cover functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
-        num_cpus = 0 if owns_cluster else actor_group.processes_per_actor
+        cpus_per_actor = 0 if owns_cluster else actor_group.processes_per_actor
         self._remote_class = ray_remote(
-            num_cpus=num_cpus, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
+            num_cpus=cpus_per_actor, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
         )(type(actor_group.name, (_ObjectActor,), {}))
         self.handles: list[ActorHandle] = []
         self._num_requested_actors = 0
@@ -141,8 +141,8 @@ class ActorSupervisor:
         num_requested_actors, num_previous_actors = max(0, self._actor_group.get_target_size()), len(self.handles)
         num_target_actors = int(min(num_requested_actors, self._max_actors))
         if num_requested_actors > num_target_actors and num_requested_actors != self._num_requested_actors:
-            message = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
-            logger.warning(message, num_requested_actors, num_target_actors)
+            warning_template = "%d processes are asked for; each shares GPUs of ranks, so there are %d"
+            logger.warning(warning_template, num_requested_actors, num_target_actors)
         self._num_requested_actors = num_requested_actors
         if num_target_actors == num_previous_actors:
             return

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _REPLY_SECONDS = 10.0
 """Seconds to wait for a reply of a rank or of Ray; then ranks are polled, because a reply of `run` may be lost."""
 _OBJECT_STORE_BYTES = 1 << 30
-"""Size of Ray's object store in bytes, for two buckets of weights in transfer to engines, and unread values."""
+"""Bytes of Ray's object store, which holds two buckets of weights in transfer to engines, and unread values."""
 _MAX_SOCKET_FOLDER_BYTES = 40
 """Maximum length of the path of Ray's folder: the path of a socket is at most 107 bytes long, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
@@ -89,8 +89,8 @@ class WorkerGroup:
         """
         num_ranks, actor_group = self.num_ranks, self.actors
         with _connect_to_cluster(num_ranks, actor_group) as (ray, owns_cluster, actor_threads):
-            bundles = resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
-            placements = reserve_bundles(ray, bundles, should_stop, on_poll)
+            required_bundles = resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
+            placements = reserve_bundles(ray, required_bundles, should_stop, on_poll)
             ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
             rank_placements = [placements[rank // ranks_per_bundle] for rank in range(num_ranks)]
             gpu_fraction = 0.5 if actor_group is not None and actor_group.shares_gpus and ranks_per_bundle == 1 else 1
@@ -106,13 +106,13 @@ class WorkerGroup:
                 try:
                     return _wait_for_ranks(ray, rank_actors, run_refs, should_stop, actors, owns_cluster=owns_cluster)
                 except RankFailed as error:
-                    # The other ranks may report a broken connection before Ray reports that a rank is dead.
-                    death = None if isinstance(error, RanksMustRestart) else _find_dead_rank(ray, run_refs)
-                    should_restart_ranks = isinstance(error, RanksMustRestart) or death is not None
+                    # Look for a dead rank: other ranks may report a broken connection before Ray reports the death.
+                    death_error = None if isinstance(error, RanksMustRestart) else _find_dead_rank(ray, run_refs)
+                    should_restart_ranks = isinstance(error, RanksMustRestart) or death_error is not None
                     if actors is None or attempt == _MAX_RANK_RESTARTS or not should_restart_ranks:
-                        raise death or error from error.__cause__
-                    message = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
-                    logger.warning(message, death or error)
+                        raise death_error or error from error.__cause__
+                    restart_text = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning(restart_text, death_error or error)
                     for rank_actor in rank_actors:
                         ray.kill(rank_actor)
 
@@ -129,28 +129,28 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", network_interface)
         if not ip_address(rendezvous.address).is_loopback:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", network_interface)
-    backend = "gloo"
+    process_group_backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(rendezvous.device)
-        backend = "cpu:gloo,cuda:nccl"
-    # The timeout is long, because ranks also form smaller groups through the store, and some load or compile longer.
+        process_group_backend = "cpu:gloo,cuda:nccl"
+    # The timeout is long, because ranks wait at this store for other ranks that load or compile longer.
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.num_ranks, timeout=dist.default_pg_timeout)
-    dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks)
+    dist.init_process_group(process_group_backend, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks)
     yield
-    dist.destroy_process_group()  # skipped after an error, because closing the group would make other ranks fail
+    dist.destroy_process_group()  # only without an error, because closing the group makes other ranks fail
 
 
 def find_network_interface(address: str) -> str | None:
     """Return the name of this machine's network interface that routes to an address; None: it cannot be determined."""
     with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe_socket:
         try:
-            probe_socket.connect((address, 9))  # only selects a route: connecting a UDP socket sends no packet
+            probe_socket.connect((address, 9))  # selects a route without sending a packet, because the socket is UDP
         except OSError:
             return None
         source_address = probe_socket.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
+    for interface_name, addresses in psutil.net_if_addrs().items():
         if source_address in {each.address.split("%")[0] for each in addresses}:
-            return name
+            return interface_name
     return None
 
 
@@ -161,16 +161,16 @@ def _address_family(address: str) -> socket.AddressFamily:
 def create_tcp_store(address: str, num_ranks: int) -> dist.TCPStore:
     """Return a new TCP store, on a free port of `address`, through which ranks form a process group. It listens only on
     this address, because it trusts all clients."""
-    listener = socket.create_server((address, 0), family=_address_family(address))
-    port, descriptor = listener.getsockname()[1], listener.detach()
+    listening_socket = socket.create_server((address, 0), family=_address_family(address))
+    port, descriptor = listening_socket.getsockname()[1], listening_socket.detach()
     return dist.TCPStore(address, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def run_as_rank(program: RankProgram, messages: RankMessages, rendezvous: Rendezvous) -> tuple[bool, Any]:
+def run_as_rank(program: RankProgram, rank_messages: RankMessages, rendezvous: Rendezvous) -> tuple[bool, Any]:
     """Run the program as one rank; return True and its value (None except on rank 0), or False and its error."""
     try:
         with process_group(rendezvous):
-            return_value = program(messages)
+            return_value = program(rank_messages)
     except Exception as error:  # noqa: BLE001 - every error must reach the process that started the rank
         is_user_error = type(error) is ProgramError
         if is_user_error or not isinstance(error, CosmosError) or "traceback in the log" in str(error):
@@ -199,8 +199,8 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
         try:
             if owns_cluster and actor_group is not None and not actor_group.shares_gpus:
                 num_actors = actor_group.get_target_size() * actor_group.processes_per_actor
-                num_cores, overlaps = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
-                rank_threads, actor_threads = split_threads(num_cores, num_ranks, num_actors, is_parallel=overlaps)
+                num_cores, is_concurrent = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
+                rank_threads, actor_threads = split_threads(num_cores, num_ranks, num_actors, is_parallel=is_concurrent)
                 os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
                 # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -213,7 +213,7 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                     )  # fmt: skip
                 else:
                     ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
-                signal.signal(signal.SIGTERM, sigterm_handler)  # `ray.init` sets one that ends this process
+                signal.signal(signal.SIGTERM, sigterm_handler)  # instead of the handler that `ray.init` has set
             yield ray, owns_cluster, actor_threads
         finally:
             if owns_cluster:
@@ -222,11 +222,11 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
 
 
 def _skip_sigterm_at_shutdown(ray: Any) -> None:
-    """Let `ray.shutdown` kill the processes of an embedded cluster at once. They block SIGTERM, after which it would
-    wait a second for each."""
-    if (node := ray._private.worker._global_node) is not None:
-        kill_all_processes = node.kill_all_processes
-        node.kill_all_processes = lambda **settings: kill_all_processes(**{**settings, "allow_graceful": False})
+    """Let `ray.shutdown` kill the processes of an embedded cluster at once. Otherwise it would send SIGTERM, which they
+    block, and wait a second for each of them."""
+    if (ray_node := ray._private.worker._global_node) is not None:
+        kill_all_processes = ray_node.kill_all_processes
+        ray_node.kill_all_processes = lambda **settings: kill_all_processes(**{**settings, "allow_graceful": False})
 
 
 @contextmanager
@@ -237,12 +237,12 @@ def _make_socket_folder() -> Iterator[str | None]:
     if len(os.fsencode(default_folder)) <= _MAX_SOCKET_FOLDER_BYTES:
         yield None
         return
-    folder = locate_socket_folder(os.environ.get(ATTEMPT_VARIABLE) or secrets.token_hex(6))
-    lock_descriptor = create_locked_folder(folder, parent_variable="")
+    socket_folder = locate_socket_folder(os.environ.get(ATTEMPT_VARIABLE) or secrets.token_hex(6))
+    lock_descriptor = create_locked_folder(socket_folder, parent_variable="")
     try:
-        yield str(folder)
+        yield str(socket_folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(socket_folder, ignore_errors=True)
         os.close(lock_descriptor)
 
 
@@ -261,18 +261,18 @@ def _make_rank_starter(
     """Return a function that starts a program on all ranks and returns their Ray actors and pending calls. `placements`
     are Ray scheduling strategies, one per rank; `gpu_fraction` is the fraction of a GPU per rank, if there are GPUs."""
     num_ranks, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
-    ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
+    ray_remote: Any = ray.remote  # the type annotations of `ray.remote` cover functions only
     rank_actor_class = ray_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
-    address = ray.util.get_node_ip_address()
+    node_address = ray.util.get_node_ip_address()
     tcp_stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
     def start_program(program: RankProgram) -> tuple[list[Any], list[Any]]:
         rank_actors = [rank_actor_class.options(scheduling_strategy=each).remote() for each in placements]
-        tcp_stores.append(create_tcp_store(address, num_ranks))
+        tcp_stores.append(create_tcp_store(node_address, num_ranks))
         # Each rank computes on device 0, because Ray makes one GPU visible to it.
         port = tcp_stores[-1].port
         return rank_actors, [
-            rank_actor.run.remote(program, Rendezvous(rank, num_ranks, address, port, 0))
+            rank_actor.run.remote(program, Rendezvous(rank, num_ranks, node_address, port, 0))
             for rank, rank_actor in enumerate(rank_actors)
         ]
 
@@ -287,7 +287,7 @@ def _restrict_ray_access() -> None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     from ray._private import ray_constants
 
-    raylet_module: Any = importlib.import_module("ray._raylet")  # Any: the extension module has no type annotations
+    raylet_module: Any = importlib.import_module("ray._raylet")  # the extension module has no type annotations
     ray_constants.ENABLE_RAY_CLUSTER = False
     raylet_module.Config.initialize("")
     raylet_module.AuthenticationTokenLoader.instance().reset_cache()
@@ -298,7 +298,7 @@ def _wait_for_ranks(
     rank_actors: list[Any],
     run_refs: list[Any],
     should_stop: Callable[[], bool],
-    actors: Any | None,
+    supervisor: Any | None,
     *,
     owns_cluster: bool,
 ) -> Any:
@@ -309,16 +309,17 @@ def _wait_for_ranks(
         RankFailed: a rank died.
         StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
     """
-    pending_refs, has_sent_stop, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
-    if actors is not None:
-        rank_actors[0].set_actors.remote(actors.handles)
+    pending_refs, is_stop_sent, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
+    first_rank = rank_actors[0]
+    if supervisor is not None:
+        first_rank.set_actors.remote(supervisor.handles)
     while pending_refs:
-        if should_stop() and not has_sent_stop:
-            has_sent_stop = True
+        if should_stop() and not is_stop_sent:
+            is_stop_sent = True
             for rank_actor in rank_actors:  # replies are not awaited, because a dead rank sends none
                 rank_actor.stop.remote()
-        if actors is not None:
-            actors.resize(lambda each: ray.wait([rank_actors[0].set_actors.remote(each)], timeout=_REPLY_SECONDS))
+        if supervisor is not None:
+            supervisor.resize(lambda handles: ray.wait([first_rank.set_actors.remote(handles)], timeout=_REPLY_SECONDS))
         finished_refs, _ = ray.wait(pending_refs, timeout=POLL_SECONDS)
         reply_refs = {run_ref: run_ref for run_ref in finished_refs}
         if not finished_refs and time.monotonic() - last_poll_time > _REPLY_SECONDS:
@@ -352,14 +353,14 @@ def _is_cluster_dead(ray: Any) -> bool:
     """Return True if the Ray cluster reports that no machine is alive; return False if the cluster does not respond."""
     ray_nodes: list[Any] = []
     # `ray.nodes()` may block forever, so it runs in a thread that is abandoned after a timeout.
-    thread = threading.Thread(target=lambda: ray_nodes.extend(ray.nodes()), daemon=True)
-    thread.start()
-    thread.join(_REPLY_SECONDS)
+    query_thread = threading.Thread(target=lambda: ray_nodes.extend(ray.nodes()), daemon=True)
+    query_thread.start()
+    query_thread.join(_REPLY_SECONDS)
     return bool(ray_nodes) and not any(ray_node["Alive"] for ray_node in ray_nodes)
 
 
 def _find_dead_rank(ray: Any, run_refs: list[Any]) -> RankFailed | None:
-    """Return the error of a rank whose process has died; None: ranks only raised errors. `run_refs` are their calls."""
+    """Return the error of a rank whose process has died, from the calls `run_refs` of all ranks; None: none died."""
     deadline, pending_refs = time.monotonic() + _DEATH_REPORT_SECONDS, list(run_refs)
     while pending_refs and time.monotonic() < deadline:
         finished_refs, pending_refs = ray.wait(pending_refs, timeout=POLL_SECONDS)

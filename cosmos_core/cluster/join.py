@@ -31,30 +31,30 @@ _GCS_ADDRESS_FLAG = "--gcs-address="
 def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster_address = _resolve_address(address)
-    local_addresses = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    local_addresses = {each.address for gcs_addresses in psutil.net_if_addrs().values() for each in gcs_addresses}
     if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # this machine is the head node
         return True
     arguments = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
-    addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in arguments if each.startswith(_GCS_ADDRESS_FLAG))
-    return any(_resolve_address(raylet_address) == cluster_address for raylet_address in addresses)
+    gcs_addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in arguments if each.startswith(_GCS_ADDRESS_FLAG))
+    return any(_resolve_address(raylet_address) == cluster_address for raylet_address in gcs_addresses)
 
 
 @contextmanager
 def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterator[None]:
     """Add this machine as a node to the Ray cluster at `RAY_ADDRESS` for the duration of the block, unless `has_joined`
-    returns True for the address: the machine is in the cluster already. Raises `StageFailed` if it cannot join."""
+    returns True, because the machine is in the cluster already. Raises `StageFailed` if it cannot join."""
     address = os.environ.get("RAY_ADDRESS", "")
     # An address such as `auto` (a cluster on this machine) or `ray://HOST:PORT` (Ray Client) needs no local node.
     if ":" not in address or "://" in address or has_joined(address):
         yield
         return
-    command = [
+    start_command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--num-cpus=0", "--num-gpus=0",
         f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats", "--block",
     ]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     with tempfile.TemporaryFile() as output_file:
-        node_process = subprocess.Popen(command, env=environment, stdout=output_file, stderr=subprocess.STDOUT)
+        node_process = subprocess.Popen(start_command, env=environment, stdout=output_file, stderr=subprocess.STDOUT)
         try:
             _wait_until_running(node_process, output_file, address)
             yield
@@ -87,9 +87,9 @@ def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any,
 
 def _resolve_address(address: str) -> tuple[str, str]:
     """Return host and port of an address `host:port`, with the host resolved to an IP address if possible."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")  # of an IPv6 address
+    host_name, _, port = address.rpartition(":")
+    host_name = host_name.strip("[]")  # remove the brackets of an IPv6 address
     try:
-        return socket.gethostbyname(host), port
+        return socket.gethostbyname(host_name), port
     except OSError:
-        return host, port
+        return host_name, port

@@ -24,8 +24,8 @@ def resource_bundles(
     trainings could block each other, each with ranks but without an engine. Raises `ConfigError` if the bundles exceed
     the GPUs or CPUs of the cluster, or no machine has enough of them for one bundle: Ray would wait forever.
     """
-    resources = ray.cluster_resources()
-    num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    cluster_resources = ray.cluster_resources()
+    num_gpus, num_cpus = int(cluster_resources.get("GPU", 0)), int(cluster_resources.get("CPU", 0))
     gpus_per_rank, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
     if actor_group is not None:
         num_processes = actor_group.processes_per_actor
@@ -38,21 +38,21 @@ def resource_bundles(
         required_bundles = [{"CPU": 1, "GPU": gpus_per_rank}] * num_ranks + [{"CPU": actor_cpus, "GPU": actor_gpus}]
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in required_bundles]
     bundles = [bundle for bundle in bundles if bundle]
-    total_cpus, total_gpus = (sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU"))
-    if total_gpus > num_gpus:
-        engine_description = f", and a rollout engine {actor_gpus}" if total_gpus > num_ranks else ""
+    required_cpus, required_gpus = (sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU"))
+    if required_gpus > num_gpus:
+        engine_description = f", and a rollout engine {actor_gpus}" if required_gpus > num_ranks else ""
         raise ConfigError(
             f"the mesh takes {num_ranks} GPUs{engine_description}, of {num_gpus} that the Ray cluster has; make "
             f"policy.parallelism smaller"
         )
-    if total_cpus > num_cpus:
+    if required_cpus > num_cpus:
         raise ConfigError(
-            f"{num_ranks} ranks and what is beside them take {total_cpus} CPUs, of {num_cpus} that the Ray "
+            f"{num_ranks} ranks and what is beside them take {required_cpus} CPUs, of {num_cpus} that the Ray "
             f"cluster has; give it more, or make policy.parallelism smaller"
         )
     largest_bundle, machines = bundles[-1].items(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    is_satisfiable = any(all(machine.get(name, 0) >= amount for name, amount in largest_bundle) for machine in machines)
-    if actor_group is not None and not is_satisfiable:
+    fits_machine = any(all(machine.get(name, 0) >= amount for name, amount in largest_bundle) for machine in machines)
+    if actor_group is not None and not fits_machine:
         resources_text = " and ".join(f"{amount} {name}s" for name, amount in largest_bundle)
         raise ConfigError(
             f"rollout.parallelism.tp_size = {actor_group.processes_per_actor}: an engine takes {resources_text} of one "
@@ -78,14 +78,14 @@ def reserve_bundles(
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    reservation = placement_group(bundles, strategy="PACK")
-    reservation_ref = reservation.ready()
+    reserved_group = placement_group(bundles, strategy="PACK")
+    reservation_ref = reserved_group.ready()
     while not ray.wait([reservation_ref], timeout=POLL_SECONDS)[0]:
         on_poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(reservation_ref)
     # Sort bundles by machine: Ray distributes equal bundles in any order, and neighbouring ranks exchange most data.
-    node_ids = placement_group_table(reservation)["bundles_to_node_id"]
+    node_ids = placement_group_table(reserved_group)["bundles_to_node_id"]
     bundle_indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
-    return [PlacementGroupSchedulingStrategy(reservation, placement_group_bundle_index=i) for i in bundle_indices]
+    return [PlacementGroupSchedulingStrategy(reserved_group, placement_group_bundle_index=i) for i in bundle_indices]

@@ -34,11 +34,11 @@ def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": rank_environment()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            ray_remote: Any = ray.remote  # Any: the type annotations of ray.remote cover functions only
+            ray_remote: Any = ray.remote  # the type annotations of `ray.remote` cover functions only
             nodes = [node for node in ray.nodes() if node["Alive"]]
-            best_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
+            largest_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
             # Request no CPU or GPU of the node, because another training may hold all of them for days.
-            node_resource = f"node:{best_node['NodeManagerAddress']}"
+            node_resource = f"node:{largest_node['NodeManagerAddress']}"
             read_node_properties = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
             node_properties: MachineProperties = ray.get(read_node_properties.remote(list(libraries)))
         finally:
@@ -51,18 +51,18 @@ def rank_environment() -> dict[str, str]:
     """Return the environment variables of this process that ranks and actors on other machines need: variables that a
     worker sets for its stage, and settings of numeric libraries."""
     environment = _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
-    environment.pop("VLLM_HOST_IP", None)  # it is the address of this machine
+    environment.pop("VLLM_HOST_IP", None)  # the address of this machine is wrong on others
     return environment
 
 
-def service_environment(names: Collection[str]) -> dict[str, str]:
+def service_environment(variable_names: Collection[str]) -> dict[str, str]:
     """Return the environment variables of this process with which ranks and actors reach services and metric sinks, and
-    those in `names`. Pass them as arguments of calls: they may be secrets, and Ray logs its runtime environment."""
-    return _select_environment_variables(names, _SERVICE_ENVIRONMENT_PREFIXES)
+    those in `variable_names`. Pass them as arguments of calls: they may be secrets, and Ray logs `runtime_env`."""
+    return _select_environment_variables(variable_names, _SERVICE_ENVIRONMENT_PREFIXES)
 
 
-def _select_environment_variables(names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
+def _select_environment_variables(variable_names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in variable_names or name.startswith(prefixes)}
 
 
 def with_environment(environment: Mapping[str, str], function: Callable[..., Any]) -> Callable[..., Any]:

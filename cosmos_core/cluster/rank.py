@@ -1,6 +1,6 @@
 """Ray actor that runs the program of one rank.
 
-Large packages are imported with the program, not by this module: garbage collection is disabled then, which is faster.
+This module imports no large packages. `run` imports them with the program, without garbage collection, which is faster.
 """
 
 import threading
@@ -44,9 +44,9 @@ class Rank:
     """Ray actor of one rank, with two threads, so that it can receive messages while its program runs."""
 
     def __init__(self) -> None:
-        ignore_job_signals()  # the launcher tells this rank to stop, and it saves a checkpoint first
-        self._import_stack = ExitStack()
-        self._import_stack.enter_context(without_garbage_collection())
+        ignore_job_signals()  # a rank ends only after the launcher has called `stop`, which lets it save a checkpoint
+        self._import_context = ExitStack()
+        self._import_context.enter_context(without_garbage_collection())
         self._rank_messages = RankMessages()
         self._run_result: tuple[bool, Any] | None = None
 
@@ -55,7 +55,7 @@ class Rank:
         from cosmos_core.cluster.group import run_as_rank
 
         unblock_job_signals()
-        self._import_stack.close()
+        self._import_context.close()
         self._run_result = run_as_rank(program, self._rank_messages, rendezvous)
         return self._run_result
 

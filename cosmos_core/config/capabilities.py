@@ -1,6 +1,7 @@
 """Refuse settings that the schema accepts but this version does not support, with a one-line error before a run.
 
-A field declares its limits in metadata such as `KeyStatus`; `Table.unsupported_setting_errors` checks several fields.
+The metadata of a field, such as `KeyStatus`, declares the limits of this field; `Table.unsupported_setting_errors`
+checks combinations of fields.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from cosmos_core.config.schema.table import (
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggest_names
 
-_VALIDATION_PREFIX = "validation/"
+_VALIDATION_METRIC_PREFIX = "validation/"
 _LOSS_METRICS = (
     "loss", "loss/*", "perplexity", "token_accuracy", "tokens", "pairs", "rewards/*", "logps/*", "kl", "samples",
     "diversity",
@@ -40,7 +41,7 @@ _VALIDATION_METRICS = (
     "reward", "reward_stderr", "accuracy", "invalid", "length_mean", "prompts", "pass@*", "reward/*", "turns",
     "tool_calls", "tool_errors", *_LOSS_METRICS
 )  # fmt: skip
-"""Metrics of validation: first of completions, then of the loss on held-out rows. User algorithms may report more."""
+"""Metrics that validation may report: those of completions, then those of the loss. User algorithms may report more."""
 _MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
 
 
@@ -56,18 +57,18 @@ def check_capabilities(pipeline: Pipeline) -> None:
     for error_generator, stage in itertools.product(error_generators, pipeline.stages):
         for message in error_generator(pipeline, stage):
             # An error about an implied stage `NAME-data` names the stage `NAME`, whose keys the user can change.
-            is_implied = error_generator in (_dataset_mixture_errors, _referenced_output_errors)
-            name = stage.name.removesuffix(IMPLIED_STAGE_SUFFIX) if is_implied else stage.name
+            is_about_implied_stage = error_generator in (_dataset_mixture_errors, _referenced_output_errors)
+            name = stage.name.removesuffix(IMPLIED_STAGE_SUFFIX) if is_about_implied_stage else stage.name
             raise ConfigError(f"{pipeline.source_path}: stage {name!r}: {message}")
 
 
 def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error for a sweep whose metric no stage of a branch can report, and for a condition of a gate on a
-    metric that no stage in its `after` can report, with a suggestion for a misspelt metric."""
-    sweep, default_hint = stage.sweep, "; add a stage of kind validate to sweep.through"
+    """Yield an error if no stage of a branch can report the metric of a sweep, or if no stage in the `after` of a gate
+    can report the metric of a condition or the standard error that it needs."""
+    sweep, validate_stage_hint = stage.sweep, "; add a stage of kind validate to sweep.through"
     for branch in sweep.branches if sweep else ():
         if sweep and not _can_any_report_metric(pipeline, branch.stages, sweep.metric):
-            suggestion = _suggest_metric(pipeline, branch.stages, sweep.metric) or default_hint
+            suggestion = _suggest_metric(pipeline, branch.stages, sweep.metric) or validate_stage_hint
             yield f"sweep.metric = {sweep.metric!r}: no stage of branch {branch.stages[0]!r} reports it{suggestion}"
     for condition in map(parse_condition, stage.require):
         prefix, _, metric = condition.metric.partition(".")
@@ -85,18 +86,18 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
 
 
 def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error for a gate that judges measurements of the final model of a training, and no measurement of the
-    checkpoint that the upload after the gate publishes."""
+    """Yield an error if the metrics that a gate reads were measured on the final model of a training, but the upload
+    after the gate publishes another checkpoint."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
-    measurements = [each for each in map(pipeline.stage, stage.after) if pipeline.stage_kind(each).makes == "metrics"]
+    measurements = [name for name in map(pipeline.stage, stage.after) if pipeline.stage_kind(name).makes == "metrics"]
     for upload in pipeline.stages:
         export_name = referenced_stage(upload.model) if pipeline.stage_kind(upload).makes == "publication" else None
         if upload.name not in dependents or export_name is None or any(m.model == upload.model for m in measurements):
             continue
         export = pipeline.stage(export_name)
-        last_step = pipeline.recipes[referenced_stage(export.model) or export_name].train.max_num_steps
+        final_step = pipeline.recipes[referenced_stage(export.model) or export_name].train.max_num_steps
         for measurement in measurements:
-            if export.checkpoint not in {"", str(last_step)} and measurement.model == export.model:
+            if export.checkpoint not in {"", str(final_step)} and measurement.model == export.model:
                 yield (
                     f"after = {list(stage.after)}: {measurement.name!r} measures the final model of {export.model!r}, "
                     f"but {upload.name!r} publishes checkpoint = {export.checkpoint!r} of it; write model = "
@@ -111,7 +112,7 @@ def _can_any_report_metric(pipeline: Pipeline, stage_names: Collection[str], met
 def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> str:
     """Return the end of an error message that suggests the validation metric most similar to `metric` among those that
     the stages can report; empty if they report none."""
-    metric_names = [_VALIDATION_PREFIX + name for name in _VALIDATION_METRICS if "*" not in name]
+    metric_names = [_VALIDATION_METRIC_PREFIX + name for name in _VALIDATION_METRICS if "*" not in name]
     metric_names = [each for each in metric_names if _can_any_report_metric(pipeline, stage_names, each)]
     return suggest_names(metric, metric_names) if metric_names else ""
 
@@ -120,12 +121,12 @@ def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str) -> b
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.forwards_metrics:
         return _can_any_report_metric(pipeline, stage.after, metric)
-    if not (stage_kind.scores and stage_kind.makes and metric.startswith(_VALIDATION_PREFIX)):
+    if not (stage_kind.scores and stage_kind.makes and metric.startswith(_VALIDATION_METRIC_PREFIX)):
         return any(fnmatchcase(metric, pattern) for pattern in stage_kind.reports)
     has_validation = recipe.validation.enable or not stage_kind.trains_model
     is_user_algorithm = is_import_path(recipe.train.train_policy.trainer_type)
-    name, validation_config = metric.removeprefix(_VALIDATION_PREFIX), recipe.validation
-    # Without reward functions, validation of a training on a data set reports only the loss on held-out rows.
+    name, validation_config = metric.removeprefix(_VALIDATION_METRIC_PREFIX), recipe.validation
+    # Without reward functions, validation reports only the loss, unless the algorithm itself reports rewards.
     has_rewards = validation_config.reward_function or validation_config.remote_reward_config
     metric_patterns = _VALIDATION_METRICS if has_rewards or recipe.train.train_policy.reports_rewards else _LOSS_METRICS
     return has_validation and (is_user_algorithm or any(fnmatchcase(name, pattern) for pattern in metric_patterns))
@@ -133,11 +134,11 @@ def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str) -> b
 
 def _artifact_store_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """If there is an artifact store, yield an error for a stage that reads checkpoints from another work pool."""
-    source = referenced_stage(stage.model) if pipeline.config.artifact_store and stage.checkpoint else None
-    if source is not None and (source_pool := pipeline.stage(source).work_pool) != stage.work_pool:
+    training_name = referenced_stage(stage.model) if pipeline.config.artifact_store and stage.checkpoint else None
+    if training_name is not None and (source_pool := pipeline.stage(training_name).work_pool) != stage.work_pool:
         yield (
-            f"checkpoint = {stage.checkpoint!r} is where stage {source!r} runs, and with artifact_store machines share "
-            f"no disk; set work_pool = {source_pool!r} here too"
+            f"checkpoint = {stage.checkpoint!r} is where stage {training_name!r} runs, and with artifact_store "
+            f"machines share no disk; set work_pool = {source_pool!r} here too"
         )
 
 
@@ -173,8 +174,8 @@ def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[
 
 def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """Yield an error for an export in quantised formats without rows on which they are compared with the model."""
-    reads_formats = pipeline.stage_kind(stage).reads_key("export.formats")
-    if not reads_formats or not pipeline.recipes[stage.name].export.quantized_formats:
+    reads_export_formats = pipeline.stage_kind(stage).reads_key("export.formats")
+    if not reads_export_formats or not pipeline.recipes[stage.name].export.quantized_formats:
         return
     rows_stage_name = referenced_stage(stage.data)
     if rows_stage_name is not None and pipeline.stage_kind(pipeline.stage(rows_stage_name)).makes != "data":
@@ -197,30 +198,32 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
     for key, reference in stage_references(stage, recipe, stage_kind):
         name, output_type = referenced_stage(reference), "model" if key in _MODEL_REFERENCE_KEYS else "data"
         if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
-            source_kind = pipeline.stage(name).kind
-            yield f"{key} = {reference!r}: a stage of kind {source_kind!r} makes no {output_type}; name another stage"
+            maker_kind = pipeline.stage(name).kind
+            yield f"{key} = {reference!r}: a stage of kind {maker_kind!r} makes no {output_type}; name another stage"
     if stage.checkpoint:
-        source = referenced_stage(stage.model) or ""
-        model_recipe = pipeline.recipes[source]
+        training = referenced_stage(stage.model) or ""
+        model_recipe = pipeline.recipes[training]
         required_settings = {"train.ckpt.enable_checkpoint": model_recipe.train.ckpt.enable_checkpoint}
         if stage.checkpoint == "best":
             required_settings["validation.enable"] = model_recipe.validation.enable
         missing_keys = " and ".join(f"{key} = true" for key, is_enabled in required_settings.items() if not is_enabled)
         if missing_keys and stage.checkpoint != str(model_recipe.train.max_num_steps):
             yield (
-                f"checkpoint = {stage.checkpoint!r} needs {missing_keys} in stage {source!r}; set it there, or leave "
+                f"checkpoint = {stage.checkpoint!r} needs {missing_keys} in stage {training!r}; set it there, or leave "
                 f"checkpoint out for the final model"
             )
-        elif stage.checkpoint != "best" and (last_step := model_recipe.train.max_num_steps):
+        elif stage.checkpoint != "best" and (final_step := model_recipe.train.max_num_steps):
             step, ckpt = int(stage.checkpoint), model_recipe.train.ckpt
             # A step between two regular checkpoints may also be saved, if validation finds that it is the best.
             may_be_saved = model_recipe.validation.enable or ckpt.save_freq_in_epoch > 0 or step % ckpt.save_freq == 0
-            if step > last_step or (step < last_step and not may_be_saved):
-                problem = f"stage {source!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {last_step}"
+            if step > final_step or (step < final_step and not may_be_saved):
+                problem = f"stage {training!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {final_step}"
                 yield f"checkpoint = {stage.checkpoint!r}: {problem}; name one of these steps, or leave checkpoint out"
     if stage_kind.table == "merge":
-        weights, base_stage = recipe.merge.weights, referenced_stage(stage.model)
-        names = [name for name in stage.after if name != base_stage and _may_produce_output(pipeline, name, "model")]
+        weights, base_stage_name = recipe.merge.weights, referenced_stage(stage.model)
+        names = [
+            name for name in stage.after if name != base_stage_name and _may_produce_output(pipeline, name, "model")
+        ]
         min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in names)
         if len(names) < 2 or (weights and not min_num_models <= len(weights) <= len(names)):
             yield (
@@ -232,19 +235,19 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
 def _unsupported_setting_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     stage_context = StageContext(pipeline.recipes[stage.name], pipeline.stage_kind(stage))
     for table in (stage, stage_context.recipe):
-        for key, field, value, is_set in active_fields(table):
-            field_status, supported_values = support_status(field), find_metadata(field, SupportedValues)
-            if supported_values and not supported_values.is_supported(value):
-                yield f"{key} = {short_toml(value)}: {supported_values.note}"
+        for key, field_info, setting_value, is_set in active_fields(table):
+            field_status, supported_values = support_status(field_info), find_metadata(field_info, SupportedValues)
+            if supported_values and not supported_values.is_supported(setting_value):
+                yield f"{key} = {short_toml(setting_value)}: {supported_values.note}"
             elif not supported_values and is_set and field_status.name in {"planned", "unsupported"}:
-                yield f"{key} = {short_toml(value)}: {field_status.note}"
+                yield f"{key} = {short_toml(setting_value)}: {field_status.note}"
         for subtable in active_tables(table):
             yield from subtable.unsupported_setting_errors(stage_context)
 
 
-def _may_produce_output(pipeline: Pipeline, name: str, output_type: str) -> bool:
-    """Return True if the stage `name` may make an output of type `model` or `data`; a user's program may make both."""
-    kind = pipeline.stage_kind(pipeline.stage(name))
+def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -> bool:
+    """Return True if a stage may make an output of type `model` or `data`; a user's program may make both."""
+    kind = pipeline.stage_kind(pipeline.stage(stage_name))
     if output_type == "model":
         return kind.makes in {"model", "publication"} or not kind.entry
     return kind.makes == "data" or not kind.entry or (kind.completes_prompts and not kind.trains_model)
@@ -261,16 +264,16 @@ def unique_notices(pipeline: Pipeline) -> list[str]:
     return list(dict.fromkeys((*pipeline.notices, *notices, *ignored_settings)))
 
 
-def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
+def _ignored_settings(stage: StageContext, stage_kinds: StageKinds) -> Iterator[str]:
     for key, field, value, is_set in active_fields(stage.recipe):
         field_status = support_status(field)
         if is_set and field_status.name == "no effect":
             yield f"{key} = {short_toml(value)} has no effect here: {field_status.note}"
-    for table, dataset in stage.recipe.datasets.items():
-        name = getattr(dataset, "local_dir", "") or dataset.name
+    for dataset_key, dataset in stage.recipe.datasets.items():
+        dataset_name = getattr(dataset, "local_dir", "") or dataset.name
         for key in ("subset", "revision"):
-            value, path = getattr(dataset, key), existing_path(name, Path.cwd())
-            # In a folder of media without a list of them, the stage that prepares rows refuses other subsets.
+            value, path = getattr(dataset, key), existing_path(dataset_name, Path.cwd())
+            # For media without a metadata file no notice is needed: the `prepare` stage refuses an unknown `subset`.
             decodes_media = stage.recipe.policy.modality.is_media_decoded_by_checks
             is_media_folder = path and path.is_dir() and decodes_media and not any(path.glob("metadata.*"))
             is_subset_read = (
@@ -279,10 +282,10 @@ def _ignored_settings(stage: StageContext, kinds: StageKinds) -> Iterator[str]:
                 and (is_media_folder or os.path.isdir(path / value) or "configs" in read_card_metadata(path))
             )
             if value and path and not is_subset_read:
-                yield f"{table}.{key} = {short_toml(value)} has no effect here: {name} is on this machine"
+                yield f"{dataset_key}.{key} = {short_toml(value)} has no effect here: {dataset_name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage.recipe):
         # Keys that no stage kind reads, such as those of the profiler, are reported for every stage kind.
-        if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in kinds.values()):
+        if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in stage_kinds.values()):
             yield f"{key} = {short_toml(value)} has no effect here: {enabling_field} is off"
 
 
@@ -323,8 +326,8 @@ def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
         prepare_kind = pipeline.stage_kind(pipeline.stage(source))
         prepared_values = {key: value for key, _, value, _ in active_fields(pipeline.recipes[source])}
         for key, field, value, is_set in active_fields(recipe):
-            is_ignored = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
-            if is_ignored and support_status(field).name == "used" and prepared_values.get(key) != value:
+            has_no_effect = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
+            if has_no_effect and support_status(field).name == "used" and prepared_values.get(key) != value:
                 yield (
                     f"stage {stage.name!r}: {key} = {short_toml(value)} has no effect here: stage {source!r} prepares "
                     f"its rows; set data to prepare rows of its own"

@@ -105,16 +105,16 @@ class Pipeline:
         return (*stage.env, *self.recipes[stage.name].secret_env_names)
 
     def initial_model(self, stage: StageConfig) -> str:
-        """Return the name of the model that a stage starts from, the value of its key `model`. For a stage that selects
-        a branch of a sweep, return `stage:NAME` of the last stage of the first branch that makes a model."""
+        """Return the model that a stage starts from, the value of its key `model`. For a stage that selects a branch of
+        a sweep, it is the model of the first branch: `stage:NAME` of the last stage that makes a model."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
-        names = stage.sweep.branches[0].stages
-        model_stage_names = [name for name in names if self.stage_kind(self.stage(name)).makes == "model"] or names[:1]
-        return f"{STAGE_PREFIX}{model_stage_names[-1]}"
+        branch_stages = stage.sweep.branches[0].stages
+        model_stages = [name for name in branch_stages if self.stage_kind(self.stage(name)).makes == "model"]
+        return f"{STAGE_PREFIX}{(model_stages or branch_stages[:1])[-1]}"
 
     def find_branch_selector(self, name: str) -> StageConfig | None:
-        """Return the stage that selects the best branch of the sweep that runs the stage `name`; None: no sweep."""
+        """Return the stage that selects the best branch of the sweep to which a stage belongs; None: no sweep."""
         sweep_stages = ((stage, stage.sweep.branches) for stage in self.stages if stage.sweep is not None)
         return next((stage for stage, branches in sweep_stages if any(name in each.stages for each in branches)), None)
 
@@ -128,8 +128,8 @@ class Pipeline:
 
     def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
         """Return a copy of the pipeline with its stages and, unless `recipes` is None, its recipes replaced."""
-        config = self.config.model_copy(update={"stages": tuple(stages)})
-        return replace(self, config=config, recipes=self.recipes if recipes is None else recipes)
+        new_config = self.config.model_copy(update={"stages": tuple(stages)})
+        return replace(self, config=new_config, recipes=self.recipes if recipes is None else recipes)
 
     def as_toml(self) -> TomlTable:
         """Return the resolved pipeline as TOML tables, from which it can be loaded again without any other file."""
@@ -152,9 +152,9 @@ def load_pipeline(
     """
     notices: list[str] = []
     with _shorten_errors():
-        tables, base_folders = read_config(path, notices, overriding_files)
+        root_tables, base_folders = read_config(path, notices, overriding_files)
         base_folders = [path.parent, *base_folders]
-        return _check_serializable(_compose_pipeline(path, tables, overrides, stage_kinds, notices, base_folders))
+        return _check_serializable(_compose_pipeline(path, root_tables, overrides, stage_kinds, notices, base_folders))
 
 
 def with_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTable, source: Path) -> Pipeline:
@@ -201,31 +201,31 @@ def _compose_pipeline(
     path: Path, tables: TomlTable, overrides: Sequence[str], kinds: StageKinds, notices: list[str], folders: list[Path]
 ) -> Pipeline:
     pipeline_table = tables.pop("pipeline", {})
-    parsed_overrides = drop_ineffective_overrides([parse_override(text) for text in overrides], notices)
+    parsed_overrides = drop_ineffective_overrides([parse_override(override) for override in overrides], notices)
     stage_entries = _read_stage_entries(path, pipeline_table)
     if not stage_entries:
         recipe_tables = with_current_algorithm_keys(merge_tables(tables, recipe_overrides(parsed_overrides)), [])
-        recipe = parse_table(Recipe, recipe_tables, source=str(path), notices=[])
+        recipe = parse_table(Recipe, recipe_tables, error_prefix=str(path), notices=[])
         stage_entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, kinds)]
-    stage_names = [entry["name"] for entry in stage_entries if isinstance(entry.get("name"), str)]
+    stage_names = [stage_entry["name"] for stage_entry in stage_entries if isinstance(stage_entry.get("name"), str)]
     grouped_overrides = group_overrides(parsed_overrides, stage_names)
     pipeline_settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
     pipeline_settings = merge_tables(pipeline_settings, grouped_overrides.pipeline)
-    config = parse_table(PipelineConfig, pipeline_settings, source=str(path), prefix="pipeline")
+    pipeline_config = parse_table(PipelineConfig, pipeline_settings, error_prefix=str(path), key_prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
-    for entry_index, entry in enumerate(stage_entries):
-        name = entry.get("name")
+    for entry_index, stage_entry in enumerate(stage_entries):
+        name = stage_entry.get("name")
         error_prefix = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{entry_index}]"
-        stage_table = merge_tables(entry, grouped_overrides.stage_entries.get(str(name), {}))
-        stage = parse_table(StageConfig, stage_table, source=error_prefix)
+        stage_table = merge_tables(stage_entry, grouped_overrides.stage_entries.get(str(name), {}))
+        stage = parse_table(StageConfig, stage_table, error_prefix=error_prefix)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
         stage_tables = tables_by_stage[stage.name] = merge_tables(merge_tables(tables, recipe_values), stage.overrides)
         error_prefix = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
         recipe_tables = with_current_algorithm_keys(stage_tables, notices)
-        recipes[stage.name] = parse_table(Recipe, recipe_tables, source=error_prefix, notices=notices)
+        recipes[stage.name] = parse_table(Recipe, recipe_tables, error_prefix=error_prefix, notices=notices)
         notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
-    resolved_config = config.model_copy(update={"stages": tuple(stages)})
+    resolved_config = pipeline_config.model_copy(update={"stages": tuple(stages)})
     pipeline = Pipeline(path, resolved_config, recipes, kinds, tuple(dict.fromkeys(map(make_printable, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
@@ -261,13 +261,13 @@ def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...
     prepare, train = _find_stage_kind(kinds, makes="data"), _find_stage_kind(kinds, feed=_sample_source(recipe))
     data = f"{STAGE_PREFIX}{prepare}"
     stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
-    model_settings: TomlTable = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
+    model_stage_settings: TomlTable = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
     if recipe.validation.enable:
         validation_kind = _find_stage_kind(kinds, makes="metrics", reads_data="prepared")
-        stages.append(StageConfig(name=validation_kind, kind=validation_kind, data=data, **model_settings))
+        stages.append(StageConfig(name=validation_kind, kind=validation_kind, data=data, **model_stage_settings))
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
-        stages.append(StageConfig(name=export_kind, kind=export_kind, **model_settings))
+        stages.append(StageConfig(name=export_kind, kind=export_kind, **model_stage_settings))
     return tuple(stages)
 
 
@@ -315,19 +315,19 @@ def _check_stages(pipeline: Pipeline) -> None:
         model_stage_name = referenced_stage(stage.model)
         if stage.checkpoint and model_stage_name not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        formats = pipeline.recipes[model_stage_name].export.formats if model_stage_name in export_names else ()
-        if stage.format and stage.format not in formats:
+        export_formats = pipeline.recipes[model_stage_name].export.formats if model_stage_name in export_names else ()
+        if stage.format and stage.format not in export_formats:
             raise ConfigError(
                 f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
             )
         recipe = pipeline.recipes[stage.name]
-        inputs = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_row_references(recipe))
+        settings = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_row_references(recipe))
         references = [("after", name, name) for name in stage.after]
-        references += [(key, text, name) for key, text in inputs if (name := referenced_stage(text)) is not None]
-        for key, text, name in references:
+        references += [(key, value, name) for key, value in settings if (name := referenced_stage(value)) is not None]
+        for key, value, name in references:
             if name not in stage_names:
                 suggestion = suggest_names(name, stage_names)
-                raise ConfigError(f"{location}: {key} = {text!r} is no stage of this pipeline{suggestion}")
+                raise ConfigError(f"{location}: {key} = {value!r} is no stage of this pipeline{suggestion}")
 
 
 def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kinds: StageKinds) -> None:
@@ -336,7 +336,7 @@ def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kin
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
-            supporting_kinds = " or ".join(repr(each.name) for each in kinds.values() if key in each.allowed_keys)
+            supporting_kinds = " or ".join(repr(kind.name) for kind in kinds.values() if key in kind.allowed_keys)
             raise ConfigError(f"{error_prefix}: {key} has a meaning only with kind = {supporting_kinds}")
     for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
@@ -353,25 +353,25 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
     if recipes set different folders."""
     if folder := pipeline.config.output_dir:
         train_output_dirs = {recipe.train.output_dir for recipe in pipeline.recipes.values()} - {_DEFAULT_OUTPUT_DIR}
-        explanation = f"has no effect here: pipeline.output_dir = {folder!r}"
-        notices = sorted(f"train.output_dir = {other!r} {explanation}" for other in train_output_dirs - {folder})
+        no_effect_text = f"has no effect here: pipeline.output_dir = {folder!r}"
+        notices = sorted(f"train.output_dir = {other!r} {no_effect_text}" for other in train_output_dirs - {folder})
         return replace(pipeline, notices=(*pipeline.notices, *notices))
-    stage_by_folder: dict[str, str] = {}
+    stage_name_by_folder: dict[str, str] = {}
     for name, recipe in pipeline.recipes.items():
         if "output_dir" in recipe.train.model_fields_set:
-            stage_by_folder.setdefault(recipe.train.output_dir, name)
-    if len(stage_by_folder) > 1:
-        conflict_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_by_folder.items())
+            stage_name_by_folder.setdefault(recipe.train.output_dir, name)
+    if len(stage_name_by_folder) > 1:
+        conflict_text = " and ".join(f"{folder!r} of stage {stage!r}" for folder, stage in stage_name_by_folder.items())
         raise ConfigError(
             f"{pipeline.source_path}: train.output_dir = {conflict_text}: a run has one folder; set pipeline.output_dir"
         )
-    output_dir = next(iter(stage_by_folder), _DEFAULT_OUTPUT_DIR)
+    output_dir = next(iter(stage_name_by_folder), _DEFAULT_OUTPUT_DIR)
     return replace(pipeline, config=pipeline.config.copy_with(output_dir=output_dir))
 
 
 def _sort_topologically(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with its stages in topological order, otherwise in the order of the file. In each stage, the
-    stages that its keys refer to are added to `after`, and the publication target of a gate is set.
+    """Return the pipeline with its stages in topological order; independent stages keep the order of the file. The
+    stages to which the keys of a stage refer are added to its `after`, and the publication target of a gate is set.
 
     Raises:
         ConfigError: the stages form a cycle, or a key refers to a stage that is not, even indirectly, in `after`.
@@ -406,19 +406,19 @@ def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
 
 def _topological_order(pipeline: Pipeline) -> list[StageConfig]:
     """Return the stages with each stage after the stages in its `after`, and otherwise in the order of the file."""
-    stages = {stage.name: stage for stage in pipeline.stages}
-    sorter = TopologicalSorter({name: stage.after for name, stage in stages.items()})
+    stages_by_name = {stage.name: stage for stage in pipeline.stages}
+    topological_sorter = TopologicalSorter({name: stage.after for name, stage in stages_by_name.items()})
     try:
-        sorter.prepare()
+        topological_sorter.prepare()
     except CycleError as error:
         raise ConfigError(f"{pipeline.source_path}: the stages form a cycle: {' -> '.join(error.args[1])}") from error
-    ready_stage_names, ordered_stages = list(sorter.get_ready()), []
+    ready_stage_names, ordered_stages = list(topological_sorter.get_ready()), []
     while ready_stage_names:
-        name = min(ready_stage_names, key=list(stages).index)
+        name = min(ready_stage_names, key=list(stages_by_name).index)
         ready_stage_names.remove(name)
-        ordered_stages.append(stages[name])
-        sorter.done(name)
-        ready_stage_names += sorter.get_ready()
+        ordered_stages.append(stages_by_name[name])
+        topological_sorter.done(name)
+        ready_stage_names += topological_sorter.get_ready()
     return ordered_stages
 
 
@@ -427,7 +427,7 @@ def _find_gate_target(pipeline: Pipeline, stage: StageConfig) -> str:
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
     upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
     publication_target = stage.target or next((each.target for each in upload_stages if each.name in dependents), "")
-    if not publication_target and any(parse_condition(text).needs_published_model for text in stage.require):
+    if not publication_target and any(parse_condition(condition).needs_published_model for condition in stage.require):
         raise ConfigError(
             f"{pipeline.source_path}: stage {stage.name!r}: require compares with `published`, but there is no target "
             f"to read it from; set target"
@@ -485,12 +485,12 @@ def _add_data_dependency(stage: StageConfig, name: str) -> StageConfig:
 
 def _find_tokenizer_model(pipeline: Pipeline, stages_by_name: Mapping[str, StageConfig], stage: StageConfig) -> str:
     """Return the model whose tokenizer prepares the rows of a stage; empty if it is the model of the stage's recipe.
-    For `stage:NAME` of a training it is the model from which the training starts: it has the same tokenizer, and the
-    rows can be prepared before the training."""
+    The model of a training is replaced by the model from which the training starts: both have the same tokenizer, and
+    the rows can be prepared before the training."""
     recipes, model, visited_stage_names = pipeline.recipes, stage.model, {stage.name}
     while (name := referenced_stage(model)) is not None and pipeline.stage_kind(stages_by_name[name]).makes == "model":
         if name in visited_stage_names:
-            break  # `_topological_order` later raises an error for this cycle of stages
+            break  # end the loop at a cycle of stages; `_topological_order` later raises an error for it
         visited_stage_names.add(name)
         model = pipeline.initial_model(stages_by_name[name]) or recipes[name].policy.model_name_or_path
     return "" if model == recipes[stage.name].policy.model_name_or_path else model
@@ -503,18 +503,18 @@ def _with_absolute_paths(
 
     A path is relative to the current folder, otherwise to the folder of the pipeline's file, otherwise to the folder of
     another configuration file of the stage. `base_folders` starts with the folder of the pipeline's file, followed by
-    those of its other files; `recipe_folders` has, by recipe file, its folder and those of the files that it extends.
+    the folders of its other files; `recipe_folders` maps a recipe file to its folder and those of the extended files.
     """
     stages, recipes = [], dict(pipeline.recipes)
     for stage in pipeline.stages:
         search_folders = (Path.cwd(), base_folders[0], *recipe_folders[stage.recipe], *base_folders[1:])
-        to_absolute = partial(_absolute_path, search_folders)
-        convert_reference_fn = partial(_convert_reference, to_absolute)
+        make_absolute = partial(_absolute_path, search_folders)
+        convert_reference_fn = partial(_convert_reference, make_absolute)
         stages.append(convert_references(stage, convert_reference_fn))
         recipe = convert_references(recipes[stage.name], convert_reference_fn)
-        recipes[stage.name] = recipe.copy_with(custom=with_absolute_media_paths(recipe.custom, to_absolute))
+        recipes[stage.name] = recipe.copy_with(custom=with_absolute_media_paths(recipe.custom, make_absolute))
     python_path = pipeline.config.python
-    # The path of the interpreter is left as it is if a stage runs on a work pool, on whose machines it may differ.
+    # Keep the path of the interpreter if a stage runs on a work pool, because it may differ on the machines there.
     if os.sep in python_path and not any(stage.work_pool for stage in stages):
         # Symbolic links are not resolved, because Python finds its virtual environment by the path of the link.
         python_path = os.path.abspath(os.path.expanduser(python_path))
@@ -522,22 +522,22 @@ def _with_absolute_paths(
     return pipeline.with_stages(stages, recipes)
 
 
-def _absolute_path(base_folders: Sequence[Path], text: str) -> str:
-    """Return the absolute path of `text` in the first of the folders that contains it, with links resolved; if none
-    does, return `text`. A link to a file with another suffix is not resolved, because the suffix selects the format:
+def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
+    """Return the absolute path of `name` in the first of the folders that contains it, with links resolved; if none
+    does, return `name`. A link to a file with another suffix is not resolved, because the suffix selects the format:
     links in the Hub's cache point to files without suffix."""
-    paths = (None if referenced_stage(text) is not None else existing_path(text, folder) for folder in base_folders)
+    paths = (None if referenced_stage(name) is not None else existing_path(name, folder) for folder in base_folders)
     path = next(filter(None, paths), None)
     if path is None:
-        return text
-    has_same_suffix = path.is_dir() or path.resolve().suffix == path.suffix
-    return str(path.resolve() if has_same_suffix else path.parent.resolve() / path.name)
+        return name
+    is_suffix_kept = path.is_dir() or path.resolve().suffix == path.suffix
+    return str(path.resolve() if is_suffix_kept else path.parent.resolve() / path.name)
 
 
-def _convert_reference(to_absolute: Callable[[str], str], reference_kind: ReferenceKind, reference: str) -> str:
+def _convert_reference(make_absolute: Callable[[str], str], reference_kind: ReferenceKind, reference: str) -> str:
     if reference_kind is ReferenceKind.PUBLICATION_TARGET:
-        return absolute_publication_target(reference, to_absolute)
+        return absolute_publication_target(reference, make_absolute)
     file_path, separator, object_name = reference.rpartition(":")
     if file_path.endswith(".py"):
-        return f"{to_absolute(file_path)}{separator}{object_name}"
-    return to_absolute(reference) if reference_kind is ReferenceKind.PATH and reference else reference
+        return f"{make_absolute(file_path)}{separator}{object_name}"
+    return make_absolute(reference) if reference_kind is ReferenceKind.PATH and reference else reference

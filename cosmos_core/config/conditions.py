@@ -20,7 +20,7 @@ _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?
 _NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 _LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte", "brier")
-_LOWER_IS_BETTER_NAMES = frozenset({"ter"})  # translation edit rate, which other names contain: filter, character
+_LOWER_IS_BETTER_NAMES = frozenset({"ter"})  # not a word, because `filter` contains `ter` (translation edit rate)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MetricCondition:
     operator: str
     threshold_text: str
     published_offset: float = 0.0
-    """Number that is added to the metric of the published model."""
+    """Number that is added to the metric of the published model to get the threshold."""
 
     @property
     def needs_published_model(self) -> bool:
@@ -49,21 +49,22 @@ class MetricCondition:
             return float(self.threshold_text)
         if published_value is None or not self.published_offset:
             return published_value
-        return round(published_value + self.published_offset, 12)  # for display: 0.1 + 0.2 is above 0.3
+        return round(published_value + self.published_offset, 12)  # remove rounding errors for messages
 
     def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
-        is_pattern = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
-        return name == self.metric or (is_pattern and fnmatchcase(name, self.metric))
+        may_match_pattern = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
+        return name == self.metric or (may_match_pattern and fnmatchcase(name, self.metric))
 
-    def is_satisfied(self, value: float, threshold: float | None, margin: float = 0.0) -> bool:
-        """Return True if the metric satisfies the condition even if it is worse than `value` by `margin`. If
-        `threshold` is None (no model was published yet), any value satisfies it; NaN never does."""
-        value_at_margin = value - margin if self.operator.startswith(">") else value + margin
-        # A value that differs from the sum of two numbers by a rounding error only is equal to it.
-        if threshold is not None and self.published_offset and abs(value_at_margin - threshold) <= _MAX_ROUNDING_ERROR:
-            value_at_margin = threshold
-        return not math.isnan(value) and (threshold is None or _COMPARISONS[self.operator](value_at_margin, threshold))
+    def is_satisfied(self, measured_value: float, threshold: float | None, margin: float = 0.0) -> bool:
+        """Return True if the measured value, made worse by `margin`, satisfies the condition. If `threshold` is None
+        because no model was published yet, every number satisfies it. NaN never satisfies it."""
+        worst_value = measured_value - margin if self.operator.startswith(">") else measured_value + margin
+        # Ignore a rounding error of the threshold, which is the sum of two numbers.
+        if threshold is not None and self.published_offset and abs(worst_value - threshold) <= _MAX_ROUNDING_ERROR:
+            worst_value = threshold
+        is_met = threshold is None or _COMPARISONS[self.operator](worst_value, threshold)
+        return is_met and not math.isnan(measured_value)
 
 
 def parse_condition(text: str) -> MetricCondition:
@@ -73,25 +74,25 @@ def parse_condition(text: str) -> MetricCondition:
         ValueError: the text has none of the forms of a condition.
     """
     if match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
-        metric, offset, number = match[1], match[2] or "0", None
+        metric, margin, bound = match[1], match[2] or "0", None
         comparison_operator, sign = ("<=", "+") if is_lower_better(metric) else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison_operator, number = match[1], match[2], match[5]
-        sign, offset = match[3] or "+", match[4] or "0"
-    if not match or not _is_number(offset) or (number is not None and not _is_number(number)):
+        metric, comparison_operator, bound = match[1], match[2], match[5]
+        sign, margin = match[3] or "+", match[4] or "0"
+    if not match or not _is_number(margin) or (bound is not None and not _is_number(bound)):
         raise ValueError(
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
-    return MetricCondition(text, metric, comparison_operator, number or _PUBLISHED_KEYWORD, float(f"{sign}{offset}"))
+    return MetricCondition(text, metric, comparison_operator, bound or _PUBLISHED_KEYWORD, float(f"{sign}{margin}"))
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return True if lower values of a metric are better, by the words in the last part of its name, except for
-    `loss/LABEL`, the loss of one data set of a mixture."""
+    """Return True if lower values of a metric are better. The words in the last part of its name decide, except for
+    `loss/LABEL`, the loss of one data set of a mixture, which is always better if lower."""
     last_part = metric.rpartition("/")[2].lower()
-    is_named = last_part in _LOWER_IS_BETTER_NAMES or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
-    return is_named or bool(re.search(r"\bloss/", metric))
+    is_word_match = last_part in _LOWER_IS_BETTER_NAMES or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
+    return is_word_match or bool(re.search(r"\bloss/", metric))
 
 
 def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
@@ -110,14 +111,14 @@ def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
     )
 
 
-def significance_margin(name: str, confidence: float, *measurements: Mapping[str, float]) -> float | None:
-    """Return the smallest difference between two measurements of the metric `name` that is significant at the given
+def significance_margin(metric: str, confidence: float, *measurements: Mapping[str, float]) -> float | None:
+    """Return the smallest difference between two measurements of the metric `metric` that is significant at the given
     `confidence` level (one-sided); None if the standard error of a measurement is unknown.
 
     The standard error is the metric `NAME_stderr`. For a fraction of held-out prompts it is computed from the number of
     prompts, with one success and one failure added, because a fraction of 0 or 1 of few prompts is not certain.
     """
-    std_errors = [error for metrics in measurements if (error := _standard_error(name, metrics)) is not None]
+    std_errors = [std_error for metrics in measurements if (std_error := _standard_error(metric, metrics)) is not None]
     return NormalDist().inv_cdf(confidence) * math.hypot(*std_errors) if len(std_errors) == len(measurements) else None
 
 
@@ -127,20 +128,20 @@ def is_fraction_of_prompts(metric: str) -> bool:
     return metric_name == "accuracy" or metric_name.startswith("pass@")
 
 
-def _standard_error(name: str, metrics: Mapping[str, float]) -> float | None:
-    if (standard_error := metrics.get(name + STANDARD_ERROR_SUFFIX)) is not None:
+def _standard_error(metric: str, metrics: Mapping[str, float]) -> float | None:
+    if (standard_error := metrics.get(metric + STANDARD_ERROR_SUFFIX)) is not None:
         return standard_error
-    num_prompts = metrics.get(f"{name.rpartition('/')[0]}/prompts", 0.0)
-    if num_prompts < 1 or not is_fraction_of_prompts(name):
+    num_prompts = metrics.get(f"{metric.rpartition('/')[0]}/prompts", 0.0)
+    if num_prompts < 1 or not is_fraction_of_prompts(metric):
         return None
-    if metrics[name] < 0 or metrics[name] > 1:  # the formula below is for a fraction, not for a percentage
+    if metrics[metric] < 0 or metrics[metric] > 1:  # a percentage has no known standard error, unlike a fraction
         return None
-    smoothed_fraction = (metrics[name] * num_prompts + 1) / (num_prompts + 2)
+    smoothed_fraction = (metrics[metric] * num_prompts + 1) / (num_prompts + 2)
     return math.sqrt(smoothed_fraction * (1 - smoothed_fraction) / num_prompts)
 
 
-def _is_number(text: str) -> bool:
+def _is_number(number_text: str) -> bool:
     try:
-        return not math.isnan(float(text))
+        return not math.isnan(float(number_text))
     except ValueError:
         return False

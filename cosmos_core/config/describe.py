@@ -43,7 +43,7 @@ class KeyDescription:
     """Description of one key of the schema."""
 
     name: str
-    """Dotted name of the key; a key in two tables of a union has one entry per table, distinguished by `table`."""
+    """Dotted name of the key. If two tables of a union have the key, each has a description with another `table`."""
     table: type[Table]
     type: str
     default: str
@@ -73,22 +73,22 @@ def find_key(name: str) -> list[KeyDescription]:
         ConfigError: there is no such key; the message suggests similar keys, or the replacement for a key of TRL.
     """
     key_name, trl_keys = RENAMED_KEYS.get(name) or current_key(name), trl.keys_for_trl_name(name)
-    keys = [key for key in all_keys() if key.name == key_name]
+    descriptions = [key for key in all_keys() if key.name == key_name]
     keys_with_same_name = [key for key in all_keys() if key.name.rpartition(".")[2] == name]
     if key_name in INEFFECTIVE_KEYS and not keys_with_same_name and not trl_keys:
         raise ConfigError(f"{name} does nothing in any version; it would have meant {INEFFECTIVE_KEYS[key_name]}")
-    keys = keys or [key for key in all_keys() if key.name in trl_keys or key in keys_with_same_name]
-    if not keys:
+    descriptions = descriptions or [key for key in all_keys() if key.name in trl_keys or key in keys_with_same_name]
+    if not descriptions:
         suggestion = trl.describe_equivalent_key(name) or _suggest_keys(name)
         raise ConfigError(shorten_message(f"{name}: unknown key{suggestion}"))
-    return keys
+    return descriptions
 
 
 def _suggest_keys(name: str) -> str:
     """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
     known_keys = sorted({key.name for key in all_keys()})
     similar_keys = [key for key in known_keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:  # because comparing a longer name is slow
+    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:  # comparing a longer name is slow
         # Keys with as many dotted parts as `name` come first, so that no table such as `train` is suggested for a key.
         same_depth_keys = [key for key in known_keys if key.count(".") == name.count(".")]
         similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, known_keys))
@@ -97,21 +97,21 @@ def _suggest_keys(name: str) -> str:
     return f"; did you mean {suggestion_text}?" if similar_keys else "; `cosmos config coverage` lists them all"
 
 
-def find_kinds_that_read_key(key: KeyDescription, kinds: Mapping[str, StageKind]) -> list[str]:
+def find_kinds_that_read_key(key: KeyDescription, stage_kinds: Mapping[str, StageKind]) -> list[str]:
     """Return the names of the stage kinds that read a key."""
     if key.name.startswith("pipeline."):
         return []
-    return [kind.name for kind in kinds.values() if kind.reads_key(key.name)]
+    return [stage_kind.name for stage_kind in stage_kinds.values() if stage_kind.reads_key(key.name)]
 
 
 @cache
 def effect_test_by_key() -> Mapping[str, str]:
     """Return a mapping from each key to the name of the test that shows its effect."""
     keys_by_test = tomllib.loads(files("cosmos_core.config").joinpath("effects.toml").read_text(encoding="utf-8"))
-    return {key: test for test, keys in keys_by_test.items() for key in keys}
+    return {key: test_name for test_name, tested_keys in keys_by_test.items() for key in tested_keys}
 
 
-def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
+def explain_key(name: str, stage_kinds: Mapping[str, StageKind]) -> Iterator[str]:
     """Yield lines that describe a key: type, default, unit, description, status.
 
     Raises:
@@ -129,18 +129,18 @@ def explain_key(name: str, kinds: Mapping[str, StageKind]) -> Iterator[str]:
             "default": key.default,
             "unit": key.unit,
             "since": key.since,
-            "used by": ", ".join(find_kinds_that_read_key(key, kinds)) if key.status == "used" else "",
+            "used by": ", ".join(find_kinds_that_read_key(key, stage_kinds)) if key.status == "used" else "",
             "status": key.status + (f": {key.note}" if key.note else ""),
             "test": effect_test_by_key().get(key.name, ""),
         }
-        yield from (f"  {label:<9} {text}" for label, text in key_properties.items() if text)
+        yield from (f"  {property_name:<9} {text}" for property_name, text in key_properties.items() if text)
 
 
 def _describe_field(
     name: str, table: type[Table], field: FieldInfo, status_by_table: Mapping[str, KeyStatus]
 ) -> KeyDescription:
-    """Return the description of a field. If its table has no effect by `status_by_table`, the field has none."""
-    unit: FieldUnit | None = find_metadata(field, FieldUnit)
+    """Return the description of a field; a used field has the status of its table in `status_by_table`."""
+    field_unit: FieldUnit | None = find_metadata(field, FieldUnit)
     introduced_in: IntroducedIn | None = find_metadata(field, IntroducedIn)
     supported_values: SupportedValues | None = find_metadata(field, SupportedValues)
     key_status = support_status(field)
@@ -152,7 +152,7 @@ def _describe_field(
         table=table,
         type=toml_type_name(field.annotation),
         default="required" if field.is_required() else toml_text(field.get_default(call_default_factory=True)),
-        unit=unit.name if unit else "",
+        unit=field_unit.name if field_unit else "",
         description=" ".join((field.description or _field_docstrings(table).get(name.rpartition(".")[2], "")).split()),
         status=key_status.name,
         note=key_status.note or (supported_values.note if supported_values else ""),
@@ -171,16 +171,16 @@ def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
 
 
 @cache
-def _class_docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+def _class_docstrings(module_name: str) -> Mapping[str, Mapping[str, str]]:
     """Return the docstring of each field of each class in a module, by class name."""
     docstrings: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+    for node in ast.parse(inspect.getsource(sys.modules[module_name])).body:
         if isinstance(node, ast.ClassDef):
-            fields = docstrings.setdefault(node.name, {})
+            field_docstrings = docstrings.setdefault(node.name, {})
             for class_node, next_node in pairwise(node.body):
                 match class_node, next_node:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        fields[name] = text
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                        field_docstrings[name] = docstring
     return docstrings
 
 
@@ -201,20 +201,20 @@ def toml_text(value: Any) -> str:
     return str(value)
 
 
-def toml_type_name(annotation: Any) -> str:
+def toml_type_name(type_annotation: Any) -> str:
     """Return the TOML name of a Python type, such as `list of strings`."""
-    type_origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation in _TOML_TYPE_NAMES:
-        return _TOML_TYPE_NAMES[annotation]
+    type_origin, type_arguments = get_origin(type_annotation), get_args(type_annotation)
+    if type_annotation in _TOML_TYPE_NAMES:
+        return _TOML_TYPE_NAMES[type_annotation]
     if type_origin is Annotated:
-        return toml_type_name(arguments[0])
+        return toml_type_name(type_arguments[0])
     if type_origin is Literal:
-        return " or ".join(toml_text(value) for value in arguments)
+        return " or ".join(toml_text(literal_value) for literal_value in type_arguments)
     if type_origin in {Union, types.UnionType}:
-        return " or ".join(toml_type_name(argument) for argument in arguments if argument is not type(None))
+        return " or ".join(toml_type_name(argument) for argument in type_arguments if argument is not type(None))
     if type_origin is tuple:
-        item_types = [toml_type_name(argument) for argument in arguments if argument is not Ellipsis]
-        return f"list of {item_types[0]}s" if Ellipsis in arguments else f"[{', '.join(item_types)}]"
+        item_types = [toml_type_name(argument) for argument in type_arguments if argument is not Ellipsis]
+        return f"list of {item_types[0]}s" if Ellipsis in type_arguments else f"[{', '.join(item_types)}]"
     if type_origin is dict:
-        return f"table of {toml_type_name(arguments[1])}s" if arguments[1] is not Any else "table"
-    return "table" if find_table_classes(annotation) else "any value"
+        return f"table of {toml_type_name(type_arguments[1])}s" if type_arguments[1] is not Any else "table"
+    return "table" if find_table_classes(type_annotation) else "any value"

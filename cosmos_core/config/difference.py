@@ -13,10 +13,10 @@ _STAGE_RECIPE_KEYS = ("recipe", "overrides")
 
 
 def pipeline_differences(old_pipeline: Pipeline, new_pipeline: Pipeline) -> Iterator[str]:
-    """Yield lines `key: old -> new`, with a stage name unless all stages share it; defaults are compared too."""
+    """Yield lines `key: old -> new`, with a stage name unless the change is the same in all stages."""
     pipelines = (old_pipeline, new_pipeline)
-    configs = (flatten_tables(pipeline.config.model_dump(exclude={"stages"})) for pipeline in pipelines)
-    yield from _format_differences("pipeline.", *configs)
+    pipeline_settings = (flatten_tables(pipeline.config.model_dump(exclude={"stages"})) for pipeline in pipelines)
+    yield from _format_differences("pipeline.", *pipeline_settings)
     stage_names = [stage.name for stage in old_pipeline.stages]
     changes_by_stage: dict[str, list[str]] = {}
     for name in stage_names + [stage.name for stage in new_pipeline.stages if stage.name not in stage_names]:
@@ -35,13 +35,13 @@ def _flatten_stage_settings(pipeline: Pipeline, name: str) -> dict[str, Any] | N
     return flatten_tables(stage_settings) | flatten_tables(pipeline.recipes[name].model_dump())
 
 
-def _format_differences(prefix: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Iterator[str]:
+def _format_differences(key_prefix: str, old_values: dict[str, Any], new_values: dict[str, Any]) -> Iterator[str]:
     for key in [*old_values, *(key for key in new_values if key not in old_values)]:
-        values = [table[key] for table in (old_values, new_values) if key in table]
-        if len(values) == 1 or toml_text(values[0]) != toml_text(values[1]):
+        setting_values = [table[key] for table in (old_values, new_values) if key in table]
+        if len(setting_values) == 1 or toml_text(setting_values[0]) != toml_text(setting_values[1]):
             tables = (old_values, new_values)
-            texts = (toml_text(mask_settings(each[key], key)) if key in each else "nothing" for each in tables)
-            yield f"{prefix}{key}: {' -> '.join(texts)}"
+            value_texts = (toml_text(mask_settings(each[key], key)) if key in each else "nothing" for each in tables)
+            yield f"{key_prefix}{key}: {' -> '.join(value_texts)}"
 
 
 def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator[tuple[str, ChangeT]]:
@@ -52,10 +52,10 @@ def group_changes_by_stage(changes: Mapping[str, Sequence[ChangeT]]) -> Iterator
     yield from ((name, change) for name, lines in changes.items() for change in lines if change not in common_changes)
 
 
-def flatten_tables(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tables(nested_tables: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one table with dotted keys; an empty table remains a value."""
     flat_values: dict[str, Any] = {}
-    for key, value in values.items():
-        is_nested = isinstance(value, dict) and value
-        flat_values |= flatten_tables(value, f"{prefix}{key}.") if is_nested else {prefix + key: value}
+    for key, setting in nested_tables.items():
+        is_nested = isinstance(setting, dict) and setting
+        flat_values |= flatten_tables(setting, f"{key_prefix}{key}.") if is_nested else {key_prefix + key: setting}
     return flat_values

@@ -37,23 +37,23 @@ def _make_policy_type_optional(schema: dict[str, Any]) -> None:
     """Make `type` of `train_policy` optional, since a file named in `extends` may set it, or other keys imply it."""
     for name in ("SftConfig", "DpoConfig", "KtoConfig"):
         schema["$defs"][name]["required"].remove("type")
-    field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
-    field["anyOf"] = field.pop("oneOf")
-    field.pop("discriminator", None)
+    policy_field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
+    policy_field["anyOf"] = policy_field.pop("oneOf")
+    policy_field.pop("discriminator", None)
 
 
 def _add_deprecated_key(schema: dict[str, Any], key: str, description: str) -> None:
     """Add an old key, marked as deprecated, to every table in which it may occur."""
-    *parent_names, name = key.split(".")
-    tables = [schema]
+    *parent_names, key_name = key.split(".")
+    table_schemas = [schema]
     for parent_name in parent_names:
-        fields = [table.get("properties", {}).get(parent_name, {}) for table in tables]
-        tables = [subtable for field in fields for subtable in _referenced_schemas(schema, field)]
-    for table in tables:
-        table["properties"].setdefault(name, {"deprecated": True, "description": description})
+        field_schemas = [table_schema.get("properties", {}).get(parent_name, {}) for table_schema in table_schemas]
+        table_schemas = [subtable for field in field_schemas for subtable in _referenced_schemas(schema, field)]
+    for table_schema in table_schemas:
+        table_schema["properties"].setdefault(key_name, {"deprecated": True, "description": description})
 
 
 def _referenced_schemas(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
     union_members = [field, *field.get("anyOf", []), *field.get("oneOf", []), *field.get("allOf", [])]
-    names = [member["$ref"].rpartition("/")[2] for member in union_members if "$ref" in member]
-    return [schema["$defs"][name] for name in names]
+    definition_names = [member["$ref"].rpartition("/")[2] for member in union_members if "$ref" in member]
+    return [schema["$defs"][name] for name in definition_names]

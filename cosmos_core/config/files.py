@@ -19,52 +19,54 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
     Raises:
         ConfigError: a file cannot be read, or the files extend each other in a circle.
     """
-    values, folders = _read_with_extends(path, notices, ())
-    for file in overriding_files:
-        overriding_values, overriding_folders = _read_with_extends(file, notices, ())
-        values = merge_tables(values, _with_absolute_recipe_paths(overriding_values, file))
-        folders = overriding_folders + folders
-    return values, folders
+    config_values, config_folders = _read_with_extends(path, notices, ())
+    for overriding_file in overriding_files:
+        overriding_values, overriding_folders = _read_with_extends(overriding_file, notices, ())
+        config_values = merge_tables(config_values, _with_absolute_recipe_paths(overriding_values, overriding_file))
+        config_folders = overriding_folders + config_folders
+    return config_values, config_folders
 
 
-def _read_with_extends(path: Path, notices: list[str], parents: tuple[Path, ...]) -> tuple[TomlTable, list[Path]]:
+def _read_with_extends(
+    path: Path, notices: list[str], extending_files: tuple[Path, ...]
+) -> tuple[TomlTable, list[Path]]:
     resolved_path = Path(os.path.realpath(path))  # os.path.realpath, unlike Path.resolve, accepts a cycle of links
-    if (depth := len(parents)) == MAX_NESTING_DEPTH:
+    if (depth := len(extending_files)) == MAX_NESTING_DEPTH:
         raise ConfigError(f"{path}: behind {depth} files that extend each other, the most that there may be")
-    if resolved_path in parents:
-        file_cycle_text = " -> ".join(str(base_file) for base_file in (*parents, resolved_path))
+    if resolved_path in extending_files:
+        file_cycle_text = " -> ".join(str(base_file) for base_file in (*extending_files, resolved_path))
         raise ConfigError(f"{path}: extends itself: {file_cycle_text}")
-    values = with_current_keys(read_toml(path), str(path), notices)
-    for stage in _list_stage_tables(values):
+    config_values = with_current_keys(read_toml(path), str(path), notices)
+    for stage in _list_stage_tables(config_values):
         if isinstance(stage.get("overrides"), dict):
             error_prefix = f"{path}: stage {stage.get('name')!r}: overrides"
             stage["overrides"] = with_current_keys(stage["overrides"], error_prefix, notices)
-    base_names = values.pop("extends", [])
-    base_names = [base_names] if isinstance(base_names, str) else base_names
-    if not isinstance(base_names, list) or not all(isinstance(name, str) and name for name in base_names):
-        raise ConfigError(f"{path}: extends = {base_names!r}: must be a file or a list of files, relative to this one")
+    base_files = config_values.pop("extends", [])
+    base_files = [base_files] if isinstance(base_files, str) else base_files
+    if not isinstance(base_files, list) or not all(isinstance(name, str) and name for name in base_files):
+        raise ConfigError(f"{path}: extends = {base_files!r}: must be a file or a list of files, relative to this one")
     merged_values: TomlTable = {}
-    folders: list[Path] = []
-    for name in base_names:
+    config_folders: list[Path] = []
+    for name in base_files:
         base_file = path.parent / name
         if not os.path.exists(base_file):  # os.path.exists, unlike Path.exists, raises no error for an invalid path
             raise ConfigError(f"{path}: extends = {name!r}: no such file ({base_file})")
-        base_values, base_folders = _read_with_extends(base_file, notices, (*parents, resolved_path))
+        base_values, base_folders = _read_with_extends(base_file, notices, (*extending_files, resolved_path))
         merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(base_values, base_file))
-        folders = base_folders + folders
-    return merge_tables(merged_values, values), [path.parent, *folders]
+        config_folders = base_folders + config_folders
+    return merge_tables(merged_values, config_values), [path.parent, *config_folders]
 
 
-def _with_absolute_recipe_paths(values: TomlTable, config_file: Path) -> TomlTable:
-    """Return `values` with absolute paths in the keys `recipe`, which start from the folder of `config_file`."""
-    for stage in _list_stage_tables(values):
+def _with_absolute_recipe_paths(config_values: TomlTable, config_file: Path) -> TomlTable:
+    """Return `config_values` with absolute paths in the keys `recipe`, which start from the folder of `config_file`."""
+    for stage in _list_stage_tables(config_values):
         if isinstance(stage.get("recipe"), str) and stage["recipe"]:
             stage["recipe"] = os.path.realpath(config_file.parent / stage["recipe"])
-    return values
+    return config_values
 
 
-def _list_stage_tables(values: TomlTable) -> list[TomlTable]:
+def _list_stage_tables(config_values: TomlTable) -> list[TomlTable]:
     """Return the tables in `[[pipeline.stages]]`; the schema refuses entries that are not tables."""
-    pipeline = values.get("pipeline")
-    stages = pipeline.get("stages") if isinstance(pipeline, dict) else None
-    return [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    pipeline_table = config_values.get("pipeline")
+    stage_tables = pipeline_table.get("stages") if isinstance(pipeline_table, dict) else None
+    return [stage for stage in stage_tables if isinstance(stage, dict)] if isinstance(stage_tables, list) else []

@@ -83,23 +83,23 @@ def is_s3_url(name: str) -> bool:
     return name.startswith("s3://")
 
 
-def existing_path(path_text: str, base_folder: Path) -> Path | None:
+def existing_path(path_or_name: str, base_folder: Path) -> Path | None:
     """Return the path of a file or folder, relative to `base_folder`; None if it does not exist, as for a Hub id."""
     try:
-        path = base_folder / Path(path_text).expanduser()
+        path = base_folder / Path(path_or_name).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError):  # the path is too long, or the user of `~USER` is unknown
         return None
 
 
-def read_card_metadata(folder: Path) -> dict[str, Any]:
+def read_card_metadata(model_or_data_folder: Path) -> dict[str, Any]:
     """Return the metadata in the README.md of a model or data set; empty if there is none, or it is no valid YAML."""
-    if not (file := folder / "README.md").is_file():
+    if not (card_file := model_or_data_folder / "README.md").is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
 
     with suppress(OSError, ValueError, yaml.YAMLError):
-        return metadata_load(file) or {}
+        return metadata_load(card_file) or {}
     return {}
 
 
@@ -110,7 +110,7 @@ def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[S
         ConfigError: the image settings of the recipe are invalid, see `config.media.image_settings`.
     """
     model_inputs = tuple(_model_inputs(stage, recipe, kind))
-    row_inputs = _row_inputs(stage, recipe, kind, next((each for each in model_inputs if each.role == "model"), None))
+    row_inputs = _row_inputs(stage, recipe, kind, next((item for item in model_inputs if item.role == "model"), None))
     file_inputs = (*_benchmark_inputs(recipe, kind), *_file_inputs(stage, recipe))
     return (*model_inputs, *row_inputs, *file_inputs, *_code_inputs(stage, recipe, kind))
 
@@ -118,24 +118,24 @@ def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[S
 def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
     policy, reads_weights = recipe.policy, stage_kind.reads_model == "weights"
     may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # user code may read any file of the model
-    patterns = ALL_FILES if may_read_any_file else TRAINING_FILES
+    file_patterns = ALL_FILES if may_read_any_file else TRAINING_FILES
     if stage_kind.reads_model == "tokenizer":
-        patterns = policy.modality.encoder_files
+        file_patterns = policy.modality.encoder_files
     key, name = "policy.model_name_or_path", policy.model_name_or_path if stage_kind.reads_model else ""
     if stage.model:
         key, name = "model", stage.model
     if name:
-        model = StageInput(key, "model", *_locate_model_or_dataset(name), patterns, policy.model_revision)
-        yield model
-        if model.location_type == "folder" and not may_read_any_file:
-            yield StageInput(key, "end_tokens", f"{model.location}/generation_config.json", "folder")
+        model_input = StageInput(key, "model", *_locate_model_or_dataset(name), file_patterns, policy.model_revision)
+        yield model_input
+        if model_input.location_type == "folder" and not may_read_any_file:
+            yield StageInput(key, "end_tokens", f"{model_input.location}/generation_config.json", "folder")
             if reads_weights:
-                yield replace(model, role="carried", patterns=_NON_TRAINING_FILES)
-        if reads_weights and model.location_type != "stage" and policy.model_safetensor_path:
+                yield replace(model_input, role="carried", patterns=_NON_TRAINING_FILES)
+        if reads_weights and model_input.location_type != "stage" and policy.model_safetensor_path:
             yield from _weight_inputs(policy.model_safetensor_path)
     if teacher := recipe.teacher_for_stage(stage_kind):
         location = _locate_model_or_dataset(teacher.model_name_or_path)
-        yield StageInput("distillation.model_name_or_path", "teacher", *location, patterns, teacher.model_revision)
+        yield StageInput("distillation.model_name_or_path", "teacher", *location, file_patterns, teacher.model_revision)
     # The manifest stands for the whole checkpoint, because it contains the digests of all other files.
     if stage_kind.trains_model and isinstance(recipe.train.resume, str):
         yield StageInput("train.resume", "resume", f"{_to_existing_path(recipe.train.resume)}/manifest.json", "folder")
@@ -161,17 +161,17 @@ def _row_inputs(
     reads_raw_rows, policy_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
     annotation_path = image_config.annotation_path
     has_rows_file = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotation_path, Path.cwd()))
-    names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if has_rows_file else ""}
+    dataset_names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if has_rows_file else ""}
     for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
         if dataset_key not in policy_by_dataset or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
-            names_by_key[f"{dataset_key}.{key}"] = getattr(dataset, key)
-        names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
+            dataset_names_by_key[f"{dataset_key}.{key}"] = getattr(dataset, key)
+        dataset_names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
     datasets = [source.dataset for source in policy_by_dataset.values()]
     has_dataset_name = any(dataset.name or getattr(dataset, "local_dir", "") for dataset in datasets)
     if reads_raw_rows and not (stage.data or annotation_path or has_dataset_name):
         yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
-    for key, name in names_by_key.items():
+    for key, name in dataset_names_by_key.items():
         if name:
             rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.accepts_prompt_set_names)
             table = recipe.datasets.get(key.removesuffix(".name"))
@@ -200,16 +200,16 @@ def _dataset_input(key: str, name: str, file_patterns: tuple[str, ...], *, allow
     return StageInput(key, "data", location, location_type, file_patterns)
 
 
-def _find_media_folder(stage: StageConfig, recipe: Recipe, images: ImageSettings, model: StageInput | None) -> str:
+def _find_media_folder(stage: StageConfig, recipe: Recipe, settings: ImageSettings, model: StageInput | None) -> str:
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
     Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
     """
-    if images.media_path:
-        return _to_existing_path(images.media_path)
-    rows_path = images.annotation_path
+    if settings.media_path:
+        return _to_existing_path(settings.media_path)
+    rows_path = settings.annotation_path
     model_folder = model.location if model and model.location_type == "folder" else ""
     if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
         first_dataset = next(iter(recipe.datasets.values()))
@@ -226,8 +226,8 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageIn
             yield replace(prompt_set_input, location_type="folder")
     key = "evaluate.include_path"
     if stage_kind.reads_key(key) and (task_folder := recipe.evaluate.include_path):
-        yield StageInput(key, "data", location := _to_existing_path(task_folder), "folder", LM_EVAL_TASK_FILES)
-        yield from (StageInput(key, "data", str(file), "folder") for file in _local_data_files(Path(location)))
+        yield StageInput(key, "data", task_path := _to_existing_path(task_folder), "folder", LM_EVAL_TASK_FILES)
+        yield from (StageInput(key, "data", str(file), "folder") for file in _local_data_files(Path(task_path)))
 
 
 class _TaskYamlLoader(yaml.SafeLoader):
@@ -237,16 +237,16 @@ class _TaskYamlLoader(yaml.SafeLoader):
 _TaskYamlLoader.add_multi_constructor("!", lambda _loader, _tag, _node: None)
 
 
-def _local_data_files(folder: Path) -> list[Path]:
-    """Return the sorted local data files and folders that the lm-eval tasks (YAML files) below `folder` name in
+def _local_data_files(task_folder: Path) -> list[Path]:
+    """Return the sorted local data files and folders that the lm-eval tasks (YAML files) below `task_folder` name in
     `dataset_path`, or in `data_files` and `data_dir` of `dataset_kwargs`.
 
     A relative path starts from the working directory, as in lm-eval. A missing file is left out, because lm-eval itself
     refuses the task that needs it.
     """
     # The pattern has no dot, so that it also matches templates without a suffix, such as `_default_template_yaml`.
-    patterns = {pattern for task_file in folder.rglob("*yaml") for pattern in _find_data_patterns(task_file)}
-    return sorted({Path(path).absolute() for pattern in patterns for path in glob.glob(pattern, recursive=True)})
+    path_patterns = {pattern for task_file in task_folder.rglob("*yaml") for pattern in _find_data_patterns(task_file)}
+    return sorted({Path(path).absolute() for pattern in path_patterns for path in glob.glob(pattern, recursive=True)})
 
 
 def _find_data_patterns(task_file: Path) -> Iterator[str]:
@@ -255,17 +255,17 @@ def _find_data_patterns(task_file: Path) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError):  # skip an invalid task file, because lm-eval reports its error
         return
     if isinstance(task, dict):
-        arguments = task.get("dataset_kwargs")
-        arguments = arguments if isinstance(arguments, dict) else {}
-        yield from _find_strings([task.get("dataset_path"), arguments.get("data_files"), arguments.get("data_dir")])
+        load_kwargs = task.get("dataset_kwargs")
+        load_kwargs = load_kwargs if isinstance(load_kwargs, dict) else {}
+        yield from _find_strings([task.get("dataset_path"), load_kwargs.get("data_files"), load_kwargs.get("data_dir")])
 
 
 def _find_strings(yaml_value: Any) -> Iterator[str]:
     if isinstance(yaml_value, str):
         yield yaml_value
     elif isinstance(yaml_value, list | dict):
-        for item in yaml_value.values() if isinstance(yaml_value, dict) else yaml_value:
-            yield from _find_strings(item)
+        for child in yaml_value.values() if isinstance(yaml_value, dict) else yaml_value:
+            yield from _find_strings(child)
 
 
 def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
@@ -275,9 +275,9 @@ def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
         key = "rollout.multi_turn_config.custom_chat_template_path"
         yield StageInput(key, "chat_template", _to_existing_path(template_path), "folder")
     if chat_template:
-        is_file = os.path.isfile(path := _to_existing_path(chat_template))
-        location_type: LocationType = "folder" if is_file else "literal"
-        yield StageInput("policy.chat_template", "template", path if is_file else chat_template, location_type)
+        is_template_file = os.path.isfile(path := _to_existing_path(chat_template))
+        location_type: LocationType = "folder" if is_template_file else "literal"
+        yield StageInput("policy.chat_template", "template", path if is_template_file else chat_template, location_type)
     if stage.reward_service and not stage.reward_service.startswith(BLOCK_PREFIX):
         service_path = _to_existing_path(stage.reward_service)
         yield StageInput("reward_service", "reward_service", service_path, "folder")
@@ -292,9 +292,9 @@ def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
         tables = read_toml(config_file).get("reward_args")
     except ConfigError:  # skip an invalid file, because the reward service reports its error
         return
-    tables = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
-    names = [str(table.get(key, "")) for table in tables for key in ("entry", "model_path")]
-    for name in filter(None, dict.fromkeys(names)):
+    reward_tables = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    code_or_model_names = [str(table.get(key, "")) for table in reward_tables for key in ("entry", "model_path")]
+    for name in filter(None, dict.fromkeys(code_or_model_names)):
         module_name, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
         path = existing_path(module_name, Path.cwd()) or existing_path(module_name, config_file.parent)
         with suppress(ConfigError):
@@ -309,15 +309,15 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
         yield StageInput("entry", "entry", stage.entry, "code")
     if is_import_path(publication_target := split_publication_target(stage.target)[0]):
         yield StageInput("target", "target", publication_target, "code")
-    policy, explicit_rewards = recipe.train.train_policy, recipe.validation.reward_function
-    for key, field, value, _ in active_fields(recipe):
+    policy, held_out_rewards = recipe.train.train_policy, recipe.validation.reward_function
+    for key, field, setting_value, _ in active_fields(recipe):
         if find_metadata(field, ReferenceKind) is ReferenceKind.CODE:
-            names = (value,) if isinstance(value, str) else value or ()
+            names = (setting_value,) if isinstance(setting_value, str) else setting_value or ()
             role: InputRole = "code" if affects_result(field) else "hook"
-            rewards = {*policy.validation_rewards, *explicit_rewards, *recipe.evaluate.rewards}
-            yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in rewards)
+            all_rewards = {*policy.validation_rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in all_rewards)
     reward_names: dict[str, Iterable[str]] = {
-        "train.train_policy.reward_function": policy.validation_rewards, "validation.reward_function": explicit_rewards
+        "train.train_policy.reward_function": policy.validation_rewards, "validation.reward_function": held_out_rewards
     }  # fmt: skip
     if stage_kind.reads_key(EVALUATION_REWARDS_KEY):
         reward_names = {EVALUATION_REWARDS_KEY: recipe.evaluate.rewards}
@@ -326,8 +326,8 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
     runs_reward_functions = stage_kind.scores or stage_kind.trains_model or EVALUATION_REWARDS_KEY in reward_names
     for name in dict.fromkeys(name for names in reward_names.values() for name in names if runs_reward_functions):
         reward_table = recipe.custom.get(name)
-        for custom_key, value in reward_table.items() if isinstance(reward_table, dict) else ():
-            if isinstance(value, str) and value and (path := existing_path(value, Path.cwd())):
+        for custom_key, setting_value in reward_table.items() if isinstance(reward_table, dict) else ():
+            if isinstance(setting_value, str) and setting_value and (path := existing_path(setting_value, Path.cwd())):
                 yield StageInput(f"custom.{name}.{custom_key}", "rewards", str(path), "folder")
     if stage_kind.reads_data == "source":
         dataset_names = [source.dataset.name for source in policy.tables_by_dataset.values()]

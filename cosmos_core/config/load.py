@@ -43,9 +43,9 @@ def read_toml(path: Path) -> TomlTable:
         ConfigError: the file is missing, unreadable, too large or not TOML; the message names the line.
     """
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        values = _parse_toml(content) if len(content) <= MAX_FILE_BYTES else None
+        with open(path, "rb") as toml_file:
+            file_content = toml_file.read(MAX_FILE_BYTES + 1)
+        parsed_values = _parse_toml(file_content) if len(file_content) <= MAX_FILE_BYTES else None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -57,24 +57,24 @@ def read_toml(path: Path) -> TomlTable:
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_NESTING_DEPTH} tables deep") from None
     except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
-        format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
-        format_hint = f"a configuration is TOML, not {format_name}; write [table] and key = value"
-        problem = format_hint if format_name else "not valid TOML"
-        raise ConfigError(f"{path}: {problem}: {_join_lines(str(error))}") from error
-    if values is None:
+        other_format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
+        other_format_hint = f"a configuration is TOML, not {other_format_name}; write [table] and key = value"
+        problem_text = other_format_hint if other_format_name else "not valid TOML"
+        raise ConfigError(f"{path}: {problem_text}: {_join_lines(str(error))}") from error
+    if parsed_values is None:
         raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes, the most that a configuration may have")
-    if problem := describe_unsupported_value(values):
-        raise ConfigError(f"{path}: {problem}")
-    return values
+    if problem_text := describe_unsupported_value(parsed_values):
+        raise ConfigError(f"{path}: {problem_text}")
+    return parsed_values
 
 
 @lru_cache(maxsize=4)  # cached, because the state file of a large run (half a megabyte) is parsed several times
-def _parse_toml(content: bytes) -> TomlTable:
-    return tomllib.loads(content.decode("utf-8-sig"))
+def _parse_toml(file_content: bytes) -> TomlTable:
+    return tomllib.loads(file_content.decode("utf-8-sig"))
 
 
 def parse_table(
-    table: type[TableT], values: Any, *, source: str, prefix: str = "", notices: list[str] | None = None
+    table: type[TableT], values: Any, *, error_prefix: str, key_prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
     """Return `values` as a validated `table`; a validator that changes a value of the user adds a message to `notices`.
 
@@ -86,34 +86,35 @@ def parse_table(
     except ValidationError as error:
         # Report a misspelt key first, because it often causes the other errors.
         validation_errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
-        locations = [[str(key) for key in _error_location_keys(table, each)] for each in validation_errors]
+        key_paths = [[str(key) for key in _error_location_keys(table, each)] for each in validation_errors]
         # Pydantic reports an error for each type that a value may have; the most deeply nested error fits best.
-        indices = [i for i, keys in enumerate(locations) if keys[: len(locations[0])] == locations[0]]
-        location, details = max(((locations[i], validation_errors[i]) for i in indices), key=lambda pair: len(pair[0]))
-        error_message = _describe_validation_error(table, details, location, prefix, values)
-        keys = dict.fromkeys(_printable_key(each, prefix) for each in locations)
-        other_keys = [key for key in keys if key != _printable_key(location, prefix)]
-        raise ConfigError(f"{source}: {error_message}{_format_other_keys(other_keys)}") from error
+        same_key_indices = [i for i, all_keys in enumerate(key_paths) if all_keys[: len(key_paths[0])] == key_paths[0]]
+        deepest_index = max(same_key_indices, key=lambda i: len(key_paths[i]))
+        key_path, details = key_paths[deepest_index], validation_errors[deepest_index]
+        error_message = _describe_validation_error(table, details, key_path, key_prefix, values)
+        all_keys = dict.fromkeys(_printable_key(each, key_prefix) for each in key_paths)
+        other_keys = [key for key in all_keys if key != _printable_key(key_path, key_prefix)]
+        raise ConfigError(f"{error_prefix}: {error_message}{_format_other_keys(other_keys)}") from error
 
 
 class OverrideTable(dict[str, Any]):
     """Table made from a dotted key such as `a.b = 1`; merged over another table, it keeps that table's other keys."""
 
 
-def nest_value(keys: Sequence[str], value: Any) -> Any:
-    """Return `value` inside nested tables, with one table for each key in `keys`."""
+def nest_value(keys: Sequence[str], nested_value: Any) -> Any:
+    """Return `nested_value` inside nested tables, with one table for each key in `keys`."""
     for key in reversed(keys):
-        value = OverrideTable({key: value})
-    return value
+        nested_value = OverrideTable({key: nested_value})
+    return nested_value
 
 
-def merge_tables(base: Mapping[str, Any], overriding_values: Mapping[str, Any], table_key: str = "") -> TomlTable:
-    """Return `base` with `overriding_values` merged into it: tables are merged, and all other values are replaced,
+def merge_tables(old_table: Mapping[str, Any], overriding_values: Mapping[str, Any], table_key: str = "") -> TomlTable:
+    """Return `old_table` with `overriding_values` merged into it: tables are merged, and all other values are replaced,
     including tables whose keys are names that the user chooses, such as rewards with their weights.
 
     `table_key` is the dotted key of both tables; it is empty for a recipe, and for an entry of `[[pipeline.stages]]`.
     """
-    merged_values = type(base)(base) if isinstance(base, dict) else dict(base)
+    merged_values = type(old_table)(old_table) if isinstance(old_table, dict) else dict(old_table)
     for name, value in overriding_values.items():
         old_value, key = merged_values.get(name), f"{table_key}.{name}".removeprefix(".").removeprefix("overrides.")
         if isinstance(old_value, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old_value, value):
@@ -138,20 +139,20 @@ def _list_tables_with_user_chosen_keys() -> frozenset[str]:
     return frozenset(key for key, _, field in all_fields(Recipe) if _has_user_chosen_keys(field.annotation))
 
 
-def _has_user_chosen_keys(annotation: Any) -> bool:
-    arguments = get_args(annotation)
-    if get_origin(annotation) is dict:
-        return arguments[1] is not Any  # tables of any values, such as `[custom]`, are merged like other tables
-    return any(map(_has_user_chosen_keys, arguments))
+def _has_user_chosen_keys(type_annotation: Any) -> bool:
+    type_arguments = get_args(type_annotation)
+    if get_origin(type_annotation) is dict:
+        return type_arguments[1] is not Any  # tables of any values, such as `[custom]`, are merged like other tables
+    return any(map(_has_user_chosen_keys, type_arguments))
 
 
-def without_none(value: Any) -> Any:
+def without_none(toml_value: Any) -> Any:
     """Return the value in a form that TOML supports: without keys that are None, and with lists in place of tuples."""
-    if isinstance(value, Mapping):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_none(item) for item in value]
-    return value
+    if isinstance(toml_value, Mapping):
+        return {key: without_none(child) for key, child in toml_value.items() if child is not None}
+    if isinstance(toml_value, list | tuple):
+        return [without_none(child) for child in toml_value]
+    return toml_value
 
 
 def describe_unsupported_value(tables: TomlTable) -> str:
@@ -159,82 +160,82 @@ def describe_unsupported_value(tables: TomlTable) -> str:
     integer; empty if there is none. The search is not recursive, because tables may be nested too deeply."""
     values_at_depth: list[Any] = [tables]
     for _ in range(MAX_NESTING_DEPTH):
-        nested_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
-        nested_values = list(chain.from_iterable(nested_lists))
-        if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 63 for item in nested_values):
+        child_lists = ([*value, *value.values()] if isinstance(value, dict) else value for value in values_at_depth)
+        child_values = list(chain.from_iterable(child_lists))
+        if any(isinstance(child, int) and not -(1 << 63) <= child < 1 << 63 for child in child_values):
             return "an integer of more than 64 bits, the most that TOML has"
         # Texts from the command line and names of files may contain bytes that are not UTF-8.
-        strings = [item for item in nested_values if isinstance(item, str)]
-        if any("\0" in text or text.encode("utf-8", "ignore").decode() != text for text in strings):
+        strings = [child for child in child_values if isinstance(child, str)]
+        if any("\0" in string or string.encode("utf-8", "ignore").decode() != string for string in strings):
             return "a text with null characters or with bytes that are not UTF-8"
-        values_at_depth = [item for item in nested_values if isinstance(item, dict | list)]
+        values_at_depth = [child for child in child_values if isinstance(child, dict | list)]
     return f"nested more than {MAX_NESTING_DEPTH} tables deep" if values_at_depth else ""
 
 
-def _format_other_keys(keys: Sequence[str]) -> str:
+def _format_other_keys(other_keys: Sequence[str]) -> str:
     """Return the end of an error message that names the other keys with errors; empty if there are none."""
-    shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in keys[:_MAX_KEYS_IN_MESSAGE]]
-    if len(keys) > len(shortened_keys):
-        shortened_keys.append(f"{len(keys) - len(shortened_keys)} more")
+    shortened_keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in other_keys[:_MAX_KEYS_IN_MESSAGE]]
+    if len(other_keys) > len(shortened_keys):
+        shortened_keys.append(f"{len(other_keys) - len(shortened_keys)} more")
     return f" (and {', '.join(shortened_keys)})" if shortened_keys else ""
 
 
-def _printable_key(keys: Sequence[str], prefix: str) -> str:
+def _printable_key(key_path: Sequence[str], key_prefix: str) -> str:
     """Return the dotted key of an error; names with control characters are quoted for the terminal."""
-    printable_names = [name if name.isprintable() and name else repr(name) for name in keys]
-    return ".".join([prefix, *printable_names] if prefix else printable_names)
+    printable_names = [key_part if key_part.isprintable() and key_part else repr(key_part) for key_part in key_path]
+    return ".".join([key_prefix, *printable_names] if key_prefix else printable_names)
 
 
-def _describe_validation_error(table: type[Table], error: Any, keys: list[str], prefix: str, values: Any) -> str:
-    key, value = _printable_key(keys, prefix), short_text(error.get("input"))
+def _describe_validation_error(table: type[Table], error: Any, keys: list[str], key_prefix: str, config: Any) -> str:
+    key, value = _printable_key(keys, key_prefix), short_text(error.get("input"))
     error_type, error_context = error["type"], error.get("ctx", {})
     if error_type == "extra_forbidden":
-        return f"{key}: unknown key{_suggest_known_key(table, keys, prefix, values)}"
+        return f"{key}: unknown key{_suggest_known_key(table, keys, key_prefix, config)}"
     if error_type == "missing":
         return f"{key}: is required"
     if error_type == "union_tag_not_found":
         return f"{key}.{error_context['discriminator'].strip(chr(39))}: is required"
     if error_type == "union_tag_invalid":
-        tag_key, tag = f"{key}.{error_context['discriminator'].strip(chr(39))}", short_text(error_context["tag"])
-        return f"{tag_key} = {tag}: must be one of {error_context['expected_tags']}"
+        type_key, bad_type = f"{key}.{error_context['discriminator'].strip(chr(39))}", short_text(error_context["tag"])
+        return f"{type_key} = {bad_type}: must be one of {error_context['expected_tags']}"
     if error_type in _TOML_TYPE_BY_ERROR_TYPE:
-        is_unquoted = error_type == "string_type" and not isinstance(error["input"], dict | list)
-        remedy = f", in quotes (with --set: '{key}=\"...\"')" if is_unquoted and not keys[-1].isdigit() else ""
-        return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{remedy}"
+        lacks_quotes = error_type == "string_type" and not isinstance(error["input"], dict | list)
+        quotes_hint = f", in quotes (with --set: '{key}=\"...\"')" if lacks_quotes and not keys[-1].isdigit() else ""
+        return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{quotes_hint}"
     if error_type == "literal_error":  # name only supported values; pydantic's message names all values of the type
-        key_fields = (field for name, _, field in all_fields(table) if name == ".".join(keys))
+        key_fields = (key_field for name, _, key_field in all_fields(table) if name == ".".join(keys))
         if supported_values := next(
-            filter(None, (find_metadata(field, SupportedValues) for field in key_fields)), None
+            filter(None, (find_metadata(key_field, SupportedValues) for key_field in key_fields)), None
         ):
             return f"{key} = {value}: must be {' or '.join(map(repr, supported_values.values))}"
-    message = _join_lines(error["msg"].removeprefix("Value error, "))
-    message = message[:1].lower() + message[1:]
+    error_message = _join_lines(error["msg"].removeprefix("Value error, "))
+    error_message = error_message[:1].lower() + error_message[1:]
     if error_type != "value_error":
-        return f"{key} = {value}: {message}"
+        return f"{key} = {value}: {error_message}"
     # A message of a validator in the schema already contains the value, so only the key is added to it.
-    if keys and message.startswith(f"{keys[-1]} "):
-        return key + message[len(keys[-1]) :]
-    return f"{key}: {message}" if key else message
+    if keys and error_message.startswith(f"{keys[-1]} "):
+        return key + error_message[len(keys[-1]) :]
+    return f"{key}: {error_message}" if key else error_message
 
 
-def _error_location_keys(table: type[Table], error_details: Any) -> Iterator[int | str]:
+def _error_location_keys(root_table: type[Table], error_details: Any) -> Iterator[int | str]:
     """Yield the keys that lead to the invalid value of a pydantic error, without the names of union members, which no
     configuration file contains."""
-    tables_at_location: list[type[Table]] = [table]
-    location, last_key = error_details["loc"], ()
+    candidate_tables: list[type[Table]] = [root_table]
+    known_location, unknown_key = error_details["loc"], ()
     if error_details["type"] == "extra_forbidden":
-        # The loop would take an unknown key named `int` for a member of a union.
-        location, last_key = location[:-1], location[-1:]
-    for key in location:
-        fields = {name: field for each in tables_at_location for name, field in each.model_fields.items()}
-        if key in fields:
-            tables_at_location = find_table_classes(fields[str(key)].annotation)
+        # Yield the unknown key separately: the loop would take a key named `int` for a member of a union.
+        known_location, unknown_key = known_location[:-1], known_location[-1:]
+    for key in known_location:
+        fields_by_name = {name: field for each in candidate_tables for name, field in each.model_fields.items()}
+        if key in fields_by_name:
+            candidate_tables = find_table_classes(fields_by_name[str(key)].annotation)
             yield key
-        elif isinstance(key, str) and any(key in _discriminator_values(each) for each in tables_at_location):
-            tables_at_location = [each for each in tables_at_location if key in _discriminator_values(each)]
+        elif isinstance(key, str) and any(key in _discriminator_values(each) for each in candidate_tables):
+            candidate_tables = [each for each in candidate_tables if key in _discriminator_values(each)]
         elif not (isinstance(key, str) and _UNION_MEMBER_PATTERN.fullmatch(key)):
             yield key
-    yield from last_key
+    yield from unknown_key
 
 
 def _discriminator_values(table_class: type[Table]) -> set[str]:
@@ -242,32 +243,32 @@ def _discriminator_values(table_class: type[Table]) -> set[str]:
     return {getattr(table_class, "algorithm", ""), *(get_args(type_field.annotation) if type_field else ())}
 
 
-def _suggest_known_key(table: type[Table], keys: list[str], prefix: str, values: Any) -> str:
+def _suggest_known_key(table: type[Table], key_path: list[str], key_prefix: str, root_values: Any) -> str:
     """Return the end of an error message, which suggests a key for an unknown key: the equivalent of a name of TRL,
     otherwise a similar key of the same table, the key of this name in another table, or a similar dotted key."""
     known_keys = sorted({key for key, *_ in all_fields(table)})
-    dotted_key = ".".join(keys)
+    dotted_key = ".".join(key_path)
     if dotted_key in known_keys:
-        field_dicts = [model.model_fields for key, model, _ in all_fields(table) if key == dotted_key]
-        type_fields = [fields["type"] for fields in field_dicts if "type" in fields]
+        fields_by_model = [table_class.model_fields for key, table_class, _ in all_fields(table) if key == dotted_key]
+        type_fields = [fields["type"] for fields in fields_by_model if "type" in fields]
         type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
         type_choices = " or ".join(type_names)
-        type_key = f"{'.'.join(keys[:-1])}.type"
-        if _lacks_type(values, keys[:-1]):
+        type_key = f"{'.'.join(key_path[:-1])}.type"
+        if _lacks_type(root_values, key_path[:-1]):
             return f" here; set {type_key} = {type_choices}"
         return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
         return equivalent_key
-    if (intended_key := _correct_trl_name(keys[-1], known_keys)) and not prefix:
+    if (intended_key := _correct_trl_name(key_path[-1], known_keys)) and not key_prefix:
         return f"; did you mean {intended_key}?"
     parent_key = dotted_key.rpartition(".")[0]
     sibling_keys = [key for key in known_keys if key.rpartition(".")[0] == parent_key]
     similar_keys = (
         difflib.get_close_matches(dotted_key, sibling_keys, n=1, cutoff=0.75)
-        or [key for key in known_keys if key.rpartition(".")[2] == keys[-1]]
+        or [key for key in known_keys if key.rpartition(".")[2] == key_path[-1]]
         or difflib.get_close_matches(dotted_key, known_keys, n=1, cutoff=0.8)
     )
-    return f"; did you mean {f'{prefix}.' if prefix else ''}{similar_keys[0]}?" if similar_keys else ""
+    return f"; did you mean {f'{key_prefix}.' if key_prefix else ''}{similar_keys[0]}?" if similar_keys else ""
 
 
 def _correct_trl_name(name: str, known_keys: Sequence[str]) -> str:
@@ -286,11 +287,11 @@ def _normalise_key(name: str) -> str:
     return name.removeprefix("optm_").replace("_", "")
 
 
-def _lacks_type(values: Any, keys: list[str]) -> bool:
-    """Return True if there is a table at the path `keys` and it has no key `type`."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return isinstance(values, Mapping) and "type" not in values
+def _lacks_type(table_values: Any, key_path: list[str]) -> bool:
+    """Return True if there is a table at the path `key_path` and it has no key `type`."""
+    for key in key_path:
+        table_values = table_values.get(key) if isinstance(table_values, Mapping) else None
+    return isinstance(table_values, Mapping) and "type" not in table_values
 
 
 def short_text(value: Any) -> str:

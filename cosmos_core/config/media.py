@@ -48,9 +48,9 @@ def image_settings(recipe: Recipe) -> ImageSettings:
             f"{paths['annotation_path']!r} both name rows; leave one out"
         )
     pixel_limits = {key: vision_table[key] for key in PIXEL_LIMIT_KEYS if vision_table.get(key) is not None}
-    for key, value in pixel_limits.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"custom.vision.{key} = {value!r} must be a number of pixels, at least 1")
+    for key, pixel_limit in pixel_limits.items():
+        if isinstance(pixel_limit, bool) or not isinstance(pixel_limit, int) or pixel_limit < 1:
+            raise ConfigError(f"custom.vision.{key} = {pixel_limit!r} must be a number of pixels, at least 1")
     return ImageSettings(
         **paths,
         pixels=tuple(pixel_limits.items()),

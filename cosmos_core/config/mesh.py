@@ -58,18 +58,18 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
             continue
         recipe = pipeline.recipes[stage.name]
         model_name = stage.model or recipe.policy.model_name_or_path
-        folder = None if referenced_stage(model_name) else existing_path(model_name, Path.cwd())
+        model_dir = None if referenced_stage(model_name) else existing_path(model_name, Path.cwd())
         try:
-            num_gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, read_text_model_config(folder))
+            num_gpus_by_stage[stage.name] = check_mesh(recipe, pipeline.config.gpus, read_text_model_config(model_dir))
         except ConfigError as error:
             raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
     return num_gpus_by_stage
 
 
 def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline with the settings resolved that depend on the number of GPUs: `dp_shard_size = -1`, which
-    remains and means 1 without GPUs, and a `mode` that a recipe of Cosmos-RL leaves out. The number is `pipeline.gpus`
-    or, if unset, that of the machine that runs the stages.
+    """Resolve the settings that depend on the number of GPUs: `dp_shard_size = -1`, which remains and means 1 without
+    GPUs, and a `mode` that a recipe of Cosmos-RL leaves out. The number of GPUs is `pipeline.gpus` or, if unset, that
+    of the machine that runs the stages. Return the pipeline with the resolved settings.
 
     Raises:
         ConfigError: the other sizes do not divide the number of GPUs.
@@ -85,8 +85,8 @@ def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
             recipe, notice = _choose_default_mode(recipe, None if has_unknown_gpus else num_worker_gpus(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
-            recipe, setting = _with_colocated_engine_size(recipe)
-            notices += [f"stage {stage.name!r}: {setting}, because its ranks generate"] if setting else []
+            recipe, engine_setting = _with_colocated_engine_size(recipe)
+            notices += [f"stage {stage.name!r}: {engine_setting}, because its ranks generate"] if engine_setting else []
         if recipe.policy.parallelism.dp_shard_size == -1:
             try:
                 recipe = with_dp_shard_size(recipe, num_worker_gpus(pipeline) or None)
@@ -137,14 +137,14 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
     return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=parallelism))
 
 
-def read_text_model_config(folder: Path | None) -> dict[str, Any]:
+def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
     """Return the settings of the text model in config.json of a model folder; empty if there is none."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+        json_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8")) if model_folder else {}
     except (OSError, ValueError):  # a damaged config.json is reported by a later check of the model
         return {}
-    text_config = config.get("text_config") if isinstance(config, dict) else None
-    text_model_config = text_config if isinstance(text_config, dict) else config
+    text_config = json_config.get("text_config") if isinstance(json_config, dict) else None
+    text_model_config = text_config if isinstance(text_config, dict) else json_config
     return text_model_config if isinstance(text_model_config, dict) else {}
 
 
@@ -156,18 +156,18 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, features, layers and experts of the model. Any
     vocabulary can be split, also unevenly."""
-    key_alternatives = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
-    num_heads, num_layers = (next((model[key] for key in keys if key in model), None) for keys in key_alternatives)
+    key_groups = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
+    num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in key_groups)
     num_kv_heads = model.get("num_key_value_heads")
-    if key_prefix == "rollout.parallelism":  # vLLM copies key-value heads
-        copies_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
-        num_kv_heads = None if copies_kv_heads else num_kv_heads
-    item_counts = (
+    if key_prefix == "rollout.parallelism":  # vLLM replicates key-value heads if `tp_size` exceeds their number
+        replicates_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
+        num_kv_heads = None if replicates_kv_heads else num_kv_heads
+    item_counts_by_name = (
         ("attention heads", num_heads),
         ("key-value heads", num_kv_heads),
         ("features of the feed-forward part", model.get("intermediate_size")),
     )
-    for item_name, num_items in item_counts:
+    for item_name, num_items in item_counts_by_name:
         _check_divisibility(f"{key_prefix}.tp_size", mesh.tp_size, item_name, num_items)
     if isinstance(num_heads, int):
         item_name = f"attention heads of tp_size = {mesh.tp_size}"
@@ -190,8 +190,8 @@ def _check_pipeline_stages(key_prefix: str, mesh: ParallelismConfig, num_layers:
             f"{key_prefix}.pp_size = {mesh.pp_size}: the model has {num_layers} layers; the nearest is {num_layers}"
         )
     if (num_stages := mesh.num_pipeline_stages(num_layers)) > num_layers:
-        layer_counts = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
-        meshes = (mesh.copy_with(pp_layers_per_stage=size) for size in layer_counts)
+        larger_layer_counts = range(mesh.pp_layers_per_stage + 1, num_layers + 1)
+        meshes = (mesh.copy_with(pp_layers_per_stage=layer_count) for layer_count in larger_layer_counts)
         nearest_size = next(m.pp_layers_per_stage for m in meshes if m.num_pipeline_stages(num_layers) <= num_layers)
         raise ConfigError(
             f"{key_prefix}.pp_layers_per_stage = {mesh.pp_layers_per_stage} makes {num_stages} stages of the model's "
@@ -213,11 +213,11 @@ def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     if not policy.has_rollouts or train_config.train_batch_per_replica % min_batch_size == 0:
         return
     nearest_batch_size = max(min_batch_size, train_config.train_batch_per_replica // min_batch_size * min_batch_size)
-    divisor = gcd(train_config.train_batch_per_replica, num_shards)
+    shard_size = gcd(train_config.train_batch_per_replica, num_shards)
     raise ConfigError(
         f"train.train_batch_per_replica = {train_config.train_batch_per_replica} must be a multiple of dp_shard_size x "
         f"mini_batch = {num_shards} x {rows_per_pass}; the nearest is {nearest_batch_size}, or dp_shard_size = "
-        f"{divisor} with mini_batch = {gcd(train_config.train_batch_per_replica // divisor, rows_per_pass)}"
+        f"{shard_size} with mini_batch = {gcd(train_config.train_batch_per_replica // shard_size, rows_per_pass)}"
     )
 
 
@@ -234,9 +234,9 @@ def _too_many_gpus_message(mesh: ParallelismConfig, num_required_gpus: int, num_
 
 
 def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, str]:
-    """Return the recipe with `mode` set, and a notice. The mode is `disaggregated`, the default of Cosmos-RL, without a
-    notice; if it needs more than `num_gpus` GPUs (None: unknown, assumed to be enough) it is `colocated`, and `tp_size`
-    of the engines becomes a divisor of the number of ranks."""
+    """Return the recipe with `mode` set, and a notice or an empty string. The mode is `disaggregated`, the default of
+    Cosmos-RL, if `num_gpus` GPUs suffice or `num_gpus` is None. Otherwise it is `colocated`, and `tp_size` of the
+    engines becomes a divisor of the number of ranks."""
     disaggregated_recipe = recipe.copy_with(mode="disaggregated")
     num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
     if num_gpus is None or num_required_gpus <= num_gpus:
@@ -262,12 +262,12 @@ def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
 
 def _gpu_only_settings(recipe: Recipe, stage_kind: StageKind) -> list[str]:
     """Return the settings of a stage that select number formats which only GPUs have; a CPU ignores these settings."""
-    settings = []
+    gpu_settings = []
     if stage_kind.trains_model and recipe.train.fp8.enable_fp8:
-        settings.append("train.fp8.enable_fp8 = true")
+        gpu_settings.append("train.fp8.enable_fp8 = true")
     if stage_kind.feed == "rollouts" and recipe.rollout.quantization != "none":
-        settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
-    return settings
+        gpu_settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
+    return gpu_settings
 
 
 def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpus: bool) -> str:

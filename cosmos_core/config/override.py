@@ -22,7 +22,7 @@ IMPLIED_STAGE_SUFFIX = "-data"
 _KEY_PART_PATTERN = re.compile(r"""\s*(?:"[^"]*"\s*|'[^']*'\s*|[^.="'\s][^.="']*)""")
 """Regular expression of one part of a dotted key; a part that contains a dot is quoted."""
 _STAGE_KEYS = {*StageConfig.model_fields, *Recipe.model_fields}
-"""Keys that may follow the name of a stage in `STAGE.KEY`, needed if a stage is named like a recipe table."""
+"""Keys that may follow the name of a stage in `STAGE.KEY`, also if a recipe table has the name of the stage."""
 _DOTTED_KEY_PATTERN = re.compile(rf"{_KEY_PART_PATTERN.pattern}(?:\.{_KEY_PART_PATTERN.pattern})*")
 _OVERRIDE_PATTERN = re.compile(rf"({_DOTTED_KEY_PATTERN.pattern})=(.*)", re.DOTALL)
 
@@ -44,36 +44,36 @@ class GroupedOverrides:
     stage_entries: dict[str, TomlTable] = field(default_factory=dict)
     """Keys of `[[pipeline.stages]]` by stage name; the entry `overrides` holds recipe tables."""
 
-    def add_stage_override(self, name: str, keys: Sequence[str], value: Any) -> None:
+    def add_stage_override(self, stage_name: str, keys: Sequence[str], value: Any) -> None:
         """Merge a value for a stage over the values that earlier overrides set for it."""
-        self.stage_entries[name] = merge_tables(self.stage_entries.get(name, {}), nest_value(keys, value))
+        self.stage_entries[stage_name] = merge_tables(self.stage_entries.get(stage_name, {}), nest_value(keys, value))
 
 
-def split_key(key: str) -> tuple[str, ...]:
+def split_key(dotted_key: str) -> tuple[str, ...]:
     """Split a dotted TOML key into its parts; in the key, a part that contains a dot is quoted."""
-    if not _DOTTED_KEY_PATTERN.fullmatch(key):
-        return tuple(key.split("."))
-    return tuple(key_part.strip().strip("'\"") for key_part in _KEY_PART_PATTERN.findall(key))
+    if not _DOTTED_KEY_PATTERN.fullmatch(dotted_key):
+        return tuple(dotted_key.split("."))
+    return tuple(key_part.strip().strip("'\"") for key_part in _KEY_PART_PATTERN.findall(dotted_key))
 
 
-def parse_override(text: str) -> Override:
+def parse_override(override_text: str) -> Override:
     """Parse an override such as `train.optm_lr=2e-6` to its keys and its TOML value; a value that is not TOML is a
     string. Older keys are renamed; a part with a dot is quoted, as in `policy.lora.alpha_pattern."mlp.up"=8`.
 
     Raises:
         ConfigError: the text has no `=` or no key.
     """
-    match = _OVERRIDE_PATTERN.fullmatch(text)
-    keys = split_key(current_key(match[1].strip())) if match else ()
-    if match is None or not all(keys) or len(keys) > MAX_NESTING_DEPTH:
-        raise ConfigError(f"--set {text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
-    value_text = match[2].strip()
+    override_match = _OVERRIDE_PATTERN.fullmatch(override_text)
+    keys = split_key(current_key(override_match[1].strip())) if override_match else ()
+    if override_match is None or not all(keys) or len(keys) > MAX_NESTING_DEPTH:
+        raise ConfigError(f"--set {override_text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
+    value_text = override_match[2].strip()
     try:
-        parsed_tables = tomllib.loads(f"value = {value_text}")
+        parsed_value_table = tomllib.loads(f"value = {value_text}")
     except (ValueError, RecursionError):
-        return Override(text, keys, value_text)
-    is_toml_value = set(parsed_tables) == {"value"} and not describe_unsupported_value(parsed_tables)
-    return Override(text, keys, parsed_tables["value"] if is_toml_value else value_text)
+        return Override(override_text, keys, value_text)
+    is_toml_value = set(parsed_value_table) == {"value"} and not describe_unsupported_value(parsed_value_table)
+    return Override(override_text, keys, parsed_value_table["value"] if is_toml_value else value_text)
 
 
 def drop_ineffective_overrides(overrides: Sequence[Override], notices: list[str]) -> list[Override]:
@@ -87,12 +87,12 @@ def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
     """Return the recipe tables of all overrides that apply to every stage, before the names of the stages are known."""
     recipe_tables: TomlTable = {}
     for override in overrides:
-        field = Recipe.model_fields.get(override.keys[0])
-        table_classes = find_table_classes(field.annotation) if field else []
-        keys = {key for table in table_classes for key in table.model_fields}
-        # `export.retries` is a key of the pipeline stage `export`, not of the table `[export]`.
-        is_stage_key = bool(table_classes) and bool({*override.keys[1:2]} & (_STAGE_KEYS - keys))
-        if field and not is_stage_key:
+        recipe_field = Recipe.model_fields.get(override.keys[0])
+        table_classes = find_table_classes(recipe_field.annotation) if recipe_field else []
+        table_keys = {key for table_class in table_classes for key in table_class.model_fields}
+        # Skip a key of a stage: `export.retries` belongs to the pipeline stage `export`, not to the table `[export]`.
+        is_key_of_stage = bool(table_classes) and bool({*override.keys[1:2]} & (_STAGE_KEYS - table_keys))
+        if recipe_field and not is_key_of_stage:
             recipe_tables = merge_tables(recipe_tables, nest_value(override.keys, override.value))
     return recipe_tables
 
@@ -105,9 +105,9 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
     """
     grouped_overrides = GroupedOverrides()
     for override in overrides:
-        (scope, *remaining_keys), value, location = override.keys, override.value, f"--set {override.text!r}"
-        is_stage = scope in stage_names
-        if is_stage and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
+        (scope, *remaining_keys), value, option = override.keys, override.value, f"--set {override.text!r}"
+        is_stage_name = scope in stage_names
+        if is_stage_name and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
             keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
             grouped_overrides.add_stage_override(scope, keys, value)
@@ -118,21 +118,21 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
             grouped_overrides.pipeline = merge_tables(grouped_overrides.pipeline, nest_value(remaining_keys, value))
         elif scope == "pipeline":
             pipeline_keys = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
-            raise ConfigError(f"{location}: write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE")
+            raise ConfigError(f"{option}: write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE")
         elif scope.endswith(IMPLIED_STAGE_SUFFIX) and (name := scope.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
             raise ConfigError(
-                f"{location}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a key "
+                f"{option}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a key "
                 f"of it, or set one of its recipe with {name}.KEY=VALUE"
             )
-        elif is_stage:
-            raise ConfigError(f"{location}: {scope!r} is a stage; write {scope}.KEY=VALUE")
+        elif is_stage_name:
+            raise ConfigError(f"{option}: {scope!r} is a stage; write {scope}.KEY=VALUE")
         else:
-            known_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
+            valid_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
             name = ".".join(override.keys)
-            full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
-            full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
-            suggestion = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, known_names)
-            raise ConfigError(f"{location}: {scope!r} is no stage and no table of a recipe{suggestion}")
+            long_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
+            full_key_hint = f"; did you mean {' or '.join(map(repr, long_keys))}?" if long_keys else ""
+            hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, valid_names)
+            raise ConfigError(f"{option}: {scope!r} is no stage and no table of a recipe{hint}")
     return grouped_overrides
 
 

@@ -50,12 +50,12 @@ def prompt_files(path: Path, split: str) -> list[Path]:
         return []
     split_names = {"train": ("train", "video"), "validation": ("validation", "test")}.get(split, (split,))
     candidate_files = (path / file_pattern.format(name) for name in split_names for file_pattern in _FILE_PATTERNS)
-    return [file for file in candidate_files if file.is_file()][:1]
+    return [prompt_file for prompt_file in candidate_files if prompt_file.is_file()][:1]
 
 
 def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:
     """Return the metadata of a prompt for rewards: in the set `ocr` the quoted text that the image must show."""
     if not {path.name, path.stem, path.parent.name, path.parent.stem} & {"ocr"}:
         return {}
-    match = _QUOTED_TEXT_PATTERN.search(prompt)
-    return {"text": match[1]} if match else {}
+    quoted_text = _QUOTED_TEXT_PATTERN.search(prompt)
+    return {"text": quoted_text[1]} if quoted_text else {}

@@ -12,15 +12,15 @@ from cosmos_core.config.schema.table import Table
 from cosmos_core.types import StageKind
 
 
-def render_config_reference(kinds: Mapping[str, StageKind]) -> str:
+def render_config_reference(stage_kinds: Mapping[str, StageKind]) -> str:
     """Return the configuration reference in Markdown, rendered with the template `reference.md.j2`."""
-    environment = Environment(
+    jinja_environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    template = environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    status_fn = partial(_describe_status, kinds=kinds)
-    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status_fn)
+    jinja_environment.filters["cell"] = lambda cell_text: cell_text.replace("|", "\\|").replace("\n", " ")
+    page = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
+    status_fn = partial(_describe_status, stage_kinds=stage_kinds)
+    return page.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status_fn)
 
 
 def _group_keys_by_table() -> list[dict[str, object]]:
@@ -31,21 +31,21 @@ def _group_keys_by_table() -> list[dict[str, object]]:
             keys_by_table.setdefault((key.name.rpartition(".")[0], key.table), []).append(key)
     return [
         {
-            "heading": _table_heading(table_path, table),
-            "about": " ".join((table.__doc__ or "").partition("\n\n")[0].split()),
-            "rows": keys,
+            "heading": _table_heading(table_path, table_class),
+            "about": " ".join((table_class.__doc__ or "").partition("\n\n")[0].split()),
+            "rows": table_keys,
         }
-        for (table_path, table), keys in keys_by_table.items()
+        for (table_path, table_class), table_keys in keys_by_table.items()
     ]
 
 
-def _table_heading(table_path: str, table: type[Table]) -> str:
+def _table_heading(table_path: str, table_class: type[Table]) -> str:
     if table_path == "train.train_policy":
-        return f'`[train.train_policy]` with `trainer_type = "{table.model_fields["trainer_type"].default}"`'
+        return f'`[train.train_policy]` with `trainer_type = "{table_class.model_fields["trainer_type"].default}"`'
     return f"`[{table_path}]`" if table_path else "Top level"
 
 
-def _describe_status(key: KeyDescription, kinds: Mapping[str, StageKind]) -> str:
+def _describe_status(key: KeyDescription, stage_kinds: Mapping[str, StageKind]) -> str:
     if key.status != "used":
         return f"{key.status}: {key.note}" if key.note else key.status
-    return "; ".join(filter(None, (", ".join(find_kinds_that_read_key(key, kinds)), key.note)))
+    return "; ".join(filter(None, (", ".join(find_kinds_that_read_key(key, stage_kinds)), key.note)))

@@ -33,13 +33,13 @@ _GRID_TABLE_NAMES = (*Recipe.model_fields, _STAGE_ARGUMENTS_KEY)
 """Names of the tables to which the keys of a grid may belong."""
 # Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
 _SEED_KEY = "train.seed"
-_TOKENIZER_KEY = "policy.model_name_or_path"  # rows are prepared with the tokenizer of this model
+_TOKENIZER_KEY = "policy.model_name_or_path"  # key of the model whose tokenizer prepares the rows
 _DIGEST_LENGTH = 6
 
 
-def with_expanded_sweeps(pipeline: Pipeline, tables: Mapping[str, TomlTable]) -> Pipeline:
+def with_expanded_sweeps(pipeline: Pipeline, tables_by_stage: Mapping[str, TomlTable]) -> Pipeline:
     """Return a pipeline with each sweep expanded to branches and a stage that selects the best branch. The stages of
-    `pipeline` must be in topological order; `tables` holds the recipes as written in the file, by stage name.
+    `pipeline` must be in topological order; `tables_by_stage` holds the recipes as written in the file, by stage name.
 
     Raises:
         ConfigError: a sweep cannot be expanded; the message names stage and key.
@@ -48,7 +48,7 @@ def with_expanded_sweeps(pipeline: Pipeline, tables: Mapping[str, TomlTable]) ->
         _check_sweep(pipeline, stage)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.grid:
-            pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables)
+            pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables_by_stage)
     stages = []
     for stage in pipeline.stages:
         if stage.sweep is not None and not stage.sweep.branches:  # a select stage chooses among the stages in `after`
@@ -65,7 +65,7 @@ def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
     sweep_config, location = stage.sweep, _describe_stage(pipeline, stage)
     if sweep_config is None:
         return
-    is_select_stage, stage_names = pipeline.stage_kind(stage).selects_branch, [each.name for each in pipeline.stages]
+    is_select_stage, stage_names = pipeline.stage_kind(stage).selects_branch, [other.name for other in pipeline.stages]
     for name in [*sweep_config.through, *(name for branch in sweep_config.branches for name in branch.stages)]:
         if name not in stage_names:
             suggestion = suggest_names(name, stage_names)
@@ -81,30 +81,32 @@ def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
 
 
 def _expand_sweep(
-    pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, TomlTable]
+    pipeline: Pipeline, sweep_stage: StageConfig, sweep_config: SweepConfig, tables: Mapping[str, TomlTable]
 ) -> Pipeline:
     error_prefix = _describe_stage(pipeline, sweep_stage)
-    copied_names = _find_copied_stages(pipeline, sweep_stage, sweep, tables)
+    copied_stage_names = _find_copied_stages(pipeline, sweep_stage, sweep_config, tables)
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
     dependents = pipeline.stage_and_dependents(sweep_stage.name)
-    for suffix, grid_point in _list_grid_points(sweep.grid, max(map(len, copied_names))):
-        branch_names = {original_name: f"{original_name}-{suffix}" for original_name in copied_names}
-        split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_names) for key in grid_point}
+    for branch_suffix, grid_point in _list_grid_points(sweep_config.grid, max(map(len, copied_stage_names))):
+        branch_names = {original_name: f"{original_name}-{branch_suffix}" for original_name in copied_stage_names}
+        split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_stage_names) for key in grid_point}
         for original_name, name in branch_names.items():
             if name in recipes:
                 raise ConfigError(f"{error_prefix}: sweep: the name {name!r} of a branch is taken by another stage")
             # A copied `prepare` stage gets the grid values of the stage with the sweep, whose rows it prepares.
             key_stage = original_name if original_name in dependents else sweep_stage.name
-            values = {split_keys[key][1]: value for key, value in grid_point.items() if split_keys[key][0] == key_stage}
-            overrides = {key: value for key, value in values.items() if not _is_stage_argument(key)}
+            stage_values = {
+                split_keys[key][1]: value for key, value in grid_point.items() if split_keys[key][0] == key_stage
+            }
+            overrides = {key: value for key, value in stage_values.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[original_name]
             if overrides:
                 settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
                 merged_tables = with_current_algorithm_keys(merge_tables(tables[key_stage], _nest_keys(overrides)), [])
-                recipe = parse_table(Recipe, merged_tables, source=f"{error_prefix}{settings_text}", notices=[])
+                recipe = parse_table(Recipe, merged_tables, error_prefix=f"{error_prefix}{settings_text}", notices=[])
             recipes[name] = _rename_references(recipe, branch_names)
             stage = _rename_references(pipeline.stage(original_name), branch_names)
-            arguments = {key: value for key, value in values.items() if _is_stage_argument(key)}
+            arguments = {key: value for key, value in stage_values.items() if _is_stage_argument(key)}
             if key_stage == original_name:
                 stage = stage.model_copy(update=merge_tables({"arguments": stage.arguments}, _nest_keys(arguments)))
             predecessors = tuple(branch_names.get(predecessor, predecessor) for predecessor in stage.after)
@@ -116,61 +118,60 @@ def _expand_sweep(
         kind=next(name for name, kind in pipeline.stage_kinds.items() if kind.selects_branch),
         recipe=sweep_stage.recipe,
         after=branch_stages,
-        sweep=sweep.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
+        sweep=sweep_config.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
     other_stages = [
-        _replace_branch_references(pipeline, stage, sweep_stage.name, copied_names)
+        _replace_branch_references(pipeline, stage, sweep_stage.name, copied_stage_names)
         for stage in pipeline.stages
-        if stage.name not in copied_names
+        if stage.name not in copied_stage_names
     ]
-    for original_name in set(copied_names) - {sweep_stage.name}:
+    for original_name in set(copied_stage_names) - {sweep_stage.name}:
         del recipes[original_name]
     return pipeline.with_stages([*other_stages, *new_stages, select_stage], recipes)
 
 
 def _find_copied_stages(
-    pipeline: Pipeline, sweep_stage: StageConfig, sweep: SweepConfig, tables: Mapping[str, TomlTable]
+    pipeline: Pipeline, sweep_stage: StageConfig, sweep_config: SweepConfig, tables: Mapping[str, TomlTable]
 ) -> tuple[str, ...]:
     """Return the names of the stages that are copied into each branch of a sweep: the stage with the sweep, the stages
     between it and those in `through`, and the stage that prepares the rows if the grid affects the rows."""
-    location, copied_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
+    location, copied_stage_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
     dependents = pipeline.stage_and_dependents(sweep_stage.name)
-    for name in sweep.through:
+    for name in sweep_config.through:
         if name not in dependents:
             raise ConfigError(f"{location}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
-        copied_names |= {other for other in dependents if name in pipeline.stage_and_dependents(other)}
+        copied_stage_names |= {other for other in dependents if name in pipeline.stage_and_dependents(other)}
     rows_stage_name = referenced_stage(sweep_stage.data) or ""
     recipe_tables = tables[sweep_stage.name]
     has_own_prepare_stage = bool(rows_stage_name) and tables.get(rows_stage_name, recipe_tables) == recipe_tables
-    for key in sweep.grid:
-        key_stage, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_names))
-        if not key_stage:
+    for key in sweep_config.grid:
+        key_stage_name, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_stage_names))
+        if not key_stage_name:
             suggestion = suggest_names(key, list(_GRID_TABLE_NAMES))
             raise ConfigError(f"{location}: sweep.grid: {key!r} is no key of a recipe{suggestion}")
-        kind = pipeline.stage_kind(pipeline.stage(key_stage))
+        kind = pipeline.stage_kind(pipeline.stage(key_stage_name))
         if _is_stage_argument(stage_key) and _STAGE_ARGUMENTS_KEY not in kind.allowed_keys:
             raise ConfigError(f"{location}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
-        if (key_stage == sweep_stage.name and has_own_prepare_stage and stage_key != _SEED_KEY) and (
+        if (key_stage_name == sweep_stage.name and has_own_prepare_stage and stage_key != _SEED_KEY) and (
             stage_key == _TOKENIZER_KEY or pipeline.stage_kind(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
-            copied_names.add(rows_stage_name)
-    for name in sorted(copied_names):
+            copied_stage_names.add(rows_stage_name)
+    for name in sorted(copied_stage_names):
         stage = pipeline.stage(name)
         if not pipeline.stage_kind(stage).is_reusable:
             raise ConfigError(f"{location}: sweep: stage {name!r} of kind {stage.kind!r} cannot be in a branch; put it "
                               "behind the choice")  # fmt: skip
         if name != sweep_stage.name and stage.sweep is not None:
             raise ConfigError(f"{location}: sweep.through: stage {name!r} has a sweep of its own")
-    return tuple(stage.name for stage in pipeline.stages if stage.name in copied_names)
+    return tuple(stage.name for stage in pipeline.stages if stage.name in copied_stage_names)
 
 
-def _split_grid_key(key: str, sweep_stage_name: str, copied_names: Sequence[str]) -> tuple[str, str]:
-    """Return the name of the stage to which a key `KEY` or `STAGE.KEY` of a grid belongs, empty for an unknown key, and
-    `KEY`."""
-    first_part, _, stage_key = key.partition(".")
-    if first_part in copied_names and stage_key.partition(".")[0] in _GRID_TABLE_NAMES:
-        return first_part, stage_key
-    return (sweep_stage_name, key) if first_part in _GRID_TABLE_NAMES and stage_key else ("", key)
+def _split_grid_key(key: str, sweep_stage_name: str, copied_stage_names: Sequence[str]) -> tuple[str, str]:
+    """Split a key `KEY` or `STAGE.KEY` of a grid into stage name and `KEY`; the name is empty for an unknown key."""
+    first_key_part, _, stage_key = key.partition(".")
+    if first_key_part in copied_stage_names and stage_key.partition(".")[0] in _GRID_TABLE_NAMES:
+        return first_key_part, stage_key
+    return (sweep_stage_name, key) if first_key_part in _GRID_TABLE_NAMES and stage_key else ("", key)
 
 
 def _is_stage_argument(key: str) -> bool:
@@ -180,17 +181,19 @@ def _is_stage_argument(key: str) -> bool:
 def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -> list[tuple[str, TomlTable]]:
     """Return pairs of a suffix for the names of a branch's stages, and the values of the branch by key. The names to
     which the suffix is appended have at most `max_original_length` characters."""
-    settings = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
-    labels = _shorten_keys([current_key(key) for key in grid])
-    suffixes = ["-".join(f"{labels[key]}-{_format_value(value)}" for key, value in point.items()) for point in settings]
+    points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
+    label_by_key = _shorten_keys([current_key(key) for key in grid])
+    suffixes = [
+        "-".join(f"{label_by_key[key]}-{_format_value(value)}" for key, value in point.items()) for point in points
+    ]
     max_suffix_length = MAX_STAGE_NAME_LENGTH - max_original_length - 1
     grid_points = []
-    for suffix, point in zip(suffixes, settings, strict=True):
-        if len(suffix) > max_suffix_length or suffixes.count(suffix) > 1:
+    for branch_suffix, point in zip(suffixes, points, strict=True):
+        if len(branch_suffix) > max_suffix_length or suffixes.count(branch_suffix) > 1:
             digest = hashlib.sha256(json.dumps(point, sort_keys=True, default=str).encode()).hexdigest()
-            prefix = suffix[: max(0, max_suffix_length - _DIGEST_LENGTH - 1)]
-            suffix = f"{prefix}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
-        grid_points.append((suffix, point))
+            shortened_suffix = branch_suffix[: max(0, max_suffix_length - _DIGEST_LENGTH - 1)]
+            branch_suffix = f"{shortened_suffix}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
+        grid_points.append((branch_suffix, point))
     return grid_points
 
 
@@ -199,12 +202,12 @@ def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     label_by_key = {}
     for key in keys:
         key_parts = split_key(key)
-        num_last_parts = next(
+        num_label_parts = next(
             num_parts for num_parts in range(1, len(key_parts) + 1)
             if num_parts == len(key_parts)
             or sum(split_key(other_key)[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
         )  # fmt: skip
-        label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_last_parts:]))
+        label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_label_parts:]))
     return label_by_key
 
 
@@ -214,13 +217,13 @@ def _format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "_".join(map(_format_value, value))
-    text = re.sub(r"e([+-])0*(?=\d)", r"e\1", repr(value)) if isinstance(value, float) else str(value)
-    return re.sub(r"[^A-Za-z0-9-]+", "_", text.rpartition("/")[2] if isinstance(value, str) else text).strip("_")
+    label = re.sub(r"e([+-])0*(?=\d)", r"e\1", repr(value)) if isinstance(value, float) else str(value)
+    return re.sub(r"[^A-Za-z0-9-]+", "_", label.rpartition("/")[2] if isinstance(value, str) else label).strip("_")
 
 
-def _nest_keys(settings: TomlTable) -> TomlTable:
+def _nest_keys(dotted_settings: TomlTable) -> TomlTable:
     nested_tables: TomlTable = {}
-    for key, value in settings.items():
+    for key, value in dotted_settings.items():
         nested_tables = merge_tables(nested_tables, nest_value(split_key(key), value))
     return nested_tables
 
@@ -228,9 +231,9 @@ def _nest_keys(settings: TomlTable) -> TomlTable:
 def _rename_references(table: TableT, branch_names: Mapping[str, str]) -> TableT:
     """Return a stage of a branch, or its recipe, with each `stage:NAME` replaced by its copy in the branch."""
 
-    def rename_reference(_reference_kind: ReferenceKind, text: str) -> str:
-        name = branch_names.get(referenced_stage(text) or "")
-        return f"{STAGE_PREFIX}{name}" if name else text
+    def rename_reference(_reference_kind: ReferenceKind, reference: str) -> str:
+        name = branch_names.get(referenced_stage(reference) or "")
+        return f"{STAGE_PREFIX}{name}" if name else reference
 
     return convert_references(table, rename_reference)
 

@@ -12,21 +12,21 @@ LOCAL_FOLDER_TARGET = "file"
 
 def split_publication_target(publication_target: str) -> tuple[str, str]:
     """Return the name or import path of a publication target, and its location."""
-    name, separator, location = publication_target.partition("://")
+    target_name, separator, location = publication_target.partition("://")
     if separator:
-        return name, location
+        return target_name, location
     return (publication_target, "") if is_user_code(publication_target) else (LOCAL_FOLDER_TARGET, publication_target)
 
 
-def absolute_publication_target(publication_target: str, to_absolute: Callable[[str], str]) -> str:
-    """Return a publication target with an absolute folder; `to_absolute` converts the path of a file with user code.
+def absolute_publication_target(publication_target: str, make_absolute: Callable[[str], str]) -> str:
+    """Return a publication target with an absolute folder; `make_absolute` converts the path of a file with user code.
     `~USER/FOLDER` of an unknown user is returned unchanged."""
     if not publication_target:
         return ""
-    name, location = split_publication_target(publication_target)
-    if name == LOCAL_FOLDER_TARGET:
-        folder = os.path.expanduser(location)
-        return folder if folder.startswith("~") else os.path.abspath(folder)
-    file_path, separator, object_name = name.rpartition(":")
-    name = f"{to_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else name
-    return f"{name}://{location}" if location else name
+    target_name, location = split_publication_target(publication_target)
+    if target_name == LOCAL_FOLDER_TARGET:
+        folder_path = os.path.expanduser(location)
+        return folder_path if folder_path.startswith("~") else os.path.abspath(folder_path)
+    file_path, separator, object_name = target_name.rpartition(":")
+    target_name = f"{make_absolute(file_path)}{separator}{object_name}" if file_path.endswith(".py") else target_name
+    return f"{target_name}://{location}" if location else target_name

@@ -28,26 +28,26 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
     in a stage. The fingerprint of the stage omits these keys."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.trains_model and not recipe.validation.enable:
-        names = type(recipe.validation).model_fields
-        yield "validation.enable is off", [f"validation.{name}" for name in names if name != "enable"]
+        field_names = type(recipe.validation).model_fields
+        yield "validation.enable is off", [f"validation.{name}" for name in field_names if name != "enable"]
     if recipe.teacher_for_stage(stage_kind) is None:
-        names = type(recipe.distillation).model_fields
-        yield "distillation.enable is off", [f"distillation.{name}" for name in names if name != "enable"]
+        field_names = type(recipe.distillation).model_fields
+        yield "distillation.enable is off", [f"distillation.{name}" for name in field_names if name != "enable"]
     if not _may_complete_prompts(pipeline, stage):
         yield "nothing is generated", ["rollout"]
     if stage_kind.reads_data == "source" and not _starts_rollouts_from_frames(recipe):
         yield "no rollouts start from frames of clips", [_FIRST_FRAMES_KEY]
     if not recipe.uses_judge:
         yield "no reward function is judge", ["judge"]
-    for modality, keys in stage_kind.keys_by_modality.items():
-        if modality != recipe.policy.modality.name:
-            yield "the model has another modality", keys
+    for modality_name, modality_keys in stage_kind.keys_by_modality.items():
+        if modality_name != recipe.policy.modality.name:
+            yield "the model has another modality", modality_keys
     if not recipe.export.quantized_formats:
         yield "export.formats has no quantised format", ["export.formats", "export.unproven"]
 
 
 def _starts_rollouts_from_frames(recipe: Recipe) -> bool:
-    """Return True if images among prepared clips are left out, because rollouts start from frames of clips."""
+    """Return True if rollouts start from frames of clips, so that images among prepared clips are left out."""
     has_diffusion_rollouts = not recipe.policy.modality.has_text_engines and recipe.train.train_policy.has_rollouts
     return has_diffusion_rollouts and recipe.policy.diffusers.flow_rl.max_conditional_frames > 0
 
@@ -69,36 +69,37 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
 
 def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
-    pipeline must be complete; a Python flow adds its stages one by one."""
+    pipeline must contain all its stages, unlike that of a running Python flow."""
     if any(stage.entry for stage in pipeline.stages):  # a user function may read any key, so that no key is reported
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
     used_settings: set[str] = set()
     reason_by_setting: dict[str, str] = {}
     for stage in pipeline.stages:
-        kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
-        reasons_and_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
-        for key, field, value, is_set in active_fields(recipe):
-            if not is_set or not affects_result(field) or isinstance(value, dict):
+        stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+        reasons_and_disabled_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
+        for key, field, setting_value, is_set in active_fields(recipe):
+            if not is_set or not affects_result(field) or isinstance(setting_value, dict):
                 continue
             if is_at_or_below(key, _IMPLICITLY_READ_KEYS):
                 continue
-            schema_key, setting = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(value)}"
+            schema_key, setting_text = re.sub(r"\.\d+\.", ".", key), f"{key} = {short_toml(setting_value)}"
             reading_kinds = [each for each in pipeline.stage_kinds.values() if each.reads_key(schema_key)]
-            reason = next((reason for reason, keys in reasons_and_keys if is_at_or_below(key, keys)), "")
-            if kind in reading_kinds and not reason:
-                used_settings.add(setting)
-            elif kind in reading_kinds:
-                reason_by_setting[setting] = reason
+            reason = next((reason for reason, keys in reasons_and_disabled_keys if is_at_or_below(key, keys)), "")
+            if stage_kind in reading_kinds and not reason:
+                used_settings.add(setting_text)
+            elif stage_kind in reading_kinds:
+                reason_by_setting[setting_text] = reason
             elif reading_kinds and not (
-                any(each.endswith(key) for each in grid_keys)  # a key of a sweep's grid is read in the branches
-                or (kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
+                any(each.endswith(key) for each in grid_keys)  # the branches of a sweep read the keys of its grid
+                or (stage_kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
             ):
-                names = " or ".join(repr(each.name) for each in reading_kinds)
-                reason_by_setting.setdefault(setting, f"only stages of kind {names} read it")
+                kind_names = " or ".join(repr(each.name) for each in reading_kinds)
+                reason_by_setting.setdefault(setting_text, f"only stages of kind {kind_names} read it")
     for reason in dict.fromkeys(reason_by_setting.values()):
-        if settings := [s for s, cause in reason_by_setting.items() if cause == reason and s not in used_settings]:
-            yield f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect here: {reason}"
+        unused_settings = [s for s, cause in reason_by_setting.items() if cause == reason and s not in used_settings]
+        if unused_settings:
+            yield f"{', '.join(unused_settings)} {'have' if unused_settings[1:] else 'has'} no effect here: {reason}"
 
 
 def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
@@ -111,5 +112,5 @@ def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequenc
     if not policy.has_rollouts:
         yield "no rollouts are trained on", ["train.sync_weight_interval"]
     if recipe.mode != "disaggregated" and policy.rollout_lookahead[0]:
-        names = ("allowed_outdated_steps", "max_inflight_steps")
-        yield f"mode = {recipe.mode!r}", [f"train.train_policy.{name}" for name in names]
+        lookahead_keys = ("allowed_outdated_steps", "max_inflight_steps")
+        yield f"mode = {recipe.mode!r}", [f"train.train_policy.{name}" for name in lookahead_keys]

@@ -40,18 +40,18 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
     upload_kind = next((name for name, kind in pipeline.stage_kinds.items() if kind.makes == "publication"), "")
     for model_stage, training, is_last_training in _list_published_stages(pipeline):
         dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
-        kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]
-        export_stages = [stage for stage, kind in kinds if kind.makes == "model" and not kind.trains_model]
+        stages_and_kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]
+        export_stages = [stage for stage, kind in stages_and_kinds if kind.makes == "model" and not kind.trains_model]
         source_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training].train.ckpt
         for source in source_stages:
             predecessors = dict.fromkeys((source.name, training) if training == model_stage.name else (source.name,))
             uploads_to_hub = is_last_training and source == source_stages[-1]
-            urls = checkpoint_config.upload_urls(pipeline.config.name, source.name, is_last_model=uploads_to_hub)
-            for suffix, url in urls.items():
-                name = f"{source.name[: MAX_STAGE_NAME_LENGTH - len(suffix) - 1]}-{suffix}"
+            target_urls = checkpoint_config.upload_urls(pipeline.config.name, source.name, is_last_model=uploads_to_hub)
+            for target_suffix, target_url in target_urls.items():
+                name = f"{source.name[: MAX_STAGE_NAME_LENGTH - len(target_suffix) - 1]}-{target_suffix}"
                 yield training, StageConfig(
                     name=name, kind=upload_kind, recipe=pipeline.stage(training).recipe, after=tuple(predecessors),
-                    model=f"{STAGE_PREFIX}{source.name}", target=url
+                    model=f"{STAGE_PREFIX}{source.name}", target=target_url
                 )  # fmt: skip
 
 
@@ -65,6 +65,6 @@ def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, st
             yield training, training.name, not any(other.name in dependents for other in trainings if other != training)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.branches:
-            stages = map(pipeline.stage, stage.sweep.branches[0].stages)
-            names = [each.name for each in stages if pipeline.stage_kind(each).trains_model]
-            yield from ((stage, name, True) for name in names[-1:])
+            branch_stages = map(pipeline.stage, stage.sweep.branches[0].stages)
+            training_names = [each.name for each in branch_stages if pipeline.stage_kind(each).trains_model]
+            yield from ((stage, name, True) for name in training_names[-1:])

@@ -16,18 +16,18 @@ class BatchingSettings:
     """Rules for filling a micro-batch with rows."""
 
     max_tokens: int
-    """Maximum number of tokens of a micro-batch, with padding unless packed; a longer row is a separate micro-batch."""
+    """Maximum number of tokens per micro-batch, padding included; a longer row is alone in its micro-batch."""
     pool_size: int
     """Number of upcoming rows, in training order, among which the next row of a micro-batch is chosen."""
     is_packed: bool
     prefers_closest_length: bool
-    """Whether, of equally good rows, the one is chosen that is closest in length to the micro-batch's longest row."""
+    """Whether ties are broken in favour of the row whose length is closest to the micro-batch's longest row."""
 
 
 def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
     """Divide rows into micro-batches, in the order `row_order`. A micro-batch starts with the first remaining row. Then
-    rows are added until none of the next `pool_size` rows fits into the token budget, each time the row that gives the
-    micro-batch the fewest tokens, padding included."""
+    the one of the next `pool_size` rows is added that gives the micro-batch the fewest tokens, padding included. The
+    micro-batch is complete when none of these rows fits into the token budget."""
     remaining_rows = iter(row_order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
     micro_batches = []
@@ -41,18 +41,18 @@ def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], setting
 
 
 def _select_next_row(
-    lengths: Sequence[int], batch: list[int], candidate_rows: list[int], settings: BatchingSettings
+    row_lengths: Sequence[int], micro_batch: list[int], candidate_rows: list[int], settings: BatchingSettings
 ) -> int | None:
-    batch_lengths = [lengths[row_index] for row_index in batch]
-    max_length, total_length = max(batch_lengths), sum(batch_lengths)
-    fitting_rows = []
+    micro_batch_lengths = [row_lengths[row_index] for row_index in micro_batch]
+    max_length, total_length = max(micro_batch_lengths), sum(micro_batch_lengths)
+    fitting_candidates = []
     for candidate_index, row_index in enumerate(candidate_rows):
-        length = lengths[row_index]
-        num_tokens = total_length + length if settings.is_packed else max(max_length, length) * (len(batch) + 1)
+        length = row_lengths[row_index]
+        num_tokens = total_length + length if settings.is_packed else max(max_length, length) * (len(micro_batch) + 1)
         if num_tokens <= settings.max_tokens:
             length_difference = abs(max_length - length) if settings.prefers_closest_length else 0
-            fitting_rows.append((num_tokens, length_difference, candidate_index))
-    return min(fitting_rows)[2] if fitting_rows else None
+            fitting_candidates.append((num_tokens, length_difference, candidate_index))
+    return min(fitting_candidates)[2] if fitting_candidates else None
 
 
 class BalancedBatchPlan:
@@ -60,23 +60,23 @@ class BalancedBatchPlan:
 
     def __init__(
         self,
-        lengths: np.ndarray,
+        row_lengths: np.ndarray,
         epoch_order_fn: Callable[[int], np.ndarray],
         settings: BatchingSettings,
         *,
-        batches_per_step: int,
+        micro_batches_per_step: int,
         num_epochs: int,
         max_steps: int,
     ) -> None:
         """Plan at most `max_steps` steps; `epoch_order_fn(epoch)` returns the rows of an epoch in training order."""
-        self._row_lengths: list[int] = lengths.tolist()
-        self._epoch_order_fn, self._settings, self._batches_per_step = epoch_order_fn, settings, batches_per_step
+        self._row_lengths: list[int] = row_lengths.tolist()
+        self._epoch_order_fn, self._settings, self._batches_per_step = epoch_order_fn, settings, micro_batches_per_step
         self._planned_epoch: tuple[int, list[list[int]]] = (-1, [])
         self._epoch_start_steps = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
-            num_steps = -(-len(self._plan_micro_batches(epoch)) // batches_per_step)
-            self._epoch_start_steps.append(self._epoch_start_steps[-1] + num_steps)
+            steps_in_epoch = -(-len(self._plan_micro_batches(epoch)) // micro_batches_per_step)
+            self._epoch_start_steps.append(self._epoch_start_steps[-1] + steps_in_epoch)
             if self._epoch_start_steps[-1] >= max_steps:
                 break
         self.steps_per_epoch = self._epoch_start_steps[1]
@@ -86,8 +86,8 @@ class BalancedBatchPlan:
     def micro_batches(self, step: int) -> list[list[int]]:
         """Return the row numbers of each micro-batch of step `step`, counted from 0 over all epochs."""
         epoch = bisect_right(self._epoch_start_steps, step) - 1
-        first_index = (step - self._epoch_start_steps[epoch]) * self._batches_per_step
-        return self._plan_micro_batches(epoch)[first_index : first_index + self._batches_per_step]
+        first_micro_batch = (step - self._epoch_start_steps[epoch]) * self._batches_per_step
+        return self._plan_micro_batches(epoch)[first_micro_batch : first_micro_batch + self._batches_per_step]
 
     def epochs_done(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, including the fraction of the current one."""

@@ -1,6 +1,6 @@
 """Rows of different lengths as inputs of a model: padded to a rectangle, or packed without padding.
 
-Shape legend: B rows, T tokens of the longest row, P tokens of all rows, S predicted tokens of a row of inputs.
+Shape legend: B rows, T tokens of the longest row, P tokens of all rows, S = T - 1 (or P - 1) predicted tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ class CollatedRows(NamedTuple):
     """Rows of token ids, collated to the inputs of a model."""
 
     inputs: dict[str, Any]
-    """`input_ids` and `position_ids` of a model, with `attention_mask` (1: no padding) and shape BT if padded, or with
-    the values of `make_packed_attention_kwargs` and shape 1P if packed."""
-    target_starts: list[int]
-    """Index of each row's first predicted token (its second token) in flattened predictions: BS, or 1S if packed."""
+    """Keyword arguments of a model. Padded rows: `input_ids`, `position_ids` and `attention_mask` (0: padding), BT.
+    Packed rows: `input_ids` and `position_ids`, 1P, and the values of `make_packed_attention_kwargs`."""
+    prediction_offsets: list[int]
+    """Offset of each row: its token p is predicted at index offset + p - 1 of the flattened predictions (BS or 1S)."""
 
 
 class SequenceBounds:
@@ -28,8 +28,9 @@ class SequenceBounds:
     __slots__ = ("boundaries", "prompt_indices")
 
     def __init__(self, boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> None:
-        """Store the boundaries of B sequences, int32, (B + 1), beginning with 0. `prompt_indices` has for each sequence
-        the index of the sequence that it continues and attends to, or -1 if it is whole; None: all are whole."""
+        """Store the boundaries of B sequences, int32, (B + 1), beginning with 0. If sequence i continues a prompt that
+        is packed as a sequence of its own, `prompt_indices[i]` is the index of that prompt, otherwise -1. None means
+        that no sequence continues another."""
         self.boundaries, self.prompt_indices = boundaries, prompt_indices or [-1] * (len(boundaries) - 1)
 
 
@@ -37,12 +38,12 @@ def collate_rows(
     rows: Sequence[np.ndarray],
     pad_id: int,
     *,
-    packed: bool,
+    is_packed: bool,
     padded_length_fn: Callable[[int], int] = lambda length: length,
 ) -> CollatedRows:
     """Collate rows of token ids: padded on the right, or packed. `padded_length_fn` maps the number of tokens of the
     longest row, or of all packed rows together, to the length after padding."""
-    if packed:
+    if is_packed:
         row_groups = [([row_index], 0) for row_index in range(len(rows))]
         return collate_shared_prompts(rows, row_groups, pad_id, padded_length_fn)
     lengths = [len(ids) for ids in rows]
@@ -64,31 +65,31 @@ def collate_shared_prompts(
     pad_id: int,
     padded_length_fn: Callable[[int], int],
 ) -> CollatedRows:
-    """Collate rows of token ids, packed, with the common first tokens (prompt) of each group of rows only once.
+    """Pack rows of token ids. The prompt that the rows of a group share as their first tokens is packed only once.
     `row_groups` has the row indices and the prompt length of each group; for other arguments see `collate_rows`."""
-    segments: list[tuple[int, int, int, int]] = []  # (row index, start, end, segment index of the row's prompt or -1)
-    segment_indices = {}
+    segments: list[tuple[int, int, int, int]] = []  # tuples of row index, start, end, and index of the prompt segment
+    segment_index_by_row = {}
     for row_indices, prompt_length in row_groups:
-        prompt_segment = len(segments) if prompt_length else -1
+        prompt_segment_index = len(segments) if prompt_length else -1
         segments += [(row_indices[0], 0, prompt_length, -1)] if prompt_length else []
         for row_index in row_indices:
-            segment_indices[row_index] = len(segments)
-            segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment))
+            segment_index_by_row[row_index] = len(segments)
+            segments.append((row_index, prompt_length, len(rows[row_index]), prompt_segment_index))
     segment_bounds = np.cumsum([0, *(end - start for _, start, end, _ in segments)])
     num_padding_tokens = padded_length_fn(int(segment_bounds[-1])) - int(segment_bounds[-1])
     id_tensors = [*(torch.as_tensor(rows[row_index][start:end]).long() for row_index, start, end, _ in segments)]
     position_tensors = [torch.arange(start, end) for _, start, end, _ in segments]
-    prompt_segments = [prompt_segment for *_, prompt_segment in segments]
+    prompt_segment_indices = [prompt_segment_index for *_, prompt_segment_index in segments]
     if num_padding_tokens:
         id_tensors.append(torch.full((num_padding_tokens,), pad_id))
         position_tensors.append(torch.arange(num_padding_tokens))
         segment_bounds = np.append(segment_bounds, segment_bounds[-1] + num_padding_tokens)
-        prompt_segments.append(-1)
+        prompt_segment_indices.append(-1)
     ids_1P, positions_1P = torch.cat(id_tensors).unsqueeze(0), torch.cat(position_tensors).unsqueeze(0)
     inputs = {"input_ids": ids_1P, "position_ids": positions_1P}
-    inputs |= make_packed_attention_kwargs(segment_bounds, prompt_segments)
-    row_segments = [segment_indices[row_index] for row_index in range(len(rows))]
-    return CollatedRows(inputs, [int(segment_bounds[i]) - segments[i][1] for i in row_segments])
+    inputs |= make_packed_attention_kwargs(segment_bounds, prompt_segment_indices)
+    row_segment_indices = [segment_index_by_row[row_index] for row_index in range(len(rows))]
+    return CollatedRows(inputs, [int(segment_bounds[i]) - segments[i][1] for i in row_segment_indices])
 
 
 def make_packed_attention_kwargs(boundaries: np.ndarray, prompt_indices: Sequence[int] | None = None) -> dict[str, Any]:

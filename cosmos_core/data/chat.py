@@ -25,14 +25,14 @@ from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
 _MULTI_TURN_KEY = "rollout.multi_turn_config"
-_USER_TURN = {"role": "user", "content": "?"}
+_EXAMPLE_USER_TURN = {"role": "user", "content": "?"}
 _ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
-    # Qwen3's template adds an empty think block only to the last turn, but renders `reasoning_content` in each turn.
+    # Qwen3's template adds an empty think block to the last turn, unless the turn has `reasoning_content`.
     {"role": "assistant", "content": "", "reasoning_content": "."},
     {"role": "assistant", "content": "."},
 )
-"""Assistant turns to try in order: the first is used whose rendering stays the same if a tool result follows it."""
+"""Assistant turns to try in order: the first whose rendering does not change if a tool result follows is used."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,21 @@ def make_prompt_rendering(
 
 
 def make_tool_runner(
-    config: MultiTurnRolloutConfig, num_workers: int | None = None, beat: Callable[[], None] = lambda: None
+    config: MultiTurnRolloutConfig, num_workers: int | None = None, send_heartbeat: Callable[[], None] = lambda: None
 ) -> ToolRunner:
-    """Return a `ToolRunner` for the tools of a recipe, a context manager that the caller enters."""
+    """Return a `ToolRunner` for the tools of a recipe; it is a context manager, which the caller enters."""
     return ToolRunner(
-        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env=config.tool_env, num_workers=num_workers,
-        beat=beat,
+        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env_names=config.tool_env,
+        num_workers=num_workers, send_heartbeat=send_heartbeat,
     )  # fmt: skip
 
 
-def load_tool_schemas(config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
-    """Return the descriptions of the tools that a recipe names, in the form that the chat template gets."""
-    if not config.enabled_tools:
+def load_tool_schemas(multi_turn_config: MultiTurnRolloutConfig) -> list[dict[str, Any]]:
+    """Return the descriptions of the tools that a recipe names, as chat templates expect them."""
+    if not multi_turn_config.enabled_tools:
         return []
-    with make_tool_runner(config, num_workers=1) as runner:
-        return runner.schemas()
+    with make_tool_runner(multi_turn_config, num_workers=1) as tool_runner:
+        return tool_runner.schemas()
 
 
 def template_uses_tools(tokenizer: PreTrainedTokenizerBase, render_settings: PromptRendering) -> bool:
@@ -121,24 +121,24 @@ class ToolResultTokens:
     ) -> None:
         """Determine the template's text between turns; `stop_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
-        self._end_tokens = {str(tokenizer.decode([token])): token for token in stop_ids}
-        special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
-        self._special_tokens = re.compile("|".join(sorted(special_tokens, key=len, reverse=True)) or "(?!)")
+        self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
+        escaped_special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
+        self._special_regex = re.compile("|".join(sorted(escaped_special_tokens, key=len, reverse=True)) or "(?!)")
         with limit_resources(f"{_MULTI_TURN_KEY}: the chat template"):
             self._assistant_turn = self._select_assistant_turn()
             self._check_call_format()
 
     def tokenise_results(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens between an assistant turn and the next one, with the tool results between them; `results`
+        """Return the tokens of the tool results: from the end of one assistant turn to the start of the next. `results`
         are pairs of tool name and result. Raise ModelError if the results change how the first turn is rendered."""
         end_token_and_text = self._render_text_after_call(self._assistant_turn, results)
         if end_token_and_text is None:
             raise _make_changed_turn_error(self._tokenizer)
-        end_token, text = end_token_and_text
+        end_token, text_after_turn = end_token_and_text
         # Some tokenizers insert a space before the first word, so tokenise the text together with the end token.
-        ids = list(self._tokenizer(end_token + text, add_special_tokens=False, verbose=False)["input_ids"])
-        if ids[:1] != [self._end_tokens[end_token]]:
-            return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = list(self._tokenizer(end_token + text_after_turn, add_special_tokens=False, verbose=False)["input_ids"])
+        if ids[:1] != [self._end_token_ids[end_token]]:
+            return tuple(self._tokenizer(text_after_turn, add_special_tokens=False, verbose=False)["input_ids"])
         return tuple(ids[1:])
 
     def _select_assistant_turn(self) -> Message:
@@ -158,24 +158,24 @@ class ToolResultTokens:
 
     def _check_call_format(self) -> None:
         """Raise ModelError if the template writes tool calls in a form that `parse_tool_calls` cannot read: the model
-        writes calls in that form, so no tool would be called. A template may leave out tool calls."""
+        writes calls in that form, so no tool would be called. A template without tool calls is accepted."""
         expected_call = ToolCall("look_up_word", {"word": "forty-two"})
-        function_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
-        tool_calls = [{"type": "function", "id": "call00000", "function": function_fields}]
-        call_text = ""
+        call_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
+        tool_calls = [{"type": "function", "id": "call00000", "function": call_fields}]
+        unread_call = ""
         for encoded_calls in (tool_calls, encode_arguments(tool_calls)):
             with suppress(TemplateError, ValueError, TypeError):
-                prompt_text = self._render_template([_USER_TURN], add_generation_prompt=False)
+                rendered_prompt = self._render_template([_EXAMPLE_USER_TURN], add_generation_prompt=False)
                 assistant_turn = {"role": "assistant", "content": "", "tool_calls": encoded_calls}
-                text = self._render_template([_USER_TURN, assistant_turn], add_generation_prompt=False)
-                text = text[common_prefix_length(prompt_text, text) :]
-                if parse_tool_calls(text) == [expected_call]:
+                rendered_call = self._render_template([_EXAMPLE_USER_TURN, assistant_turn], add_generation_prompt=False)
+                rendered_call = rendered_call[common_prefix_length(rendered_prompt, rendered_call) :]
+                if parse_tool_calls(rendered_call) == [expected_call]:
                     return
-                call_text = text if expected_call.name in text else call_text
-        if call_text:
+                unread_call = rendered_call if expected_call.name in rendered_call else unread_call
+        if unread_call:
             raise ModelError(
                 f"{_MULTI_TURN_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
-                f"call as {call_text.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
+                f"call as {unread_call.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
                 f"{_MULTI_TURN_KEY}.custom_chat_template_path, or take another model"
             )
@@ -185,7 +185,7 @@ class ToolResultTokens:
     ) -> tuple[str, str] | None:
         """Return the end token of an assistant turn, and the text after it, in which the tool results are rendered;
         None if the chat template renders the assistant turn differently when tool results follow."""
-        call_ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral requires call ids of nine characters
+        call_ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral's template requires ids of nine characters
         tool_calls = [
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
             for call_id, (name, _) in zip(call_ids, results, strict=True)
@@ -195,11 +195,11 @@ class ToolResultTokens:
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._escape_special_tokens(result.text)}
             for call_id, (name, result) in zip(call_ids, results, strict=True)
         ]
-        text_without_results = self._render_template([_USER_TURN, turn], add_generation_prompt=False)
+        text_without_results = self._render_template([_EXAMPLE_USER_TURN, turn], add_generation_prompt=False)
         text_with_results = self._render_template(
-            [_USER_TURN, turn, *tool_turns], add_generation_prompt=self._render_settings.add_generation_prompt
+            [_EXAMPLE_USER_TURN, turn, *tool_turns], add_generation_prompt=self._render_settings.add_generation_prompt
         )
-        for end_token in self._end_tokens:
+        for end_token in self._end_token_ids:
             turn_text = text_without_results[: text_without_results.rfind(end_token) + len(end_token)]
             is_end_token_last = end_token in text_without_results and not text_without_results[len(turn_text) :].strip()
             if is_end_token_last and text_with_results.startswith(turn_text):
@@ -219,12 +219,12 @@ class ToolResultTokens:
 
     def _escape_special_tokens(self, text: str) -> str:
         """Insert a space into each special token in the text of a tool result, so that no special token ends a turn."""
-        return self._special_tokens.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return self._special_regex.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
-def _make_changed_turn_error(tokenizer: PreTrainedTokenizerBase, reason: str = "") -> ModelError:
+def _make_changed_turn_error(tokenizer: PreTrainedTokenizerBase, failure_reason: str = "") -> ModelError:
     return ModelError(
         f"{_MULTI_TURN_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
-        f"assistant's turn, up to its end token, when a tool result follows{reason}; give another with "
+        f"assistant's turn, up to its end token, when a tool result follows{failure_reason}; give another with "
         "custom_chat_template_path"
     )

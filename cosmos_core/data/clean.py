@@ -55,7 +55,7 @@ def clean_training_rows(
     match_counts: Counter[str] = Counter()
     examples: list[str] = []
     is_dropped = np.zeros(len(rows), dtype=bool)
-    with open(folder / MATCHES_FILE, "w", encoding="utf-8") as file:
+    with open(folder / MATCHES_FILE, "w", encoding="utf-8") as matches_file:
         apply_packer = dataset_loader.make_packer()
         for row_number, should_drop, match in _find_repeated_texts(stage, config, rows, held_out_sets, apply_packer):
             match["dropped"] = should_drop and config.action == "drop"
@@ -63,55 +63,55 @@ def clean_training_rows(
             match_counts[match["match"]] += 1
             if match_counts[match["match"]] <= _MAX_EXAMPLES_PER_MATCH_TYPE:
                 examples.append(f"{match['row']}: {match['match']} of {match['of']}: {match['text'][:80]!r}")
-            file.write(json.dumps(match, ensure_ascii=False) + "\n")
+            matches_file.write(json.dumps(match, ensure_ascii=False) + "\n")
     kept_rows = rows.select(~is_dropped)
     if not len(kept_rows):
         raise DataError(f"train.train_policy.clean drops all {len(rows)} rows; set action = 'report' to see why")
     match_counts["dropped"] = int(is_dropped.sum())
-    count_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
-    summary = ", ".join(f"{match_counts[name]} {name.replace('_', ' ')}" for name in count_names)
+    metric_names = ("exact_duplicate", "near_duplicate", "benchmark_text", "held_out_row", "dropped")
+    summary = ", ".join(f"{match_counts[name]} {name.replace('_', ' ')}" for name in metric_names)
     notices = [f"clean: {summary}, of {len(rows)} rows; data/{MATCHES_FILE} has them", *examples] if examples else []
     for notice in notices:
         logger.warning("%s", notice)
-    return kept_rows, {f"data/clean_{name}": float(match_counts[name]) for name in count_names}, notices
+    return kept_rows, {f"data/clean_{name}": float(match_counts[name]) for name in metric_names}, notices
 
 
 def _find_repeated_texts(
-    stage: Stage, config: CleanConfig, rows: Rows, held_out_sets: Sequence[Rows], apply_packer: _PackerFn | None
+    stage: Stage, clean_config: CleanConfig, rows: Rows, held_out_sets: Sequence[Rows], apply_packer: _PackerFn | None
 ) -> Iterator[tuple[int, bool, dict[str, Any]]]:
-    """Yield the number of each training row that repeats another text, whether that is a reason to drop the row, and
-    the match, a line of `clean.jsonl`. Matches with benchmarks and held-out rows come first, then duplicates."""
-    benchmark_index = BenchmarkIndex(config.decontaminate_against, config.ngram)
-    minhash = MinHashBands(config.near_duplicates) if config.near_duplicates else None
+    """Yield, for each training row that repeats another text, the number of the row, whether the row should be dropped,
+    and the match (a line of `clean.jsonl`). Matches with benchmarks and held-out rows come first, then duplicates."""
+    benchmark_index = BenchmarkIndex(clean_config.decontaminate_against, clean_config.ngram)
+    minhash = MinHashBands(clean_config.near_duplicates) if clean_config.near_duplicates else None
     row_numbers, hash_keys = array("Q"), array("Q")
     held_out_rows, held_out_index = list[RowFingerprint](), _HashKeyIndex()
     for held_out_set in held_out_sets:
-        for _, location, texts, has_images in _iterate_readable_rows(stage, held_out_set, apply_packer):
+        for _, location, row_texts, has_images in _iterate_readable_rows(stage, held_out_set, apply_packer):
             if not has_images:
-                fingerprint, _ = _make_row_fingerprint(location, texts)
+                fingerprint, _ = _make_row_fingerprint(location, row_texts)
                 held_out_index.add(len(held_out_rows), enumerate(fingerprint.compute_hash_keys(minhash)))
                 held_out_rows.append(fingerprint)
-    with tempfile.TemporaryFile(dir=stage.path) as file:
-        fingerprints = RowFingerprintFile(file)
-        for row_number, location, texts, has_images in _iterate_readable_rows(stage, rows, apply_packer):
-            fingerprint, turn_words = _make_row_fingerprint(location, texts)
+    with tempfile.TemporaryFile(dir=stage.path) as fingerprint_file:
+        fingerprints = RowFingerprintFile(fingerprint_file)
+        for row_number, location, row_texts, has_images in _iterate_readable_rows(stage, rows, apply_packer):
+            fingerprint, turn_words = _make_row_fingerprint(location, row_texts)
             if match := benchmark_index.find_match(turn_words):
-                should_drop = match["similarity"] >= config.min_overlap
+                should_drop = match["similarity"] >= clean_config.min_overlap
                 yield row_number, should_drop, {"row": location, **match}
                 if should_drop:
                     continue
-            if has_images:  # no duplicates: rows with equal text may show different images
+            if has_images:  # skip the search for duplicates: rows with equal text may show different images
                 continue
             row_keys = fingerprint.compute_hash_keys(minhash)
             candidates = map(held_out_rows.__getitem__, held_out_index.find_rows(enumerate(row_keys)))
-            if match := fingerprint.find_match(candidates, config.near_duplicates):
+            if match := fingerprint.find_match(candidates, clean_config.near_duplicates):
                 yield row_number, False, {**match, "match": "held_out_row"}
             fingerprints.add(fingerprint)
             row_numbers.append(row_number)
             hash_keys.extend(row_keys)
         key_table = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
-        for position, match in find_duplicates(key_table, fingerprints, config.near_duplicates):
-            yield row_numbers[position], True, match
+        for row_position, match in find_duplicates(key_table, fingerprints, clean_config.near_duplicates):
+            yield row_numbers[row_position], True, match
 
 
 def _iterate_readable_rows(
@@ -129,38 +129,39 @@ def _iterate_readable_rows(
             if packed_row.get(TOKENS_COLUMN) is not None:
                 problem = f"train.train_policy.clean compares texts, and {location} has only {TOKENS_COLUMN}"
                 raise ConfigError(f"{problem}; leave clean out, or let the data packer return turns")
-            value = row_kind.read(packed_row, location, policy)
-            yield row_number, location, list(iterate_texts(value)), _shows_images(packed_row, value)
+            row_content = row_kind.read(packed_row, location, policy)
+            yield row_number, location, list(iterate_texts(row_content)), _shows_images(packed_row, row_content)
 
 
-def _shows_images(row: Row, value: Any) -> bool:
-    row_values = value if isinstance(value, tuple) else (value,)
-    turns = chain.from_iterable(item for item in row_values if isinstance(item, list))
+def _shows_images(row: Row, row_content: Any) -> bool:
+    content_values = row_content if isinstance(row_content, tuple) else (row_content,)
+    turns = chain.from_iterable(item for item in content_values if isinstance(item, list))
     return bool(get_column_images(row)) or any(isinstance(turn["content"], list) for turn in turns)
 
 
-def _make_row_fingerprint(location: str, texts: list[str]) -> tuple["RowFingerprint", list[list[str]]]:
+def _make_row_fingerprint(location: str, row_texts: list[str]) -> tuple["RowFingerprint", list[list[str]]]:
     """Return the fingerprint of a row, and the normalised words of each text of the row."""
-    normalised_texts = list(map(normalise_text, texts))
-    text_words = list(map(split_words, normalised_texts))
+    normalised_texts = list(map(normalise_text, row_texts))
+    words_by_text = list(map(split_words, normalised_texts))
     digest = blake2b("\0".join(normalised_texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    ngram_hashes = np.unique(hash_ngrams(hash_words([*chain.from_iterable(text_words)]), _SHINGLE_SIZE))
-    text = "\n".join(texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
-    return RowFingerprint(digest, location, text, ngram_hashes), text_words
+    ngram_hashes = np.unique(hash_ngrams(hash_words([*chain.from_iterable(words_by_text)]), _SHINGLE_SIZE))
+    text_beginning = "\n".join(row_texts)[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
+    return RowFingerprint(digest, location, text_beginning, ngram_hashes), words_by_text
 
 
-def iterate_texts(value: Any) -> Iterator[str]:
+def iterate_texts(content: Any) -> Iterator[str]:
     """Yield all texts in nested lists and dictionaries, such as turns, except the texts of system turns. The arguments
     of a tool call are one text, as JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        if value.get("role") not in {"system", "developer"}:
-            if isinstance(arguments := value.get("arguments"), dict):  # calls may differ in names and numbers alone
-                value = {**value, "arguments": json.dumps(arguments, ensure_ascii=False, default=str)}
-            yield from iterate_texts([element for name, element in value.items() if name not in {"role", "type"}])
-    elif isinstance(value, list | tuple):
-        for element in value:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        if content.get("role") not in {"system", "developer"}:
+            # Compare tool calls by their JSON, because they may differ only in argument names and numbers.
+            if isinstance(arguments := content.get("arguments"), dict):
+                content = {**content, "arguments": json.dumps(arguments, ensure_ascii=False, default=str)}
+            yield from iterate_texts([element for name, element in content.items() if name not in {"role", "type"}])
+    elif isinstance(content, list | tuple):
+        for element in content:
             yield from iterate_texts(element)
 
 
@@ -174,20 +175,20 @@ class RowFingerprint(NamedTuple):
     ngram_hashes: np.ndarray
     """Sorted hashes of the row's n-grams, uint64."""
 
-    def compute_similarity(self, other: "RowFingerprint") -> float:
+    def compute_similarity(self, other_row: "RowFingerprint") -> float:
         """Return the Jaccard similarity of the n-grams of two rows."""
-        num_common_ngrams = np.intersect1d(self.ngram_hashes, other.ngram_hashes, assume_unique=True).size
-        return num_common_ngrams / max(1, self.ngram_hashes.size + other.ngram_hashes.size - num_common_ngrams)
+        num_common_ngrams = np.intersect1d(self.ngram_hashes, other_row.ngram_hashes, assume_unique=True).size
+        return num_common_ngrams / max(1, self.ngram_hashes.size + other_row.ngram_hashes.size - num_common_ngrams)
 
     def compute_hash_keys(self, minhash: MinHashBands | None) -> list[int]:
-        """Return the hash of the row's text and, with `minhash`, a key per band: similar rows probably share one."""
+        """Return a hash of the row's text and, with `minhash`, a key per band; similar rows probably share a key."""
         band_keys = minhash.compute_band_keys(self.ngram_hashes).tolist() if minhash else []
         return [int.from_bytes(self.digest[:8]), *band_keys]
 
-    def find_match(self, candidates: Iterable["RowFingerprint"], threshold: float) -> dict[str, Any] | None:
+    def find_match(self, candidates: Iterable["RowFingerprint"], min_similarity: float) -> dict[str, Any] | None:
         """Return the match with the most similar of `candidates`; None if none has an equal text or a similarity of at
-        least `threshold` (0: only equal texts match)."""
-        best_candidate, best_similarity = None, threshold or 2.0
+        least `min_similarity` (0: only equal texts match)."""
+        best_candidate, best_similarity = None, min_similarity or 2.0
         for candidate in candidates:
             similarity = 2.0 if self.digest == candidate.digest else self.compute_similarity(candidate)
             if similarity > best_similarity or (similarity == best_similarity and best_candidate is None):
@@ -221,19 +222,19 @@ class _HashKeyIndex:
 class RowFingerprintFile:
     """Sequence of `RowFingerprint`s that are stored in a file."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self._file_offsets = file, array("Q")
+    def __init__(self, fingerprint_file: Any) -> None:
+        self._fingerprint_file, self._file_offsets = fingerprint_file, array("Q")
 
     def add(self, fingerprint: RowFingerprint) -> None:
         """Append the fingerprint of a row to the file."""
-        self._file_offsets.append(self._file.tell())
-        # Replace other bytes than UTF-8, which a file name can have and `clean.jsonl` must not.
+        self._file_offsets.append(self._fingerprint_file.tell())
+        # A file name may contain bytes that are not UTF-8; replace them, because `clean.jsonl` is UTF-8.
         location = fingerprint.location.encode("utf-8", "replace").decode()
-        pickle.dump(fingerprint._replace(location=location), self._file)
+        pickle.dump(fingerprint._replace(location=location), self._fingerprint_file)
 
     def __getitem__(self, index: int) -> RowFingerprint:
-        self._file.seek(self._file_offsets[index])
-        fingerprint: RowFingerprint = pickle.load(self._file)
+        self._fingerprint_file.seek(self._file_offsets[index])
+        fingerprint: RowFingerprint = pickle.load(self._fingerprint_file)
         return fingerprint
 
 
@@ -244,68 +245,68 @@ def find_duplicates(
     of at least `threshold` to it (0: equal texts only). Earlier rows that are duplicates themselves are not compared.
     `hash_keys`, shape (rows, keys), are the hash keys of the rows; rows with an equal key in a column are compared."""
     is_key_shared = np.zeros(hash_keys.shape, dtype=bool)
-    for column in range(hash_keys.shape[1]):
-        _, inverse_indices, key_counts = np.unique(hash_keys[:, column], return_inverse=True, return_counts=True)
-        is_key_shared[:, column] = key_counts[inverse_indices] > 1
+    for key_index in range(hash_keys.shape[1]):
+        _, inverse_indices, key_counts = np.unique(hash_keys[:, key_index], return_inverse=True, return_counts=True)
+        is_key_shared[:, key_index] = key_counts[inverse_indices] > 1
     hash_key_index = _HashKeyIndex()
-    for position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
-        shared_columns = np.flatnonzero(is_key_shared[position]).tolist()
-        row_keys = [(column, int(hash_keys[position, column])) for column in shared_columns]
+    for row_position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
+        shared_key_indices = np.flatnonzero(is_key_shared[row_position]).tolist()
+        row_keys = [(key_index, int(hash_keys[row_position, key_index])) for key_index in shared_key_indices]
         candidates = map(fingerprints.__getitem__, hash_key_index.find_rows(row_keys))
-        if match := fingerprints[position].find_match(candidates, threshold):
-            yield position, match
+        if match := fingerprints[row_position].find_match(candidates, threshold):
+            yield row_position, match
         else:
-            hash_key_index.add(position, row_keys)
+            hash_key_index.add(row_position, row_keys)
 
 
 class BenchmarkIndex:
     """Index of the n-grams of the texts of benchmarks, held in memory."""
 
     def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
-        self._ngram_size, self._min_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
+        self._ngram_size, self._min_text_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
         self._located_texts: list[tuple[str, str]] = []
         ngram_hashes, text_indices = array("Q"), array("I")
         self._ngram_sizes: set[int] = set()
         for benchmark_number, benchmark_config in enumerate(benchmark_configs):
-            num_texts_before = len(self._located_texts)
+            num_earlier_texts = len(self._located_texts)
             for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS_KEY}.{benchmark_number}"):
                 for text in iterate_texts(row):
-                    if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_words:
+                    if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_text_words:
                         self._ngram_sizes.add(min(ngram_size, len(words)))
                         ngram_hashes.extend(hash_ngrams(hash_words(words), ngram_size).tolist())
                         text_indices.extend([len(self._located_texts)] * (len(ngram_hashes) - len(text_indices)))
                         self._located_texts.append((location, text))
-            if len(self._located_texts) == num_texts_before:
-                problem = f"no text of at least {self._min_words} words"
+            if len(self._located_texts) == num_earlier_texts:
+                problem = f"no text of at least {self._min_text_words} words"
                 raise DataError(f"{BENCHMARKS_KEY}.{benchmark_number}: {problem}; name rows of text")
-        hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
-        sorted_indices = np.argsort(hashes, kind="stable")
-        self._hashes, self._text_indices = hashes[sorted_indices], np.frombuffer(text_indices, "I")[sorted_indices]
+        all_hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
+        sorted_indices = np.argsort(all_hashes, kind="stable")
+        self._hashes, self._text_indices = all_hashes[sorted_indices], np.frombuffer(text_indices, "I")[sorted_indices]
 
-    def find_match(self, turns: Sequence[list[str]]) -> dict[str, Any] | None:
+    def find_match(self, words_by_turn: Sequence[list[str]]) -> dict[str, Any] | None:
         """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most; None
         if it repeats no text. In the match, `similarity` is the fraction of the benchmark's words that are in common
         n-grams, and `text` is the longest common passage."""
-        turns = [remove_operators(words) for words in turns] if self._located_texts else []
-        hashes_by_turn = [*map(hash_words, turns)]
+        words_by_turn = [remove_operators(words) for words in words_by_turn] if self._located_texts else []
+        word_hashes_by_turn = [*map(hash_words, words_by_turn)]
         ngram_hashes = [
-            hash_ngrams(hashes, ngram_size)
-            for hashes in hashes_by_turn
+            hash_ngrams(word_hashes, ngram_size)
+            for word_hashes in word_hashes_by_turn
             for ngram_size in self._ngram_sizes
-            if len(hashes) >= ngram_size
+            if len(word_hashes) >= ngram_size
         ]
         if not ngram_hashes:
             return None
-        row_hashes = np.concatenate(ngram_hashes)
-        first_positions = np.minimum(np.searchsorted(self._hashes, row_hashes), len(self._hashes) - 1)
+        row_ngram_hashes = np.concatenate(ngram_hashes)
+        sorted_positions = np.minimum(np.searchsorted(self._hashes, row_ngram_hashes), len(self._hashes) - 1)
         hit_counts: Counter[int] = Counter()
-        for start in first_positions[self._hashes[first_positions] == row_hashes].tolist():
+        for start in sorted_positions[self._hashes[sorted_positions] == row_ngram_hashes].tolist():
             end = start + _MAX_CANDIDATES
             hit_counts.update(self._text_indices[start:end][self._hashes[start:end] == self._hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
         for text_index, _ in hit_counts.most_common(_MAX_CANDIDATES):
             benchmark_words = remove_operators(split_words(normalise_text(self._located_texts[text_index][1])))
-            overlap_fraction, common_passage = self._measure_overlap(turns, benchmark_words)
+            overlap_fraction, common_passage = self._measure_overlap(words_by_turn, benchmark_words)
             if common_passage and (best_match is None or overlap_fraction > best_match[0]):
                 best_match = overlap_fraction, text_index, common_passage
         if best_match is None:

@@ -1,4 +1,4 @@
-"""Choice among the columns of a row, without recording in a `ColumnTrackingRow` that they were read."""
+"""Selection of columns of a row by their values. A `ColumnTrackingRow` does not record these accesses as reads."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,13 +10,13 @@ def has_column_value(row: dict[str, Any], column: str) -> bool:
 
 
 def find_column(row: dict[str, Any], columns: Iterable[str]) -> str:
-    """Return the first of `columns` with a value that is not blank, else the first with a value; empty: there is none.
-    CSV files have blank cells where a row of another form has no value."""
+    """Return the first of `columns` with a value that is not blank, else the first with any value; empty if there is no
+    such column. Blank values count as missing, because CSV files store a missing value as a blank cell."""
     present_columns = [name for name in columns if has_column_value(row, name)]
     return next((name for name in present_columns if is_filled(row, name)), next(iter(present_columns), ""))
 
 
 def is_filled(row: dict[str, Any], *columns: str) -> bool:
     """Return whether a row has values in all columns, none of which is a blank text or an empty list."""
-    values = [dict.get(row, column) for column in columns]
-    return all(value.strip() if isinstance(value, str) else value is not None and value != [] for value in values)
+    cells = [dict.get(row, column) for column in columns]
+    return all(value.strip() if isinstance(value, str) else value is not None and value != [] for value in cells)

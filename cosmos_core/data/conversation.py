@@ -42,7 +42,7 @@ def tokenise_conversation(
 def make_span_token_mask(span: Span, token_starts: np.ndarray, token_ends: np.ndarray) -> np.ndarray:
     """Return a mask of the tokens that have a character inside the span, from the character offsets of tokens."""
     start, end = span
-    # Byte-level tokenizers that trim offsets report a whitespace token as an empty span at the token's end.
+    # Include empty spans: byte-level tokenizers that trim offsets report a whitespace token as an empty span.
     return (token_ends > start) & ((token_starts < end) | ((token_starts == token_ends) & (token_ends <= end)))
 
 
@@ -50,17 +50,18 @@ def tokenise_prompt_and_completion(
     tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, location: str
 ) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a prompt and completion of plain text. The mask is 1 for tokens with characters
-    of the completion and for the end token. Raise DataError if tokens at the border have no character offsets."""
+    of the completion and for the end token. Raise DataError if a token crosses the border and the tokenizer
+    has no character offsets."""
     text = prompt + completion
-    ids_with_special_tokens, _ = _tokenise_plain_text(tokenizer, text)
-    ids, mask = _tokenise_with_loss_mask(tokenizer, text, [(len(prompt), len(text))], location)
-    offset = next(i for i in range(len(ids_with_special_tokens)) if ids_with_special_tokens[i : i + len(ids)] == ids)
-    return ids_with_special_tokens, [0] * offset + mask + [1] * (len(ids_with_special_tokens) - offset - len(ids))
+    all_ids, _ = _tokenise_plain_text(tokenizer, text)
+    text_ids, text_mask = _tokenise_with_loss_mask(tokenizer, text, [(len(prompt), len(text))], location)
+    num_leading_tokens = next(i for i in range(len(all_ids)) if all_ids[i : i + len(text_ids)] == text_ids)
+    return all_ids, [0] * num_leading_tokens + text_mask + [1] * (len(all_ids) - num_leading_tokens - len(text_ids))
 
 
 def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, location: str) -> tuple[list[int], list[int]]:
     """Cut token ids and loss mask on the right to at most `max_length` tokens; raise SkippedRow if no token to learn is
-    left, not counting the first token, which nothing predicts."""
+    left. The first token does not count, because it is never predicted."""
     ids, mask = tokens
     if not any(mask[1:]):
         raise SkippedRow(location, "with nothing to learn")
@@ -79,8 +80,8 @@ def tokenise_prompt(
     """Return token ids and text of a prompt: the turns before the one to complete, followed by the generation prompt of
     the chat template if `render_settings.add_generation_prompt` is set.
 
-    `max_length` is the maximum number of tokens: `policy.model_max_length` minus one for a completion. Errors are those
-    of `render` and `tokenise_rendered_prompt`.
+    `max_length` is the maximum number of tokens: `policy.model_max_length` minus one token for a completion. Errors are
+    those of `render` and `tokenise_rendered_prompt`.
     """
     _, text = render(
         tokenizer, messages, location, add_generation_prompt=render_settings.add_generation_prompt,
@@ -101,7 +102,7 @@ def tokenise_rendered_prompt(
 
 
 def _tokenise_plain_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    # A text that was rendered by a chat template begins with the BOS token, of which there must not be two.
+    # Do not add a second BOS token to a text that a chat template has rendered with a BOS token.
     has_bos_token = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids = tokenizer(text, add_special_tokens=not has_bos_token, verbose=False)["input_ids"]
     end_token_id = tokenizer.eos_token_id
@@ -116,18 +117,19 @@ def _tokenise_with_loss_mask(
     """Tokenise the whole text once; a token is learned if it has a character inside a span."""
     if not tokenizer.is_fast:
         return _tokenise_between_borders(tokenizer, text, spans, location)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    token_starts, token_ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(token_starts), dtype=bool)
+    tokenizer_output = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    token_starts, token_ends = np.asarray(tokenizer_output["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    is_learned_token = np.zeros(len(token_starts), dtype=bool)
     for span in spans:
-        mask |= make_span_token_mask(span, token_starts, token_ends)
-    return encoding["input_ids"], mask.astype(int).tolist()
+        is_learned_token |= make_span_token_mask(span, token_starts, token_ends)
+    return tokenizer_output["input_ids"], is_learned_token.astype(int).tolist()
 
 
 def _tokenise_between_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], location: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenise the texts between span borders separately; raise DataError if the tokens of the whole text differ."""
+    """Tokenise the texts between span borders separately, for a tokenizer without character offsets. Raise DataError if
+    the whole text has other tokens."""
     ids, mask = list[int](), list[int]()
     span_boundaries = [0, *(boundary for span in spans for boundary in span), len(text)]
     for text_index, (start, end) in enumerate(pairwise(span_boundaries)):

@@ -27,7 +27,7 @@ def read_embedding(path: Path, output_names: tuple[str, ...]) -> dict[str, Tenso
     is damaged, holds other objects than arrays, or lacks one of the names."""
 
     def convert_error(error: Exception) -> Exception:
-        # A damaged pickle may claim an array that exceeds the memory, so only errors of the disk are raised unchanged.
+        # Raise only disk errors unchanged: a damaged pickle can cause a MemoryError by declaring a huge array.
         is_disk_error = isinstance(error, OSError) and is_machine_error(error)
         return error if is_disk_error else DataError(f"{path.name}: it is damaged: {first_line(error)}")
 
@@ -38,8 +38,8 @@ def read_embedding(path: Path, output_names: tuple[str, ...]) -> dict[str, Tenso
     with convert_errors(convert_error):
         tensors = {output_names[0]: torch.from_numpy(_read_pickled_array(path))} if is_pickle else load_file(path)
     if missing_names := set(output_names) - tensors.keys():
-        present_names, absent_names = (", ".join(sorted(each)) for each in (tensors, missing_names))
-        raise DataError(f"{path.name}: it has {present_names}, and the model needs {absent_names}")
+        present_names_text, missing_names_text = (", ".join(sorted(each)) for each in (tensors, missing_names))
+        raise DataError(f"{path.name}: it has {present_names_text}, and the model needs {missing_names_text}")
     return {name: tensors[name] for name in output_names}
 
 
@@ -55,9 +55,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 def _read_pickled_array(path: Path) -> np.ndarray:
     """Return the array in a pickle, even inside lists of one element; raise an error if it holds other objects."""
     with open(path, "rb") as file:
-        value = _ArrayUnpickler(file).load()
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating):
-        raise DataError(f"{path.name}: it holds {type(value).__name__}, not one array of floating-point numbers")
-    return value
+        content = _ArrayUnpickler(file).load()
+    while isinstance(content, list) and len(content) == 1:
+        content = content[0]
+    if not isinstance(content, np.ndarray) or not np.issubdtype(content.dtype, np.floating):
+        raise DataError(f"{path.name}: it holds {type(content).__name__}, not one array of floating-point numbers")
+    return content

@@ -14,48 +14,48 @@ from cosmos_core.errors import DataError
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
 _TURN_LIST_START_REGEX = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _TURN_PAIR_KEYS = ({"human", "assistant"}, {"user", "assistant"})
-_MAX_LITERAL_CHARACTERS = 1 << 20  # longer literals are not parsed: the parser needs 100 times their memory
+_MAX_LITERAL_CHARACTERS = 1 << 20  # limit for `_parse_literal`, which takes 100 times the memory of a text
 
 
-def decode_conversation(value: Any, location: str = "") -> Any:
+def decode_conversation(cell: Any, location: str = "") -> Any:
     """Decode a conversation that is stored as text, or as the pairs of turns of ms-swift; return any other value
     unchanged. Raise DataError if a text that begins like turns cannot be decoded; without a `location` such a text is
     returned unchanged."""
-    if isinstance(value, list) and value and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in value):
-        is_last = "assistant".__eq__  # columnar formats may have put it first
-        return [{"role": role, "content": pair[role]} for pair in value for role in sorted(pair, key=is_last)]
-    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
-        return value
-    turns = parse_json(value)
-    if turns is None and len(value) <= _MAX_LITERAL_CHARACTERS:
-        turns = _parse_literal(value)
-    if location and _TURN_LIST_START_REGEX.match(value) and not is_turn_list(turns):
-        text = " ".join(value[-40:].split())
+    if isinstance(cell, list) and cell and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in cell):
+        is_assistant = "assistant".__eq__  # user before assistant: columnar formats may have sorted the keys of a pair
+        return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant)]
+    if not isinstance(cell, str) or not re.match(r"\s*\[\s*\{", cell):
+        return cell
+    decoded_turns = parse_json(cell)
+    if decoded_turns is None and len(cell) <= _MAX_LITERAL_CHARACTERS:
+        decoded_turns = _parse_literal(cell)
+    if location and _TURN_LIST_START_REGEX.match(cell) and not is_turn_list(decoded_turns):
+        text_end = " ".join(cell[-40:].split())
         remedy = "spreadsheets cut a cell after 32,767 characters; write JSON Lines"
-        raise DataError(f"{location}: turns that end with {text!r} cannot be decoded, {remedy}")
-    return turns if is_turn_list(turns) else value
+        raise DataError(f"{location}: turns that end with {text_end!r} cannot be decoded, {remedy}")
+    return decoded_turns if is_turn_list(decoded_turns) else cell
 
 
-def is_turn_list(value: Any) -> bool:
+def is_turn_list(cell: Any) -> bool:
     """Return whether a value is a list of turns: every element has a role, and at least one element has a content."""
-    has_roles = isinstance(value, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in value)
-    return has_roles and any(_CONTENT_KEYS & turn.keys() for turn in value)
+    have_roles = isinstance(cell, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in cell)
+    return have_roles and any(_CONTENT_KEYS & turn.keys() for turn in cell)
 
 
-def decode_history(value: Any, location: str) -> list[dict[str, Any]]:
-    """Return the turns of Alpaca's column `history`, pairs of prompt and response or their JSON, or raise DataError."""
-    turn_pairs = parse_json(value) if isinstance(value, str) and value.strip() else value or []
+def decode_history(cell: Any, location: str) -> list[dict[str, Any]]:
+    """Return the turns of Alpaca's column `history`: pairs of prompt and response, or JSON; else raise DataError."""
+    turn_pairs = parse_json(cell) if isinstance(cell, str) and cell.strip() else cell or []
     if not isinstance(turn_pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in turn_pairs):
-        raise DataError(f"{location}: column 'history' holds {str(value)[:40]!r}; write [[prompt, response], ...]")
+        raise DataError(f"{location}: column 'history' holds {str(cell)[:40]!r}; write [[prompt, response], ...]")
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in turn_pairs for role, text in zip(roles, pair, strict=True)]
 
 
-def _parse_literal(text: str) -> Any:
+def _parse_literal(literal_text: str) -> Any:
     """Return the value of a Python literal, even without commas between dictionaries, as NumPy writes it; else None."""
     try:
-        tokens = [token.string for token in tokenize.generate_tokens(StringIO(text.strip()).readline)]
-        token_pairs = pairwise([*filter(str.strip, tokens), ""])
-        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in token_pairs))
+        python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(literal_text.strip()).readline)]
+        adjacent_tokens = pairwise([*filter(str.strip, python_tokens), ""])
+        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in adjacent_tokens))
     except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

@@ -77,10 +77,10 @@ class NoiseSampler:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""
         num_latent_frames = row.mean.shape[1] if row.mean.ndim == 4 else 1
         min_frames = min(self.config.min_given_frames, num_latent_frames - 1)
-        max_frames = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)
+        max_conditioning_frames = min(self.config.max_given_frames, self.max_conditioning_frames, num_latent_frames - 1)
         if not self.max_conditioning_frames:
             return 0
-        return int(torch.randint(min_frames, max(min_frames, max_frames) + 1, (), generator=generator))
+        return int(torch.randint(min_frames, max(min_frames, max_conditioning_frames) + 1, (), generator=generator))
 
 
 def derive_seed(*seed_values: int) -> int:

@@ -34,7 +34,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
-_BLOCK_CHARACTERS = 1 << 20  # number of characters that are read from a file at a time
+_BLOCK_CHARACTERS = 1 << 20  # number of characters per read from a file
 _ROWS_PER_BATCH = 1024
 _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 """Decoder that reads NaN as null, because Python writes missing values of pandas as NaN."""
@@ -67,27 +67,27 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as exit_stack:
         with convert_reader_errors(f"{path.name} cannot be read"):
             file = exit_stack.enter_context(_FILE_OPENERS.get(path.suffix.lower(), open)(path, "rb"))
-            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # by default, damage after the first stream is ignored
+            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # do not ignore damage after the first compressed stream
                 cast(Any, file)._buffer.raw._trailing_error = ()
-            num_bom_bytes = 0  # bytes of the byte order marks to skip; some programs add one with each save
+            num_bom_bytes = 0  # bytes to skip; some programs add a byte order mark with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
                 num_bom_bytes += len(BOM_UTF8)
             file.seek(num_bom_bytes)
         try:
             yield TextIOWrapper(file, encoding="utf-8", newline=newline)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            if is_machine_error(error):  # a disk error, unlike the OSError of bz2 for damaged data
+            if is_machine_error(error):  # raise disk errors unchanged; bz2 raises OSError also for damaged data
                 raise
             raise DataError(f"{path.name} is damaged: {first_line(error)}; compress it again") from error
         except UnicodeDecodeError:
             file.seek(0)
-            content = file.read()
+            file_bytes = file.read()
             try:
-                content.decode()
+                file_bytes.decode()
             except UnicodeDecodeError as error:
-                line_number = content.count(b"\n", 0, error.start) + 1
+                line_number = file_bytes.count(b"\n", 0, error.start) + 1
                 problem = f"{path.name}:{line_number}: byte {error.start} is not UTF-8; save the file as UTF-8"
-                encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "cp1252"
+                encoding = "utf-16" if file_bytes.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "cp1252"
                 raise DataError(f"{problem}, for example with iconv -f {encoding} -t utf-8 OLD > NEW") from None
             raise
 
@@ -100,22 +100,22 @@ def _read_json_lines(path: Path) -> Iterator[LocatedRow]:
                 yield location, _parse_object(text, location)
 
 
-def _parse_object(text: str, location: str) -> Row:
+def _parse_object(json_text: str, location: str) -> Row:
     try:
         # Reuse one decoder, which is fast; only `json.loads` reports a byte order mark in its error message.
-        value = json.loads(text) if text.startswith("\ufeff") else _JSON_DECODER.decode(text)
+        json_value = json.loads(json_text) if json_text.startswith("\ufeff") else _JSON_DECODER.decode(json_text)
     except json.JSONDecodeError as error:
         problem = f"malformed JSON, {error.msg} at column {error.colno}"
-        if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", text) and error.pos >= len(text.rstrip()):
+        if re.fullmatch(r"\s*\{(.*[\[{,])?\s*", json_text) and error.pos >= len(json_text.rstrip()):
             remedy = "write an array of objects, or an object on each line (JSON Lines)"
             problem = f"the JSON object does not end on its line; {remedy}"
         raise DataError(f"{location}: {problem}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: malformed JSON, {first_line(error)}") from None
-    if not isinstance(value, dict):
+    if not isinstance(json_value, dict):
         expected_line = 'a line must be a JSON object such as {"prompt": "..."}'
-        raise DataError(f"{location}: {expected_line}, not {text.strip()[:40]!r}")
-    return value
+        raise DataError(f"{location}: {expected_line}, not {json_text.strip()[:40]!r}")
+    return json_value
 
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:
@@ -124,67 +124,67 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         first_block = file.read(_BLOCK_CHARACTERS)
         if not first_block.lstrip().startswith("["):
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
-            elements = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
-            is_object_list = isinstance(elements, list) and all(isinstance(element, dict) for element in elements)
-            # An object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row.
-            if elements and is_object_list and not {"role", "from"} & elements[0].keys():
-                yield from ((f"{path.name} row {index}", element) for index, element in enumerate(elements))
+            only_value = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
+            is_object_list = isinstance(only_value, list) and all(isinstance(element, dict) for element in only_value)
+            # A single object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row, not several.
+            if only_value and is_object_list and not {"role", "from"} & only_value[0].keys():
+                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(only_value))
             else:
                 yield from _read_json_lines(path)
             return
         try:
-            for index, value in enumerate(_iterate_json_array(file, first_block)):
-                location = f"{path.name} row {index}"
-                if not isinstance(value, dict):
-                    raise DataError(f"{location}: a row must be a JSON object, not {str(value)[:40]!r}")
-                yield location, value
+            for row_index, json_value in enumerate(_iterate_json_array(file, first_block)):
+                location = f"{path.name} row {row_index}"
+                if not isinstance(json_value, dict):
+                    raise DataError(f"{location}: a row must be a JSON object, not {str(json_value)[:40]!r}")
+                yield location, json_value
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError | UnicodeDecodeError):
                 raise
             _explain_json_error(path)
 
 
-def _iterate_json_array(file: TextIO, text: str) -> Iterator[Any]:
-    """Yield each element of a JSON array that begins with `text` and continues in `file`, with at most one block and
+def _iterate_json_array(file: TextIO, buffer: str) -> Iterator[Any]:
+    """Yield each element of a JSON array that begins with `buffer` and continues in `file`, with at most one block and
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
-    text_position = text.index("[") + 1
-    separator, block_size = ",", _BLOCK_CHARACTERS
-    while separator == ",":
+    parse_position = buffer.index("[") + 1
+    next_character, block_characters = ",", _BLOCK_CHARACTERS
+    while next_character == ",":
         try:
-            element, end = _JSON_DECODER.raw_decode(text, WHITESPACE.match(text, text_position).end())
-            end = WHITESPACE.match(text, end).end()
-            separator = text[end]
+            element, element_end = _JSON_DECODER.raw_decode(buffer, WHITESPACE.match(buffer, parse_position).end())
+            element_end = WHITESPACE.match(buffer, element_end).end()
+            next_character = buffer[element_end]
         except (ValueError, IndexError):
-            next_block = file.read(block_size)
+            next_block = file.read(block_characters)
             if not next_block:
                 raise ValueError("the array does not end") from None
-            text, text_position, block_size = text[text_position:] + next_block, 0, 2 * block_size
+            buffer, parse_position, block_characters = buffer[parse_position:] + next_block, 0, 2 * block_characters
             continue
-        if separator not in ",]":
-            raise ValueError(f"{separator!r} between two elements")
+        if next_character not in ",]":
+            raise ValueError(f"{next_character!r} between two elements")
         yield element
-        text_position, block_size = end + 1, _BLOCK_CHARACTERS
-    if text[text_position:].strip() or file.read().strip():
+        parse_position, block_characters = element_end + 1, _BLOCK_CHARACTERS
+    if buffer[parse_position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
 
 def _explain_json_error(path: Path) -> None:
-    """Parse the whole file with `json`, to raise a DataError with its precise message; accept an empty array."""
+    """Parse the whole file with `json`, to raise a DataError with the line of the mistake; accept an empty array."""
     try:
         with _open_text(path, "\n") as file:
-            elements = json.loads(file.read())
+            json_value = json.loads(file.read())
     except json.JSONDecodeError as error:
         raise DataError(f"{path.name}:{error.lineno}: malformed JSON, {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path.name}: malformed JSON, {first_line(error)}") from None
-    if elements:
+    if json_value:
         raise DataError(f"{path.name}: the array cannot be read; save it as JSON Lines")
 
 
 def _read_csv(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of CSV or TSV with a header; values stay strings, so that the text `007` does not become 7.
     Spreadsheets separate the fields with semicolons where the comma is the decimal separator."""
-    csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for some conversations
+    csv.field_size_limit(2**31 - 1)  # raise the limit of 128 KiB, which conversations can exceed
     with _open_text(path, "") as file:
         header_line = file.readline()
         separator = _detect_separator(path, header_line)
@@ -205,11 +205,11 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
 
 
-def _detect_separator(path: Path, header: str) -> str:
-    """Return the separator of a file: a tab for TSV, else the first of `_CSV_SEPARATORS` in the unquoted header."""
+def _detect_separator(path: Path, header_line: str) -> str:
+    """Return a tab for TSV, otherwise the first of `_CSV_SEPARATORS` that the header contains outside of quotes."""
     if data_suffix(path.name).startswith(".tsv"):
         return "\t"
-    unquoted_header = re.sub(r'"[^"]*"', "", header)
+    unquoted_header = re.sub(r'"[^"]*"', "", header_line)
     return next((separator for separator in _CSV_SEPARATORS if separator in unquoted_header), ",")
 
 
@@ -224,18 +224,18 @@ def _open_parquet(path: Path) -> RowReader:
         num_rows = pa.parquet.read_metadata(path).num_rows
 
     def iterate_rows() -> Iterator[Row]:
-        batches = pa.parquet.ParquetFile(path).iter_batches(_ROWS_PER_BATCH)
+        record_batches = pa.parquet.ParquetFile(path).iter_batches(_ROWS_PER_BATCH)
         while True:
             with convert_reader_errors(error_description):
-                record_batch = next(batches, None)
+                record_batch = next(record_batches, None)
                 if record_batch is None:
                     return
                 record_batch.validate(full=True)
-                if "map<" in str(record_batch.schema.types):  # a type that Spark writes, and `datasets` does not read
-                    dataset = record_batch.to_pylist(maps_as_pydicts="strict")
+                if "map<" in str(record_batch.schema.types):  # `datasets` cannot read map columns, written by Spark
+                    batch_rows = record_batch.to_pylist(maps_as_pydicts="strict")
                 else:
-                    dataset = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
-            yield from dataset
+                    batch_rows = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
+            yield from batch_rows
 
     return RowReader(path.name, num_rows, lambda: _add_locations(path.name, iterate_rows()))
 
@@ -244,23 +244,23 @@ def _open_arrow(path: Path) -> RowReader:
     with convert_reader_errors(f"{path.name} is not a readable Arrow file"):
         mapped_file = pa.memory_map(str(path))
         try:
-            table = pa.ipc.open_file(mapped_file).read_all()
+            arrow_table = pa.ipc.open_file(mapped_file).read_all()
         except pa.ArrowInvalid:
             mapped_file.seek(0)
-            table = pa.ipc.open_stream(mapped_file).read_all()
-        table.validate(full=True)
-        return make_dataset_reader(_make_dataset(table), path.name)
+            arrow_table = pa.ipc.open_stream(mapped_file).read_all()
+        arrow_table.validate(full=True)
+        return make_dataset_reader(_make_dataset(arrow_table), path.name)
 
 
 def _make_dataset(table: pa.Table) -> Any:
-    import datasets  # imported only if needed, since the import takes seconds
+    import datasets  # import only if needed: importing `datasets` takes seconds
 
     return datasets.Dataset(table)
 
 
 def make_dataset_reader(dataset: Any, name: str) -> RowReader:
     """Return the reader of a data set object of the library `datasets`."""
-    dataset = dataset.with_format(None)  # undo a saved format, which may select columns or make tensors
+    dataset = dataset.with_format(None)  # reset a saved format, which may select columns or make tensors
     return RowReader(name, len(dataset), lambda: _add_locations(name, _read_undecoded_rows(dataset)))
 
 
@@ -271,18 +271,18 @@ def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
         yield from dataset
         return
     media_tables = dataset.select_columns(media_columns).with_format("arrow").iter(_ROWS_PER_BATCH)
-    media_rows = chain.from_iterable(table.to_pylist() for table in media_tables)
+    media_rows = chain.from_iterable(media_table.to_pylist() for media_table in media_tables)
     other_rows = chain(dataset.remove_columns(media_columns), repeat({}))
     for media_row, other_row in zip(media_rows, other_rows, strict=False):
         row = media_row | other_row
         yield {name: row[name] for name in dataset.column_names}
 
 
-def _add_locations(name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
+def _add_locations(reader_name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
     """Yield rows of a columnar format, numbered from 0; a row that cannot be read is named in the error."""
     row_iterator = iter(rows)
-    for index in count():
-        location = f"{name} row {index}"
+    for row_index in count():
+        location = f"{reader_name} row {row_index}"
         with convert_reader_errors(f"{location} cannot be read"):
             row = next(row_iterator, None)
         if row is None:
@@ -290,15 +290,15 @@ def _add_locations(name: str, rows: Iterable[Row]) -> Iterator[LocatedRow]:
         yield location, _remove_null_arguments(row)
 
 
-def _remove_null_arguments(value: Any) -> Any:
+def _remove_null_arguments(row_value: Any) -> Any:
     """Return a value without the nulls that Arrow adds to tools and tool calls, which a model would learn to write."""
-    if isinstance(value, dict):
+    if isinstance(row_value, dict):
         return {
             name: remove_nulls(element) if name in _TOOL_KEYS else _remove_null_arguments(element)
-            for name, element in value.items()
+            for name, element in row_value.items()
         }
-    is_list_of_turns = isinstance(value, list) and value and isinstance(value[0], dict)
-    return [_remove_null_arguments(turn) for turn in value] if is_list_of_turns else value
+    is_list_of_turns = isinstance(row_value, list) and row_value and isinstance(row_value[0], dict)
+    return [_remove_null_arguments(turn) for turn in row_value] if is_list_of_turns else row_value
 
 
 def convert_reader_errors(error_description: str) -> AbstractContextManager[None]:

@@ -21,10 +21,10 @@ from cosmos_core.errors import DataError, first_line
 from cosmos_core.registry import suggest_names
 
 
-def make_generator_reader(generator: str, arguments: Mapping[str, Any], config_key: str) -> RowReader:
+def make_generator_reader(generator_name: str, arguments: Mapping[str, Any], config_key: str) -> RowReader:
     """Return the reader of a generator's rows; `config_key` names the data set's table in messages. Raise DataError if
     the package is not installed, has no such generator, or refuses the arguments."""
-    name = REASONING_GYM_PREFIX + generator
+    name = REASONING_GYM_PREFIX + generator_name
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -33,35 +33,35 @@ def make_generator_reader(generator: str, arguments: Mapping[str, Any], config_k
             f"{config_key}.name = {name!r}: the package reasoning-gym cannot be imported ({first_line(error)}); pip "
             "install 'cosmos-posttrain[reasoning-gym]'"
         ) from error
-    if generator not in DATASETS:
-        problem = f"reasoning-gym has no generator {generator!r}{suggest_names(generator, list(DATASETS))}"
+    if generator_name not in DATASETS:
+        problem = f"reasoning-gym has no generator {generator_name!r}{suggest_names(generator_name, list(DATASETS))}"
         raise DataError(f"{config_key}.name = {name!r}: {problem}")
     generator_arguments = {"seed": 0, **arguments}
-    error_prefix = f"{config_key}.arguments: {generator} refuses {dict(arguments)}"
+    error_prefix = f"{config_key}.arguments: {generator_name} refuses {dict(arguments)}"
     with convert_errors(lambda error: DataError(f"{error_prefix}: {first_line(error)}")):
-        dataset = reasoning_gym.create_dataset(generator, **generator_arguments)
-    return RowReader(name, len(dataset), partial(_iterate_generated_rows, dataset, generator, generator_arguments))
+        dataset = reasoning_gym.create_dataset(generator_name, **generator_arguments)
+    return RowReader(name, len(dataset), partial(_iterate_generated_rows, dataset, generator_name, generator_arguments))
 
 
-def _iterate_generated_rows(dataset: Any, generator: str, arguments: Mapping[str, Any]) -> Iterator[LocatedRow]:
+def _iterate_generated_rows(dataset: Any, generator_name: str, arguments: Mapping[str, Any]) -> Iterator[LocatedRow]:
     def convert_error(error: Exception) -> DataError:
         return DataError(f"{location}: the generator raised {type(error).__name__}: {first_line(error)}")
 
-    for index in range(len(dataset)):
-        location = f"{REASONING_GYM_PREFIX}{generator} row {index}"
+    for row_index in range(len(dataset)):
+        location = f"{REASONING_GYM_PREFIX}{generator_name} row {row_index}"
         with convert_errors(convert_error):
-            entry = dataset[index]
-        scoring_info = {"generator": generator, "arguments": dict(arguments), "entry": _to_python_literal(entry)}
-        columns = {name: entry[name] for name in ("question", "answer", "metadata")}
-        yield location, {**columns, "reasoning_gym": scoring_info}
+            entry = dataset[row_index]
+        scoring_info = {"generator": generator_name, "arguments": dict(arguments), "entry": _to_python_literal(entry)}
+        row_columns = {name: entry[name] for name in ("question", "answer", "metadata")}
+        yield location, {**row_columns, "reasoning_gym": scoring_info}
 
 
-def _to_python_literal(entry: Mapping[str, Any]) -> str:
+def _to_python_literal(generated_entry: Mapping[str, Any]) -> str:
     """Serialise an entry as a Python literal, because JSON does not support tuples, sets and keys of any type."""
     try:
-        text = repr(entry)
-        if ast.literal_eval(text) == entry:
-            return text
+        literal_text = repr(generated_entry)
+        if ast.literal_eval(literal_text) == generated_entry:
+            return literal_text
     except (ValueError, SyntaxError):
         pass
-    return repr(json.loads(json.dumps(entry, default=str)))
+    return repr(json.loads(json.dumps(generated_entry, default=str)))

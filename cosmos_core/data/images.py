@@ -2,8 +2,8 @@
 
 Supported are parts of a turn (`{"type": "image", "image": path}`, `image_url` with a path or a data: URI), and a column
 such as `image` or `images` with paths, bytes, or both as in Hugging Face data sets. A user's own data set may have
-images of Pillow. The images of a column belong to <image> marks, to parts without a source, or precede the first user
-text. Nothing is fetched from a network.
+images of Pillow. The images of a column replace <image> marks or parts without a source. If there are neither, they
+precede the first user text. Nothing is fetched from a network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OTHER_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
 _IMAGE_SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _IMAGE_PLACEHOLDER = {"type": "image"}
 _BASE64_IMAGE_REGEX = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
-"""Pattern of a PNG, JPEG, GIF or WebP file in base64, which data sets of Cosmos-RL have without `data:` before it."""
+"""Pattern of a PNG, JPEG, GIF or WebP file in base64; data sets of Cosmos-RL do not write `data:` before it."""
 _MAX_PATH_LENGTH = 4095  # maximum length of a path on Linux (PATH_MAX), in bytes
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError, EOFError, LookupError, struct.error)
 """Exceptions of Pillow's decoders for damaged files."""
@@ -47,54 +47,54 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
     DataError if the turns show more or fewer images than the row has, or the row has a video."""
     if get_column_images(row, ("videos", "video")):
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
-    parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    has_sources = any(part.get(key) is not None for part in parts for key in _IMAGE_SOURCE_KEYS)
-    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if has_sources else _OTHER_IMAGE_COLUMNS)):
+    content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
+    are_sources_in_parts = any(part.get(key) is not None for part in content_parts for key in _IMAGE_SOURCE_KEYS)
+    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if are_sources_in_parts else _OTHER_IMAGE_COLUMNS)):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
-    contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
-    if column_images and not any(part["type"] == "image" for content in contents for part in content):
+    list_contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
+    if column_images and not any(part["type"] == "image" for content in list_contents for part in content):
         turns = _insert_images(turns, len(column_images), location)
     unused_images: Iterator[Any] = iter(column_images)
-    sources: list[Any] = []
+    image_sources: list[Any] = []
     turns_with_placeholders = []
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
-            sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
+            image_sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
-    num_missing_images, other_images = sum(source is None for source in sources), list(unused_images)
-    repeats_turns = all(isinstance(each, str | dict) for each in other_images) and other_images == sources
-    if num_missing_images or (other_images and not repeats_turns):  # a column may repeat what the turns name
+    num_missing_images, unshown_images = sum(source is None for source in image_sources), list(unused_images)
+    is_repetition = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
+    if num_missing_images or (unshown_images and not is_repetition):  # a column may repeat the sources in the turns
         raise DataError(
-            f"{location}: the turns show {len(sources)} images and the row has "
-            f"{len(sources) - num_missing_images + len(other_images)}; write <image> once for each image"
+            f"{location}: the turns show {len(image_sources)} images and the row has "
+            f"{len(image_sources) - num_missing_images + len(unshown_images)}; write <image> once for each image"
         )
-    texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
-    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, texts), None):
+    string_contents = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
+    if marked_text := next(filter(re.compile(r"\A\s*<image>|<image>\s*\Z").search, string_contents), None):
         problem = f"the turn {marked_text[:40]!r} shows an image, and the row names none"
         raise DataError(f"{location}: {problem}; give it a column `image` or `images`")
-    return turns_with_placeholders, sources
+    return turns_with_placeholders, image_sources
 
 
 def has_image_sizes(turns: list[Message]) -> bool:
     """Return whether a part of the turns gives the size of its image, as rows for Qwen's models may."""
-    parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    return any(part.get(key) is not None for part in parts for key in _IMAGE_SIZE_KEYS)
+    content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
+    return any(part.get(key) is not None for part in content_parts for key in _IMAGE_SIZE_KEYS)
 
 
 def read_image(source: Any, image_root: Path, location: str, stored_root: Path | None = None) -> tuple[ImageRef, Image]:
-    """Return the image of a source and its `ImageRef` for prepared rows. Source paths are relative to `image_root`, the
-    path in an `ImageRef` to `stored_root` (None: `image_root`). Raise DataError if the image cannot be decoded."""
-    path, content = locate_image(source, location)
-    if content is not None:
-        image_ref = ImageRef(None, content, hashlib.sha256(content).hexdigest())
-        return image_ref, _decode_image(content, f"{location}: the image in the row")
-    assert path is not None
+    """Return the image of a source and its `ImageRef` for prepared rows. Source paths are relative to `image_root`,
+    and the path in the `ImageRef` to `stored_root`, by default `image_root`. Raise DataError for a damaged image."""
+    source_path, content_bytes = locate_image(source, location)
+    if content_bytes is not None:
+        image_ref = ImageRef(None, content_bytes, hashlib.sha256(content_bytes).hexdigest())
+        return image_ref, _decode_image(content_bytes, f"{location}: the image in the row")
+    assert source_path is not None
     # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
-    image_path = Path(os.path.expanduser(path))
+    image_path = Path(os.path.expanduser(source_path))
     image_path = image_path if image_path.is_absolute() else image_root / image_path
-    file_bytes = _read_file(image_path, f"{location}: image {path!r}")
+    file_bytes = _read_file(image_path, f"{location}: image {source_path!r}")
     stored_root = stored_root or image_root
     ref_path = image_path.relative_to(stored_root) if image_path.is_relative_to(stored_root) else image_path.absolute()
     image_ref = ImageRef(str(ref_path), None, hashlib.sha256(file_bytes).hexdigest())
@@ -115,30 +115,30 @@ def open_image(image_ref: ImageRef) -> Image:
 
 
 def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _OTHER_IMAGE_COLUMNS) -> list[Any]:
-    """Return the images in the first of `columns` that has not only nulls; empty if there is none."""
-    for value in map(row.get, columns):
-        images = list(value) if isinstance(value, (list, tuple)) else [value]
+    """Return the images in the first of `columns` that holds an image; empty if there is no such column."""
+    for column_value in map(row.get, columns):
+        images = list(column_value) if isinstance(column_value, (list, tuple)) else [column_value]
         if not all(map(_is_null, images)):
             return images
     return []
 
 
-def _is_null(image: Any) -> bool:
-    """Return whether a value of a column is no image: columnar formats have an object of nulls for a missing one."""
-    if isinstance(image, dict):
-        return all(value is None or (isinstance(value, str | bytes) and not value) for value in image.values())
-    return image is None or (isinstance(image, str) and not image)
+def _is_null(image_value: Any) -> bool:
+    """Return whether an image column has no image in a row; columnar formats store an object of nulls instead."""
+    if isinstance(image_value, dict):
+        return all(value is None or (isinstance(value, str | bytes) and not value) for value in image_value.values())
+    return image_value is None or (isinstance(image_value, str) and not image_value)
 
 
 def _split_at_image_marks(content: Any) -> Any:
     """Split a text with <image> marks into parts; return any other content unchanged."""
     if not isinstance(content, str) or not IMAGE_MARK_REGEX.search(content):
         return content
-    parts: list[dict[str, Any]] = []
+    content_parts: list[dict[str, Any]] = []
     for text_index, text in enumerate(IMAGE_MARK_REGEX.split(content)):
-        parts += [dict(_IMAGE_PLACEHOLDER)] if text_index else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
+        content_parts += [dict(_IMAGE_PLACEHOLDER)] if text_index else []
+        content_parts += [{"type": "text", "text": text}] if text else []
+    return content_parts
 
 
 def _insert_images(turns: list[Message], num_images: int, location: str) -> list[Message]:
@@ -146,25 +146,25 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
     if first_user_index is None:
         problem = f"the row has {num_images} images and no user turn to show them"
         raise DataError(f"{location}: {problem}; write <image> in one")
-    content = turns[first_user_index]["content"]
-    text_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    user_content = turns[first_user_index]["content"]
+    text_parts = [{"type": "text", "text": user_content}] if isinstance(user_content, str) else user_content
     placeholders = [dict(_IMAGE_PLACEHOLDER) for _ in range(num_images)]
     image_turn = {**turns[first_user_index], "content": placeholders + text_parts}
     return [*turns[:first_user_index], image_turn, *turns[first_user_index + 1 :]]
 
 
-def _take_image_source(part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
+def _take_image_source(content_part: dict[str, Any], unused_images: Iterator[Any]) -> Any:
     """Return the image source that a part of a turn names, else the next unused image; None if none is left."""
-    part_source = next((part[key] for key in _IMAGE_SOURCE_KEYS if part.get(key) is not None), None)
+    part_source = next((content_part[key] for key in _IMAGE_SOURCE_KEYS if content_part.get(key) is not None), None)
     return next(unused_images, None) if part_source is None else part_source
 
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
-    if isinstance(source, dict):  # `url` is OpenAI's key, `image` that of verl; Hugging Face has `bytes` and `path`
+    if isinstance(source, dict):  # image keys: `url` of OpenAI, `image` of verl, `bytes` and `path` of Hugging Face
         image_bytes = source.get("bytes")
-        named_image = source.get("url") or source.get("path") or source.get("image")
-        source = named_image if image_bytes is None else image_bytes
+        image_reference = source.get("url") or source.get("path") or source.get("image")
+        source = image_reference if image_bytes is None else image_bytes
     if isinstance(source, (bytes, bytearray)):
         return None, bytes(source)
     if is_pillow_image(source):
@@ -186,12 +186,12 @@ def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
 
 
 def is_pillow_image(value: Any) -> bool:
-    """Return whether a value is an image of Pillow, without its import."""
+    """Return whether a value is an image of Pillow, without importing Pillow."""
     return hasattr(value, "getexif")
 
 
 def _encode_image(image: Image, location: str) -> bytes:
-    """Return an image of Pillow as a PNG file; raise DataError if its own file is damaged."""
+    """Return an image of Pillow as a PNG file; raise DataError if the image is damaged."""
     from PIL import ImageOps
 
     try:
@@ -201,25 +201,25 @@ def _encode_image(image: Image, location: str) -> bytes:
     return buffer.getvalue()
 
 
-def _decode_data_uri(uri: str, location: str) -> bytes:
-    uri_header, _, encoded_data = uri.partition(",")
+def _decode_data_uri(data_uri: str, location: str) -> bytes:
+    uri_header, _, encoded_data = data_uri.partition(",")
     try:
         if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
-        return base64.b64decode("".join(encoded_data.split()), validate=True)  # programs break its lines
+        return base64.b64decode("".join(encoded_data.split()), validate=True)  # base64 data may have line breaks
     except ValueError as error:
-        raise DataError(f"{location}: the image {uri[:30]!r}... cannot be decoded: {error}") from error
+        raise DataError(f"{location}: the image {data_uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read_file(file: Path, description: str) -> bytes:
+def _read_file(path: Path, description: str) -> bytes:
     try:
-        if not S_ISREG(file.stat().st_mode):
-            raise DataError(f"{description}: {file} is no regular file, and a device or a pipe may be read without end")
-        return file.read_bytes()
+        if not S_ISREG(path.stat().st_mode):
+            raise DataError(f"{description}: {path} is no regular file, and a device or a pipe may be read without end")
+        return path.read_bytes()
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
         remedy = "check the path, or set custom.dataset.media_path"
-        raise DataError(f"{description}: {reason} ({file}); {remedy}") from error
+        raise DataError(f"{description}: {reason} ({path}); {remedy}") from error
 
 
 def convert_to_rgb(image: Image) -> Image:
@@ -229,16 +229,16 @@ def convert_to_rgb(image: Image) -> Image:
     if image.mode == "F":
         raise DataError("it has pixels of 32-bit floating point, whose range is not known; save it with 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
-        pixel_values = np.asarray(image).astype(np.int64)
-        is_16_bit = image.mode != "I" or pixel_values.max(initial=0) > np.iinfo(np.uint8).max
-        image = pillow.fromarray((pixel_values >> 8 * is_16_bit).clip(0, 255).astype(np.uint8))
+        grey_values = np.asarray(image).astype(np.int64)
+        is_16_bit = image.mode != "I" or grey_values.max(initial=0) > np.iinfo(np.uint8).max
+        image = pillow.fromarray((grey_values >> 8 * is_16_bit).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 
 
 def _decode_image(content: bytes, description: str) -> Image:
     """Decode an image as the processors of transformers do, in RGB and rotated by its EXIF orientation; raise DataError
     if it is no image, is truncated, or exceeds the size limit of Pillow."""
-    from PIL import Image as pillow  # imported here, since rows of text do not need Pillow
+    from PIL import Image as pillow  # imported only for images, since rows of text do not need Pillow
     from PIL import ImageOps
 
     try:

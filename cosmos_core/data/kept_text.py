@@ -16,10 +16,10 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces may differ."""
     lost_characters, num_characters = Counter[str](), 0
     for full_text in texts:
-        text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()  # drops lone surrogates
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        known_token_ids = [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
-        character_counts = _count_characters(text)
+        compared_text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()  # drop lone surrogates
+        token_ids = tokenizer.encode(compared_text, add_special_tokens=False)
+        known_token_ids = [token_id for token_id in token_ids if token_id != tokenizer.unk_token_id]
+        character_counts = _count_characters(compared_text)
         lost_characters += character_counts - _count_characters(str(tokenizer.decode(known_token_ids)))
         num_characters += character_counts.total()
     if not lost_characters:
@@ -33,6 +33,6 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
 
 def _count_characters(text: str) -> Counter[str]:
     normalised_text = unicodedata.normalize("NFKD", text).casefold()
-    counts = Counter(filter(str.isalnum, normalised_text))
-    counts[" "] = max(0, len(normalised_text.split()) - 1)
-    return counts
+    character_counts = Counter(filter(str.isalnum, normalised_text))
+    character_counts[" "] = max(0, len(normalised_text.split()) - 1)
+    return character_counts

@@ -29,7 +29,7 @@ from cosmos_core.data.turn_weights import is_trained_turn
 from cosmos_core.errors import DataError
 
 _MIN_TURNS_FOR_PLACEHOLDERS = 64
-"""Number of turns above which `find_spans_by_placeholders` is tried first: the other method takes quadratic time."""
+"""Number of turns above which `find_spans_by_placeholders` is tried first: `find_spans_by_prefixes` is quadratic."""
 _GENERATION_TAG_REGEX = re.compile(r"\{%[-+]?\s*(end)?generation\s*([-+]?)%\}")
 _START_MARKER, _END_MARKER = "\ue000", "\ue001"  # private-use characters that mark generation tags in a rendering
 _TEMPLATE_COMMENT_REGEX = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -49,12 +49,12 @@ def find_learned_spans(
     turns, rendered_text = render(renderer, turns, location, tools=tools)
     check_tools(tools, rendered_text, location)
     tokenizer = renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
-    special_tokens, end_token_texts = list_added_tokens(tokenizer), _decode_end_tokens(tokenizer, stop_ids)
+    added_tokens, end_token_texts = list_added_tokens(tokenizer), _decode_end_tokens(tokenizer, stop_ids)
     render_messages = partial(render_template, renderer, location=location, tools=tools)
     if not any(map(str.strip, chain.from_iterable(get_turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
         kept_keys = ("role", "content")
         reduced_turns = [{key: turn[key] for key in kept_keys} if is_trained_turn(turn) else turn for turn in turns]
-        with suppress(TemplateError):  # a template may fail without tool calls or reasoning
+        with suppress(TemplateError):  # ignore a template that fails without tool calls or reasoning
             if render_messages(reduced_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
     spans: list[Span] | None = None
@@ -63,16 +63,16 @@ def find_learned_spans(
             spans = _find_marked_spans(tagged_template, tokenizer, turns, rendered_text, tools)
     has_generation_tags, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
-        turn_spans = _find_turn_spans(render_messages, turns, rendered_text, special_tokens)
+        turn_spans = _find_turn_spans(render_messages, turns, rendered_text, added_tokens)
         if turn_spans is None:
             raise _make_missing_turns_error(turns, location)
-        if spans is None and _are_tool_results_learned(render_messages, turns, special_tokens):
+        if spans is None and _are_tool_results_learned(render_messages, turns, added_tokens):
             raise RefusedRow(location, "with a tool's result that the chat template writes before the text of its call")
         trained_spans = [span for span, turn in zip(turn_spans, assistant_turns, strict=True) if is_trained_turn(turn)]
         spans = trained_spans if spans is None else _select_trained_spans(trained_spans, spans, turn_spans, location)
     if not spans:
         raise SkippedRow(location, "in which the chat template marks nothing to learn")
-    spans = [strip_trailing_space(span, rendered_text, special_tokens) for span in spans]
+    spans = [strip_trailing_space(span, rendered_text, added_tokens) for span in spans]
     return rendered_text, [
         _extend_to_end_token(span, rendered_text, end_token_texts, has_generation_tags=has_generation_tags)
         for span in spans
@@ -80,27 +80,27 @@ def find_learned_spans(
 
 
 def _find_turn_spans(
-    render_messages: RenderFn, turns: list[Message], rendered_text: str, special_tokens: Sequence[str]
+    render_messages: RenderFn, turns: list[Message], rendered_text: str, added_tokens: Sequence[str]
 ) -> list[Span] | None:
-    find_by_placeholders = partial(find_spans_by_placeholders, turn_end_tokens=special_tokens)
+    find_by_placeholders = partial(find_spans_by_placeholders, turn_end_tokens=added_tokens)
     span_finders: list[Callable[..., list[Span] | None]] = [find_spans_by_prefixes, find_by_placeholders]
     if len(turns) > _MIN_TURNS_FOR_PLACEHOLDERS:
         span_finders.reverse()
     span_finders.append(partial(find_by_placeholders, keeps_reasoning=True))
     span_candidates = (find_spans(render_messages, turns, rendered_text) for find_spans in span_finders)
-    return next((candidate for candidate in span_candidates if candidate is not None), None)
+    return next((spans for spans in span_candidates if spans is not None), None)
 
 
-def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], special_tokens: Sequence[str]) -> bool:
+def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], added_tokens: Sequence[str]) -> bool:
     """Return whether assistant spans include tool results, as in Gemma 4, which renders them in the calling turn."""
     if not any("tool_calls" in turn and any(get_turn_texts(turn)) for turn in turns):
         return False
-    unused_word = make_unused_word(turns)
-    turns = [{**turn, "content": unused_word} if turn["role"] == "tool" else turn for turn in turns]
-    with suppress(TemplateError):  # a template may fail because a result is no JSON
-        text = render_messages(turns, False)
-        spans = _find_turn_spans(render_messages, turns, text, special_tokens)
-        return any(unused_word in text[start:end] for start, end in spans or ())
+    result_placeholder = make_unused_word(turns)
+    turns = [{**turn, "content": result_placeholder} if turn["role"] == "tool" else turn for turn in turns]
+    with suppress(TemplateError):  # ignore a template that fails because a tool result is not JSON
+        rendered_text = render_messages(turns, False)
+        spans = _find_turn_spans(render_messages, turns, rendered_text, added_tokens)
+        return any(result_placeholder in rendered_text[start:end] for start, end in spans or ())
     return False
 
 
@@ -119,7 +119,7 @@ def _select_trained_spans(
 
 
 def _is_span_overlapping(span: Span, other_spans: list[Span]) -> bool:
-    return any(max(span[0], other[0]) < min(span[1], other[1]) for other in other_spans)
+    return any(max(span[0], other_span[0]) < min(span[1], other_span[1]) for other_span in other_spans)
 
 
 def _extend_to_end_token(
@@ -132,10 +132,10 @@ def _extend_to_end_token(
     if has_end_token and not has_generation_tags:
         return span
     end_token_start = end
-    if has_generation_tags and not has_end_token:  # whitespace between tag and end token is learned too
+    if has_generation_tags and not has_end_token:  # the span includes whitespace between a tag and the end token
         end_token_start = len(rendered_text) - len(rendered_text[end:].lstrip())
-    next_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_token_start))
-    return start, next((end_token_start + len(text) for text in next_tokens), end)
+    following_end_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_token_start))
+    return start, next((end_token_start + len(text) for text in following_end_tokens), end)
 
 
 @lru_cache(maxsize=4)
@@ -147,7 +147,7 @@ def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, 
 def _make_missing_turns_error(turns: list[Message], location: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first_role == "assistant":  # several chat templates leave out an assistant turn before any user turn
+    if first_role == "assistant":  # several chat templates leave out an assistant turn before the first user turn
         return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{location}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, "
@@ -170,7 +170,7 @@ def _has_generation_tags(template: str) -> bool:
 
 
 def _find_marked_spans(
-    template: str, tokenizer: PreTrainedTokenizerBase, turns: list[Message], text: str, tools: Tools
+    template: str, tokenizer: PreTrainedTokenizerBase, turns: list[Message], rendered_text: str, tools: Tools
 ) -> list[Span] | None:
     """Return the spans of characters inside the {% generation %} tags of `template`; None if they cannot be located.
     transformers' mask of tokens is not used, because it is wrong after a character of several tokens. Each tag is
@@ -180,15 +180,15 @@ def _find_marked_spans(
     marked_template = _GENERATION_TAG_REGEX.sub(_append_generation_span_marker, template)
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **template_arguments)
     text_parts = re.split(f"([{_START_MARKER}{_END_MARKER}])", marked_text)
-    if "".join(text_parts[::2]) == text:
+    if "".join(text_parts[::2]) == rendered_text:
         text_ends = list(accumulate(map(len, text_parts[::2])))
-        return [(text_ends[i], text_ends[i + 1]) for i, mark in enumerate(text_parts[1::2]) if mark == _START_MARKER]
-    # This template renders another text with the markers, for example by a filter: use the positions of
+        return [(text_ends[i], text_ends[i + 1]) for i, tag in enumerate(text_parts[1::2]) if tag == _START_MARKER]
+    # With the markers, this template renders another text, for example by a filter. Use the positions of
     # `{% generation %}` blocks that transformers returns.
     rendered_texts, spans_by_conversation = cast(Any, render_jinja_template)(
         chat_template=template, return_assistant_tokens_mask=True, **template_arguments
     )
-    if rendered_texts[0] != text:
+    if rendered_texts[0] != rendered_text:
         return None
     return [(start, end) for start, end in spans_by_conversation[0]]
 
@@ -199,7 +199,7 @@ def _append_generation_span_marker(match: re.Match[str]) -> str:
     return f"{match[0]}{{{{ '{_END_MARKER if match[1] else _START_MARKER}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 
-@lru_cache(maxsize=4)  # every row needs the tokens, and listing them is slow
+@lru_cache(maxsize=4)  # cached: every row needs the tokens, and listing them is slow
 def list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special and added tokens of a tokenizer as they appear in text, such as <|im_end|>."""
     return tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})

@@ -28,7 +28,7 @@ from cosmos_core.run.files import apply_umask, read_json, remove_temporary_files
 
 logger = logging.getLogger(__name__)
 
-_TEXT_VERSION, _MEDIA_VERSION = 2, 3  # to increase if the same bytes are decoded to other tokens or other pixels
+_TEXT_VERSION, _MEDIA_VERSION = 2, 3  # increase a version to invalidate the cached texts or media
 _MIN_LEFTOVER_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
@@ -48,11 +48,11 @@ def compute_digest(*values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
-def group_into_shards(items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedItem[ItemT]]]:
+def group_into_shards(keyed_items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedItem[ItemT]]]:
     """Group items into shards whose boundaries depend only on the keys; a repeated item is in its first shard only."""
     seen_keys: set[str] = set()
     shard: list[KeyedItem[ItemT]] = []
-    for keyed_item in items:
+    for keyed_item in keyed_items:
         if keyed_item.key in seen_keys:
             continue
         seen_keys.add(keyed_item.key)
@@ -72,7 +72,7 @@ class MediaCache:
         self.folder = cache_root / encoders_digest
         self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Processes on other machines may write to the cache too; their files have a recent modification time.
+        # Keep recent temporary files, because processes on other machines may be writing them.
         remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
 
     def compute_shard_key(self, entry_keys: Sequence[str], *, is_media: bool) -> str:
@@ -92,39 +92,39 @@ class MediaCache:
 
     def read_skip_reasons(self, shard_key: str) -> dict[str, str]:
         """Return the reasons why items of a shard could not be encoded, by key."""
-        record = read_json(self._get_record_path(shard_key))
-        return dict(record.get("refused", {})) if isinstance(record, dict) else {}
+        shard_record = read_json(self._get_record_path(shard_key))
+        return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}
 
-    def write_shard(self, shard_key: str, entries: Mapping[str, Encoding | str]) -> None:
+    def write_shard(self, shard_key: str, entry_by_key: Mapping[str, Encoding | str]) -> None:
         """Write the tensors of a shard, then the record that marks the shard as complete. An entry is an encoding, or
         the reason why there is none."""
-        path = self.get_shard_path(shard_key)
-        temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        shard_path = self.get_shard_path(shard_key)
+        temporary_path = shard_path.with_name(f".{shard_path.name}.{os.getpid()}.tmp")
         tensors = {
             f"{key}.{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key, entry in entries.items()
+            for key, entry in entry_by_key.items()
             if not isinstance(entry, str)
             for name, tensor in entry.items()
         }
-        with translate_disk_errors(str(path), lambda: "what was encoded before it stays encoded"):
+        with translate_disk_errors(str(shard_path), lambda: "what was encoded before it stays encoded"):
             save_file(tensors, temporary_path)
         apply_umask(temporary_path)
         digest = sha256(temporary_path, fsync=True)
         num_bytes = temporary_path.stat().st_size
-        temporary_path.replace(path)
-        sync_folder(path.parent)
-        skip_reasons = {key: entry for key, entry in entries.items() if isinstance(entry, str)}
+        temporary_path.replace(shard_path)
+        sync_folder(shard_path.parent)
+        skip_reasons = {key: entry for key, entry in entry_by_key.items() if isinstance(entry, str)}
         write_json(self._get_record_path(shard_key), {"size": num_bytes, "sha256": digest, "refused": skip_reasons})
 
-    def read_tensor_shapes(self, shard_key: str, name: str) -> dict[str, list[int]]:
+    def read_tensor_shapes(self, shard_key: str, tensor_name: str) -> dict[str, list[int]]:
         """Return the shape of one tensor of each entry of a shard, by key, from the header of its file."""
-        shapes = {}
+        shape_by_entry = {}
         with safe_open(str(self.get_shard_path(shard_key)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
-                entry, _, tensor_name = key.partition(".")
-                if tensor_name == name:
-                    shapes[entry] = list(file.get_slice(key).get_shape())
-        return shapes
+                entry_key, _, key_tensor_name = key.partition(".")
+                if key_tensor_name == tensor_name:
+                    shape_by_entry[entry_key] = list(file.get_slice(key).get_shape())
+        return shape_by_entry
 
     def get_shard_path(self, shard_key: str) -> Path:
         """Return the path of the tensors of a shard."""

@@ -60,69 +60,69 @@ class FrameSettings:
 
 @lru_cache(maxsize=8)
 def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
-    """Return sizes of about the same area as `size`, from 1:2 to 2:1, whose sides are divisible by `size_multiple`."""
+    """Return sizes of about the area of `size`, with ratios from 1:2 to 2:1 and sides divisible by `size_multiple`."""
     square_side = math.sqrt(size[0] * size[1])
-    sizes = []
+    bucket_sizes = []
     for bucket_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
         side_ratio = 2.0 ** (bucket_index / _NUM_BUCKET_STEPS / 2)
-        sides = square_side * side_ratio, square_side / side_ratio
-        height, width = (max(size_multiple, round(side / size_multiple) * size_multiple) for side in sides)
-        sizes.append((height, width))
-    return tuple(dict.fromkeys(sizes))
+        exact_sides = square_side * side_ratio, square_side / side_ratio
+        height, width = (max(size_multiple, round(side / size_multiple) * size_multiple) for side in exact_sides)
+        bucket_sizes.append((height, width))
+    return tuple(dict.fromkeys(bucket_sizes))
 
 
-def decode_media(content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
+def decode_media(media_content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
     """Return an image (HWC) or a clip (FHWC) as uint8; `clip_position` in [0, 1] selects the clip if `sampling` is
     random. Raise DataError if the content cannot be decoded completely or a video has too few frames, and OSError if a
     disk or network operation failed, so that the content may be valid."""
-    with convert_errors(partial(_convert_decoder_error, content), DataError):
-        if content.is_video:
+    with convert_errors(partial(_convert_decoder_error, media_content), DataError):
+        if media_content.is_video:
             if not frame_settings.num_frames:
                 raise DataError("it is a video, and the model makes images")
-            # FFmpeg also reports a lack of memory for a damaged size in a file; that does not pass.
+            # A MemoryError may be temporary: decode again. FFmpeg raises it each time for a damaged size in a file.
             with suppress(MemoryError):
-                return _decode_clip(content, frame_settings, clip_position)
-            return _decode_clip(content, frame_settings, clip_position)
-        image = _resize_and_crop(_decode_image(content), frame_settings)
-        return image[None] if frame_settings.num_frames else image
+                return _decode_clip(media_content, frame_settings, clip_position)
+            return _decode_clip(media_content, frame_settings, clip_position)
+        pixels = _resize_and_crop(_decode_image(media_content), frame_settings)
+        return pixels[None] if frame_settings.num_frames else pixels
 
 
-def _convert_decoder_error(content: MediaContent, error: Exception) -> Exception:
-    # FFmpeg reports an input/output error for a Matroska file that ends within its header.
+def _convert_decoder_error(media_content: MediaContent, error: Exception) -> Exception:
+    # FFmpeg reports EIO also for a Matroska file that ends within its header, and ENOMEM for a damaged size.
     if type(error).__module__.startswith("av.") and getattr(error, "errno", None) in {errno.EIO, errno.ENOMEM}:
-        content.digest()  # read the file again: this raises OSError if the disk is at fault
+        media_content.digest()  # read the file again: this raises OSError if the disk is at fault
         return DataError("it cannot be decoded: it is damaged or cut off")
     return error if is_transient(error) else DataError(f"it cannot be decoded: {first_line(error)}")
 
 
-def is_upscaled(content: MediaContent, frame_settings: FrameSettings) -> bool:
-    """Return True if an image has fewer pixels than it is resized to in height or in width; read its header only."""
+def is_upscaled(media_content: MediaContent, frame_settings: FrameSettings) -> bool:
+    """Return whether an image is smaller than its target size in height or width, without decoding its pixels."""
     from PIL import Image as pillow
     from PIL.ExifTags import Base
 
-    if content.is_video:
+    if media_content.is_video:
         return False
-    with pillow.open(BytesIO(content.read())) as image:
+    with pillow.open(BytesIO(media_content.read())) as image:
         width, height = image.size
-        if image.getexif().get(Base.Orientation, 1) >= 5:  # the image is rotated by 90 degrees
+        if image.getexif().get(Base.Orientation, 1) >= 5:  # EXIF orientations from 5 on swap the image's sides
             width, height = height, width
     return any(map(int.__lt__, (height, width), frame_settings.target_size(height, width)))
 
 
-def _decode_image(content: MediaContent) -> Image:
-    """Decode an image in RGB, rotated by its EXIF orientation, with white in place of what is transparent: the colour
-    that a file has there is arbitrary."""
+def _decode_image(media_content: MediaContent) -> Image:
+    """Decode an image in RGB, rotated by its EXIF orientation, with white in place of transparent pixels, whose stored
+    colour is arbitrary."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    image_bytes = content.read()
+    image_bytes = media_content.read()
     try:
         with pillow.open(BytesIO(image_bytes)) as stored_image:
             image = ImageOps.exif_transpose(stored_image)
         if image.has_transparency_data and not image.mode.startswith("I"):
             image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return convert_to_rgb(image)
-    except pillow.UnidentifiedImageError:  # replace the message: it has a memory address, which differs between runs
+    except pillow.UnidentifiedImageError:  # replace Pillow's message, which has a memory address that varies by run
         raise DataError(
             f"it cannot be decoded: no image ({len(image_bytes)} bytes that begin with {image_bytes[:8]!r}); replace it"
         ) from None
@@ -142,19 +142,19 @@ def _resize_and_crop(image: Image, frame_settings: FrameSettings) -> np.ndarray:
     return np.asarray(image.resize((width, height), pillow.Resampling.LANCZOS, box=crop_box))
 
 
-def _decode_clip(content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
+def _decode_clip(media_content: MediaContent, frame_settings: FrameSettings, clip_position: float) -> np.ndarray:
     """Return the frames of a clip; the video is decoded once, up to the last of these frames."""
-    num_video_frames = _count_frames(content)
+    num_video_frames = _count_frames(media_content)
     if num_video_frames < frame_settings.num_frames:
         frame_requirement = f"policy.diffusers.train_frames = {frame_settings.num_frames}"
         raise DataError(f"it has {num_video_frames} frames, and {frame_requirement} are needed")
     frame_indices = _select_frame_indices(num_video_frames, frame_settings, clip_position)
     frames: list[np.ndarray] = []
-    with _open_container(content) as container:
+    with _open_container(media_content) as container:
         stream = container.streams.video[0]
-        for index, frame in enumerate(container.decode(stream)):
-            if index == frame_indices[len(frames)]:
-                display_width = round(frame.width * (stream.sample_aspect_ratio or 1))  # pixels may not be square
+        for frame_index, frame in enumerate(container.decode(stream)):
+            if frame_index == frame_indices[len(frames)]:
+                display_width = round(frame.width * (stream.sample_aspect_ratio or 1))  # correct for non-square pixels
                 image = frame.to_image(width=display_width).rotate(frame.rotation, expand=True)
                 frames.append(_resize_and_crop(image, frame_settings))
             if len(frames) == len(frame_indices):
@@ -172,58 +172,60 @@ def _select_frame_indices(num_video_frames: int, frame_settings: FrameSettings, 
     return list(range(start_index, start_index + num_frames))
 
 
-def _count_frames(content: MediaContent) -> int:
+def _count_frames(media_content: MediaContent) -> int:
     """Return the number of frames of a video that a player shows; raise DataError if it has no video stream, or is cut
     off. A video that was trimmed without encoding it again also has frames that players skip."""
-    with _open_container(content) as container:
+    with _open_container(media_content) as container:
         if not container.streams.video:
             raise DataError("it cannot be decoded: it has no video stream, or is cut off before it")
-        stream = container.streams.video[0]
-        header_frames, header_seconds = stream.frames, _read_header_duration(container, stream)
-        frame_seconds = float(1 / stream.average_rate) if stream.average_rate else 0.0
-        count, end = 0, 0.0
-        for packet in container.demux(stream):
-            if not packet.size or packet.is_corrupt or packet.is_discard:  # a truncated file ends in a corrupt packet
+        video_stream = container.streams.video[0]
+        num_header_frames, header_seconds = video_stream.frames, _read_header_duration(container, video_stream)
+        frame_seconds = float(1 / video_stream.average_rate) if video_stream.average_rate else 0.0
+        num_shown_frames, end = 0, 0.0
+        for packet in container.demux(video_stream):
+            if not packet.size or packet.is_corrupt or packet.is_discard:  # do not count packets that players skip
                 continue
-            count += 1
+            num_shown_frames += 1
             if packet.pts is not None:
-                packet_start = float((packet.pts - (stream.start_time or 0)) * packet.time_base)
-                packet_duration = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
-                end = max(end, packet_start + packet_duration)
+                packet_start_seconds = float((packet.pts - (video_stream.start_time or 0)) * packet.time_base)
+                packet_seconds = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
+                end = max(end, packet_start_seconds + packet_seconds)
     min_end_seconds = header_seconds - 0.75 * frame_seconds
-    if header_frames:  # the number in the header includes the frames that players skip
-        is_truncated = count < header_frames and end < min_end_seconds
+    if num_header_frames:  # compare times too: the header's number of frames includes frames that players skip
+        is_truncated = num_shown_frames < num_header_frames and end < min_end_seconds
     else:
         min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_end_seconds)
-        is_truncated = end < min_end_seconds and (end > 0 or not count)
+        is_truncated = end < min_end_seconds and (end > 0 or not num_shown_frames)
     if is_truncated:
-        header_length = f"{header_frames} frames" if header_frames else f"{header_seconds:g} s"
-        raise DataError(f"it is cut off: its head says {header_length}, and it ends after {count} frames, {end:.3g} s")
-    return count
+        length_text = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
+        raise DataError(
+            f"it is cut off: its head says {length_text}, and it ends after {num_shown_frames} frames, {end:.3g} s"
+        )
+    return num_shown_frames
 
 
-def _read_header_duration(container: Any, stream: Any) -> float:
+def _read_header_duration(container: Any, video_stream: Any) -> float:
     """Return the duration of a video in the header of its file, in seconds; 0 if it is missing."""
-    if stream.duration is not None:
-        return float(stream.duration * stream.time_base)
+    if video_stream.duration is not None:
+        return float(video_stream.duration * video_stream.time_base)
     # Matroska stores the duration of a stream as a tag of the form H:M:S.
-    hours, _, minutes_text = stream.metadata.get("DURATION", "").partition(":")
-    minutes, _, seconds = minutes_text.partition(":")
-    if seconds:
-        return 3600 * float(hours) + 60 * float(minutes) + float(seconds)
+    hours_text, _, minutes_and_seconds = video_stream.metadata.get("DURATION", "").partition(":")
+    minutes_text, _, seconds_text = minutes_and_seconds.partition(":")
+    if seconds_text:
+        return 3600 * float(hours_text) + 60 * float(minutes_text) + float(seconds_text)
     return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
 
 
-def read_frame_rate(content: MediaContent) -> float:
+def read_frame_rate(media_content: MediaContent) -> float:
     """Return the frame rate of a video in Hz, rounded to hundredths; 0 if it is unknown."""
-    with _open_container(content) as container:
+    with _open_container(media_content) as container:
         average_rate = container.streams.video[0].average_rate
         return round(float(average_rate), 2) if average_rate else 0.0
 
 
-def _open_container(content: MediaContent) -> Any:
+def _open_container(media_content: MediaContent) -> Any:
     """Return a PyAV container that streams a whole file, or reads a range of a file or a row's bytes from memory."""
     import av
 
-    is_whole_file = content.path is not None and content.size is None
-    return av.open(str(content.path) if is_whole_file else BytesIO(content.read()))
+    is_whole_file = media_content.path is not None and media_content.size is None
+    return av.open(str(media_content.path) if is_whole_file else BytesIO(media_content.read()))

@@ -66,16 +66,16 @@ class _MediaTable(IndexedSequence[RowT]):
         """Text embedding of the empty prompt, without a batch dimension, for guidance and for dropped prompts."""
         return self._read_tensors(json.loads(self._table.schema.metadata[NULL_TEXT_KEY]))
 
-    def _read_cell(self, name: str, index: int) -> Any:
-        return self._table[name][index].as_py()
+    def _read_cell(self, column: str, row_index: int) -> Any:
+        return self._table[column][row_index].as_py()
 
     def _read_tensors(self, tensor_location: dict[str, str]) -> dict[str, Tensor]:
         """Return the tensors of one entry of a shard, by name; `tensor_location` has the names of shard and entry."""
-        shard, entry = tensor_location["shard"], tensor_location["entry"]
-        path = self._folder / TENSORS_FOLDER / f"{shard}.safetensors"
+        shard_key, entry_key = tensor_location["shard"], tensor_location["entry"]
+        path = self._folder / TENSORS_FOLDER / f"{shard_key}.safetensors"
         try:
             shard_file, tensor_names = _open_shard(path)
-            return {name: shard_file.get_tensor(f"{entry}.{name}") for name in tensor_names[entry]}
+            return {name: shard_file.get_tensor(f"{entry_key}.{name}") for name in tensor_names[entry_key]}
         except (OSError, KeyError, SafetensorError) as error:
             raise DataError(
                 f"{path} is missing or damaged ({first_line(error)}); delete its folder and run the prepare stage again"
@@ -100,12 +100,12 @@ class MediaRows(_MediaTable[MediaRow]):
         row = self._cached_rows.get(index)
         if row is None:
             latent = self._read_tensors(self._read_cell("media", index))
-            text = self._read_tensors(self._read_cell("text", index))
-            row = MediaRow(index, self._read_cell("prompt", index), text, latent["mean"], latent.get("logvar"))
-            num_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text.values()))
-            if num_bytes <= self._cache_bytes_left:
+            text_tensors = self._read_tensors(self._read_cell("text", index))
+            row = MediaRow(index, self._read_cell("prompt", index), text_tensors, latent["mean"], latent.get("logvar"))
+            row_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text_tensors.values()))
+            if row_bytes <= self._cache_bytes_left:
                 self._cached_rows[index] = row
-                self._cache_bytes_left -= num_bytes
+                self._cache_bytes_left -= row_bytes
         return row
 
 
@@ -128,7 +128,7 @@ class MediaPrompts(_MediaTable[Prompt]):
 
 
 def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
-    """Return the reference for rewards: the metadata value of `reference_key`; if that is empty, of a common key."""
+    """Return the reference for rewards: the metadata value of `reference_key`, by default of `_REFERENCE_KEYS`."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 
@@ -148,11 +148,11 @@ def open_media_prompts(
 
 
 @lru_cache(maxsize=_MAX_OPEN_SHARDS)
-def _open_shard(path: Path) -> tuple[Any, dict[str, list[str]]]:
+def _open_shard(shard_path: Path) -> tuple[Any, dict[str, list[str]]]:
     """Return an open shard, and the names of the tensors of each of its entries."""
-    shard_file = safe_open(str(path), framework="pt")
-    tensor_names: dict[str, list[str]] = {}
+    shard_file = safe_open(str(shard_path), framework="pt")
+    tensor_names_by_entry: dict[str, list[str]] = {}
     for key in shard_file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
-        entry, name = key.split(".", 1)
-        tensor_names.setdefault(entry, []).append(name)
-    return shard_file, tensor_names
+        entry_key, tensor_name = key.split(".", 1)
+        tensor_names_by_entry.setdefault(entry_key, []).append(tensor_name)
+    return shard_file, tensor_names_by_entry

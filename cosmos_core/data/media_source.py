@@ -88,7 +88,7 @@ class MediaItem:
     missing_media_reason: str = ""
     """Reason why the item has no image or clip, for error messages; empty: the media file does not exist."""
     problem: str = ""
-    """Reason, in one line, why the row cannot be used, or why its media cannot if it has a prompt; empty if none."""
+    """Reason, in one line, why the item (or, if it has a prompt, its media) cannot be used; empty if it can be used."""
 
 
 def _make_error_item(location: str, problem: str) -> MediaItem:
@@ -117,7 +117,7 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     parents = [each for each in (path, path / split) if (each / subset).is_dir() or _list_metadata_files(each)]
     if not parents and subset != "default" and path.is_dir() and _is_media_folder(path):
         raise DataError(f"{config_key}.subset = {subset!r}, but {path} has no folder of that name")
-    # A file of metadata lists the media of all sub-folders, unless a sub-folder has its own.
+    # Read the sub-folder `subset` by itself, unless a metadata file of its parent folder lists its media.
     if parents and (not _list_metadata_files(parents[0]) or _list_metadata_files(parents[0] / subset)):
         path, tar_split, dataset = parents[0] / subset, split * (parents[0] == path), dataset.copy_with(subset="")
     if path.is_dir() and (path / split).is_dir() and not (path / "dataset_dict.json").is_file():
@@ -125,10 +125,10 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     tar_files = _find_tar_files(path, tar_split)
     metadata_file, text_files = next(iter(_list_metadata_files(path)), None), prompt_files(path, split)
     split_name = tar_split.partition("[")[0] if metadata_file else tar_split
-    lists_media = metadata_file is not None and not text_files
-    if split_name not in {"", "train"} and not tar_files and path.is_dir() and (lists_media or _is_media_folder(path)):
-        missing = "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
-        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing}")
+    has_metadata = metadata_file is not None and not text_files
+    if split_name not in {"", "train"} and not tar_files and path.is_dir() and (has_metadata or _is_media_folder(path)):
+        missing_part = "rows to take a slice of; name the split alone" if "[" in split_name else "folder of that name"
+        raise DataError(f"{config_key}.split = {split!r}, but {path} has no {missing_part}")
     has_captions = any(path.is_dir() and f.with_suffix(end).is_file() for f in text_files for end in _MEDIA_SUFFIXES)
     if "[" in split and (tar_files or (text_files and not has_captions)):
         raise DataError(f"{config_key}.split = {split!r}: {path} has no rows to take a slice of; name the split alone")
@@ -150,64 +150,64 @@ def _list_metadata_files(folder: Path) -> list[Path]:
     return [folder / name for name in _METADATA_FILES if (folder / name).is_file()]
 
 
-def _is_media_folder(path: Path) -> bool:
+def _is_media_folder(folder: Path) -> bool:
     """Return whether a folder has images or videos, or JSON files with one prompt each."""
-    if (path / "metas").is_dir() or _find_tar_files(path):
+    if (folder / "metas").is_dir() or _find_tar_files(folder):
         return True
-    file_names = sorted(dir_entry.name for dir_entry in os.scandir(path) if dir_entry.is_file())
+    file_names = sorted(dir_entry.name for dir_entry in os.scandir(folder) if dir_entry.is_file())
     if any(name.lower().endswith(_MEDIA_SUFFIXES) for name in file_names):
         return True
     if not any(map(data_suffix, file_names)):
-        stems = {file.with_suffix("") for file in _find_media(path)}
-        if stems and all(file.with_suffix("") in stems for file in list_data_files(path) if data_suffix(file.name)):
+        stems = {file.with_suffix("") for file in _find_media(folder)}
+        if stems and all(file.with_suffix("") in stems for file in list_data_files(folder) if data_suffix(file.name)):
             return True
         return any(name.lower().endswith(_UNSUPPORTED_SUFFIXES) for name in file_names)
-    json_names = [name for name in file_names if name.lower().endswith(".json") and not name.startswith(".")]
-    if not json_names or json_names[0] in {"dataset_dict.json", "state.json", "dataset_info.json"}:
+    json_file_names = [name for name in file_names if name.lower().endswith(".json") and not name.startswith(".")]
+    if not json_file_names or json_file_names[0] in {"dataset_dict.json", "state.json", "dataset_info.json"}:
         return False
     try:
-        return isinstance(json.loads((path / json_names[0]).read_text(encoding="utf-8-sig")), dict)
+        return isinstance(json.loads((folder / json_file_names[0]).read_text(encoding="utf-8-sig")), dict)
     except (OSError, ValueError, RecursionError):
         return False
 
 
-def _find_media(path: Path) -> list[Path]:
+def _find_media(folder: Path) -> list[Path]:
     """Return the images and videos in a folder and its sub-folders, except sub-folders of held-out splits."""
-    files = [file for file in list_data_files(path) if file.suffix.lower() in _MEDIA_SUFFIXES]
-    return [file for file in files if not {*HELD_OUT_SPLITS} & {*file.relative_to(path).parent.parts}]
+    files = [file for file in list_data_files(folder) if file.suffix.lower() in _MEDIA_SUFFIXES]
+    return [file for file in files if not {*HELD_OUT_SPLITS} & {*file.relative_to(folder).parent.parts}]
 
 
-def _read_media_folder(path: Path) -> Iterator[MediaItem]:
+def _read_media_folder(root_folder: Path) -> Iterator[MediaItem]:
     """Yield the pairs of a media file and its caption in a folder, and in its sub-folders with images or videos."""
-    yield from _read_paired_files(path)
-    for folder in sorted({file.parent for file in _find_media(path)} - {path}):
-        subfolder = f"{folder.relative_to(path)}/"
+    yield from _read_paired_files(root_folder)
+    for folder in sorted({file.parent for file in _find_media(root_folder)} - {root_folder}):
+        subfolder = f"{folder.relative_to(root_folder)}/"
         for item in _read_paired_files(folder):
             yield replace(item, location=subfolder + item.location, problem=item.problem and subfolder + item.problem)
 
 
 def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     """Yield an item for each NAME.json with its media file, and for each media file with a caption file."""
-    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
+    visible_files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
     media_by_stem: dict[str, list[Path]] = {}
-    for file in files:
+    for file in visible_files:
         if file.suffix.lower() in _MEDIA_SUFFIXES:
             media_by_stem.setdefault(file.stem, []).append(file)
-    embedding_by_stem = {file.stem: file for file in files if file.suffix.lower() in EMBEDDING_SUFFIXES}
+    embedding_by_stem = {file.stem: file for file in visible_files if file.suffix.lower() in EMBEDDING_SUFFIXES}
     # If a name has several caption files, the first suffix in `CAPTION_SUFFIXES` decides which file is read.
     caption_file_by_stem = {
-        file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in files if file.suffix.lower() == end
+        file.stem: file for end in reversed(CAPTION_SUFFIXES) for file in visible_files if file.suffix.lower() == end
     }
     stems_without_media = caption_file_by_stem.keys() - media_by_stem.keys()
-    for file in files:
+    for file in visible_files:
         suffix = file.suffix.lower()
         is_unknown_media = file.stem in stems_without_media and suffix not in _PAIR_SUFFIXES and file.is_file()
         if suffix in _UNSUPPORTED_SUFFIXES or is_unknown_media:
             yield _make_error_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
-    table_files = [file for file in files if data_suffix(file.name) and file.suffix.lower() != ".json"]
+    table_files = [file for file in visible_files if data_suffix(file.name) and file.suffix.lower() != ".json"]
     table_files += _list_metadata_files(folder.parent)
     remedy = f"; if its prompt is in {table_files[0]}, give that file in place of the folder" if table_files else ""
-    json_files = [file for file in files if file.suffix.lower() == ".json"]
+    json_files = [file for file in visible_files if file.suffix.lower() == ".json"]
     for file in json_files:
         try:
             json_value = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -229,10 +229,10 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
                 yield _make_item({"prompt": caption}, path.name, _make_file_content(path), embedding)
 
 
-def _read_caption(file: Path | None) -> str | None:
-    """Return the text of a caption file; empty if it cannot be read, None if `file` is None."""
+def _read_caption(caption_file: Path | None) -> str | None:
+    """Return the text of a caption file; empty if it cannot be read, None if `caption_file` is None."""
     try:
-        return None if file is None else file.read_text(encoding="utf-8-sig").strip()
+        return None if caption_file is None else caption_file.read_text(encoding="utf-8-sig").strip()
     except (OSError, ValueError) as error:
         describe_error(error)
         return ""
@@ -263,15 +263,15 @@ def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
         if not prompt and embedding is None:
             yield _make_error_item(location, "it is empty; write its prompt there")
             continue
-        for path in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
-            yield _make_item({"prompt": prompt}, location, _make_file_content(path), embedding)
+        for media_file in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
+            yield _make_item({"prompt": prompt}, location, _make_file_content(media_file), embedding)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
         yield _make_error_item(location, f"there is no metas/{stem}.txt with its prompt")
 
 
-def _list_files(folder: Path, folder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
-    files = (file for name in folder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir()))
+def _list_files(folder: Path, subfolder_names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
+    files = (file for name in subfolder_names if (folder / name).is_dir() for file in sorted((folder / name).iterdir()))
     return [file for file in files if file.suffix.lower() in suffixes and not file.name.startswith(".")]
 
 
@@ -285,29 +285,29 @@ def _find_tar_files(path: Path, split: str = "") -> list[Path]:
     if not path.is_dir():
         return [path] if path.suffix.lower() == ".tar" else []
     tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
-    all_files = sorted(file for file in tar_files if not file.name.startswith("."))
+    visible_tar_files = sorted(file for file in tar_files if not file.name.startswith("."))
     if split == "train":
-        return [file for file in all_files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
-    return [file for file in all_files if not split or has_split_word(file, split)]
+        return [file for file in visible_tar_files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
+    return [file for file in visible_tar_files if not split or has_split_word(file, split)]
 
 
 def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
     raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
-    item_name = "", ""
+    item_folder_and_stem = "", ""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in filter(tarfile.TarInfo.isfile, archive):
                 folder, _, file_name = member.name.rpartition("/")
                 if file_name.startswith("."):  # skip hidden files: macOS adds a file ._NAME for each file
                     continue
-                stem, _, suffix = file_name.partition(".")
-                if members_by_suffix and (folder, stem) != item_name:
+                item_stem, _, member_suffix = file_name.partition(".")
+                if members_by_suffix and (folder, item_stem) != item_folder_and_stem:
                     yield _make_item_from_members(path, members_by_suffix)
                     members_by_suffix = {}
-                item_name = folder, stem
-                members_by_suffix[suffix.lower()] = member
+                item_folder_and_stem = folder, item_stem
+                members_by_suffix[member_suffix.lower()] = member
             if members_by_suffix:
                 yield _make_item_from_members(path, members_by_suffix)
             _check_tar_end(path, archive.offset)
@@ -316,10 +316,10 @@ def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
         raise DataError(f"{path}: damaged tar file, {reason}; make it again, or remove it from the folder") from error
 
 
-def _check_tar_end(path: Path, offset: int) -> None:
+def _check_tar_end(tar_path: Path, offset: int) -> None:
     """Raise tarfile.ReadError unless the block at `offset`, where reading a tar file stopped, is the block of zeros
     that follows the last member: `tarfile` also stops silently at a damaged header."""
-    with open(path, "rb") as file:
+    with open(tar_path, "rb") as file:
         file.seek(offset)
         header_block = file.read(tarfile.BLOCKSIZE)
     if len(header_block) < tarfile.BLOCKSIZE:
@@ -328,10 +328,10 @@ def _check_tar_end(path: Path, offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
 
 
-def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
-    location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
+def _make_item_from_members(tar_file: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
+    location = f"{tar_file.name}:{next(iter(members_by_suffix.values())).name}"
     content_by_suffix = {
-        f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
+        f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, tar_file, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
     content = next((content for suffix, content in content_by_suffix.items() if suffix in _MEDIA_SUFFIXES), None)
@@ -345,11 +345,11 @@ def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.Tar
     return _make_item(json_value, location, content, None)
 
 
-def _read_prompt_lines(files: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
-    for file in files:
+def _read_prompt_lines(prompt_paths: Iterable[Path], dataset_path: Path) -> Iterator[MediaItem]:
+    for file in prompt_paths:
         is_text = file.suffix.lower() == ".txt"
-        with open(file, encoding="utf-8-sig", errors="surrogateescape") as lines:
-            for line_number, line in enumerate(map(str.strip, lines), start=1):
+        with open(file, encoding="utf-8-sig", errors="surrogateescape") as prompt_lines:
+            for line_number, line in enumerate(map(str.strip, prompt_lines), start=1):
                 if not line:
                     continue
                 location = f"{file.name}:{line_number}"
@@ -368,30 +368,30 @@ def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
     location, row = location_and_row
     media_column = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
     if media_column is None:
-        reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        return replace(_make_item(row, location, None, None), missing_media_reason=reason)
+        missing_reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
+        return replace(_make_item(row, location, None, None), missing_media_reason=missing_reason)
     media_source = row[media_column]
     media_source = media_source[0] if isinstance(media_source, list) and len(media_source) == 1 else media_source
-    content, problem = None, ""
+    content, media_problem = None, ""
     try:
-        path, content_bytes = locate_image(media_source, location)
-        is_video = media_column in {"video", "mp4", "video_path"} or str(path).lower().endswith(VIDEO_SUFFIXES)
-        file = None if path is None else folder / os.path.expanduser(path)
-        content = MediaContent(is_video, file, content_bytes=content_bytes or b"")
+        local_path, content_bytes = locate_image(media_source, location)
+        is_video = media_column in {"video", "mp4", "video_path"} or str(local_path).lower().endswith(VIDEO_SUFFIXES)
+        media_path = None if local_path is None else folder / os.path.expanduser(local_path)
+        content = MediaContent(is_video, media_path, content_bytes=content_bytes or b"")
     except DataError as error:
-        problem = str(error)
+        media_problem = str(error)
     item = _make_item({k: v for k, v in row.items() if k not in (*_MEDIA_KEYS, media_column)}, location, content, None)
-    return replace(item, problem=problem or item.problem)
+    return replace(item, problem=media_problem or item.problem)
 
 
 def _make_item(json_object: Any, location: str, content: MediaContent | None, embedding: Path | None) -> MediaItem:
     if not isinstance(json_object, dict):
         return _make_error_item(location, 'it must be an object such as {"prompt": "..."}; name a file of rows itself')
-    # The prompt is the first text that is not empty; if all are empty, the first.
-    text_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
-    if not text_keys:
+    # The prompt is the first non-empty text of `PROMPT_KEYS`, or the first text if all are empty.
+    present_prompt_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
+    if not present_prompt_keys:
         return _make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
-    prompt_key = next((name for name in text_keys if json_object[name].strip()), text_keys[0])
+    prompt_key = next((name for name in present_prompt_keys if json_object[name].strip()), present_prompt_keys[0])
     metadata = {name: field_value for name, field_value in json_object.items() if name != prompt_key}
     return MediaItem(location, json_object[prompt_key].strip(), metadata, content, embedding)
 

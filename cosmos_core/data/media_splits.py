@@ -86,23 +86,23 @@ class MediaSplit(NamedTuple):
 
 
 def make_frame_settings(recipe: Recipe, dataset: DatasetConfig, encoders: Encoders) -> FrameSettings:
-    """Return the settings for decoding media to pixels; raise ConfigError if the model cannot have as many frames."""
+    """Return the settings for decoding media to pixels; raise ConfigError for an unsupported number of frames."""
     diffusers_config = recipe.policy.diffusers
     num_frames = diffusers_config.train_frames if encoders.is_video else 0
     if encoders.is_video and (num_frames - 1) % encoders.frame_multiple:
         raise ConfigError(
             f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {encoders.frame_multiple}"
         )
-    size, has_buckets = diffusers_config.inference_size, dataset.aspect_ratio_buckets
-    return FrameSettings(size, num_frames, encoders.size_multiple, has_buckets, dataset.frame_sampling)
+    frame_size, has_buckets = diffusers_config.inference_size, dataset.aspect_ratio_buckets
+    return FrameSettings(frame_size, num_frames, encoders.size_multiple, has_buckets, dataset.frame_sampling)
 
 
 def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     """Return the training split, and the held-out split if there is one; nothing is encoded."""
     splits, max_rows = _read_full_splits(stage, encoders), stage.recipe.validation.max_rows
     if VALIDATION_SPLIT in splits and max_rows is not None:
-        rows, kept_indices = splits[VALIDATION_SPLIT].rows, iter(range(max_rows))
-        limited_rows = [row if row and next(kept_indices, None) is not None else None for row in rows]
+        held_out_rows, remaining_row_slots = splits[VALIDATION_SPLIT].rows, iter(range(max_rows))
+        limited_rows = [row if row and next(remaining_row_slots, None) is not None else None for row in held_out_rows]
         splits[VALIDATION_SPLIT] = splits[VALIDATION_SPLIT]._replace(rows=limited_rows)
     return splits
 
@@ -110,8 +110,8 @@ def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
 def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
-    stage_data = {"name": str(stage.data), "local_dir": "", "subset": ""} if stage.data else {}
-    dataset_config = policy.dataset.copy_with(**stage_data)
+    stage_data_fields = {"name": str(stage.data), "local_dir": "", "subset": ""} if stage.data else {}
+    dataset_config = policy.dataset.copy_with(**stage_data_fields)
     train_split = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
@@ -151,19 +151,19 @@ def _read_split(
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
-            has_location = row_or_reason.startswith(item.location)
+            names_location = row_or_reason.startswith(item.location)
             skip_reasons.append(
-                _replace_lone_surrogates(row_or_reason if has_location else f"{item.location}: {row_or_reason}")
+                _replace_lone_surrogates(row_or_reason if names_location else f"{item.location}: {row_or_reason}")
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
     no_media_reasons = [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
-    # The loss is measured on all held-out rows or on none, so a few rows without media must not prevent it; many, and
-    # all of RL, are prompts to complete.
-    is_few = len(no_media_reasons) <= config.max_skipped_fraction * len(rows)
+    # Leave out a few rows without media, because the validation loss needs media in all rows. Keep many such rows as
+    # prompts if validation completes prompts; RL keeps all of them.
+    are_few_without_media = len(no_media_reasons) <= config.max_skipped_fraction * len(rows)
     has_rollouts = stage.recipe.train.train_policy.has_rollouts
-    has_prompts = has_rollouts or (stage.recipe.has_validation_completions and not is_few)
-    if not has_prompts and any(row and row.media_key for row in rows):
+    keeps_bare_prompts = has_rollouts or (stage.recipe.has_validation_completions and not are_few_without_media)
+    if not keeps_bare_prompts and any(row and row.media_key for row in rows):
         skip_reasons += no_media_reasons
         rows = [row if row and row.media_key else None for row in rows]
     return MediaSplit(read_items, rows, skip_reasons, len(rows), config)
@@ -173,14 +173,14 @@ def _make_media_item_row(
     item: MediaItem, frame_settings: FrameSettings | None, needs_media: bool, starts_from_frames: bool
 ) -> MediaItemRow | str:
     """Return the row of an item, or the reason why the item is left out; without `frame_settings`, media are ignored.
-    `starts_from_frames` is whether rollouts start from frames of the item's clip; then images are left out."""
+    With `starts_from_frames`, rollouts start from frames of the item's clip, so images are left out."""
     if item.problem and (frame_settings or not item.prompt):
         return item.problem
     if needs_media and frame_settings and item.content is None:
         return item.missing_media_reason or _NO_MEDIA_REASON
     if starts_from_frames and item.content is not None and not item.content.is_video:
-        setting_key = "policy.diffusers.flow_rl.max_conditional_frames"
-        return f"it is an image, and rollouts start from frames of clips; leave images out, or set {setting_key} to 0"
+        config_key = "policy.diffusers.flow_rl.max_conditional_frames"
+        return f"it is an image, and rollouts start from frames of clips; leave images out, or set {config_key} to 0"
     try:
         text_key = compute_digest("text", item.prompt)
         if item.embedding is not None:
@@ -199,9 +199,9 @@ def _make_media_item_row(
     return MediaItemRow(_replace_lone_surrogates(item.location), item.prompt, metadata, text_key, media_key)
 
 
-def _convert_to_text(value: object) -> str | None:
+def _convert_to_text(metadata_value: object) -> str | None:
     """Convert a value that JSON cannot represent to text; return None for bytes, such as those of a second image."""
-    return None if isinstance(value, bytes) else str(value)
+    return None if isinstance(metadata_value, bytes) else str(metadata_value)
 
 
 def _replace_lone_surrogates(text: str) -> str:
@@ -213,8 +213,8 @@ def map_in_threads(stage: Stage, item_function: Callable[[T], R], items: Iterabl
     item_iterator = iter(items)
     num_threads = stage.recipe.train.train_policy.dataloader_num_workers or _NUM_DECODER_THREADS
     with ThreadPoolExecutor(num_threads) as pool:
-        first_items = islice(item_iterator, 2 * num_threads)
-        pending_futures: deque[Future[R]] = deque(pool.submit(item_function, item) for item in first_items)
+        prefetched_items = islice(item_iterator, 2 * num_threads)
+        pending_futures: deque[Future[R]] = deque(pool.submit(item_function, item) for item in prefetched_items)
         while pending_futures:
             yield pending_futures.popleft().result()
             pending_futures.extend(pool.submit(item_function, item) for item in islice(item_iterator, 1))

@@ -92,13 +92,13 @@ class ColumnTrackingRow(Row):
         return [name for name in self._filled_columns if name not in read_columns]
 
 
-def read_plain_texts(row: Row, location: str, *columns: tuple[str, ...]) -> list[str] | None:
+def read_plain_texts(row: Row, location: str, *column_aliases: tuple[str, ...]) -> list[str] | None:
     """Return the texts of columns for a model without a chat template; None if a text is missing or holds turns.
 
     Each tuple lists alternative names of one column. The texts are meant to be concatenated as they are."""
     if any(is_filled(row, name) for name in _CONVERSATION_COLUMNS) or read_system_prompt(row):
         return None
-    present_columns = [find_column(row, aliases) for aliases in columns]
+    present_columns = [find_column(row, aliases) for aliases in column_aliases]
     column_values: list[Any] = [_read_column(row, name, location) if name else None for name in present_columns]
     return column_values if all(isinstance(value, str) for value in column_values) else None
 
@@ -118,25 +118,25 @@ def read_conversation(
     present_column = find_column(row, (column, *_CONVERSATION_COLUMNS))
     pair_columns = () if present_column and is_filled(row, present_column) else _find_pair_columns(row)
     if present_column and not (pair_columns and is_filled(row, *pair_columns)):
-        value = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
-        if not isinstance(value, str):
-            turns = read_turns(value, present_column, location, with_images)
+        cell = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
+        if not isinstance(cell, str):
+            turns = read_turns(cell, present_column, location, with_images)
             return add_system_turn(turns, read_system_prompt(row) or system_prompt)
-        if not value.strip():
+        if not cell.strip():
             raise SkippedRow(location, "empty")
-        return value
+        return cell
     if pair_columns:
-        question_turns = read_column_turns(row, pair_columns[0], "user", location, with_images)
+        prompt_turns = read_column_turns(row, pair_columns[0], "user", location, with_images)
         response_turns = read_column_turns(row, pair_columns[1], "assistant", location, with_images)
-        num_turns = len(question_turns)  # find the overlap: the response may begin with the prompt or its last turns
-        overlap_starts = (i for i in range(num_turns) if question_turns[i:] == response_turns[: num_turns - i])
+        num_turns = len(prompt_turns)  # find the overlap: the response may begin with the prompt or its last turns
+        overlap_starts = (i for i in range(num_turns) if prompt_turns[i:] == response_turns[: num_turns - i])
         overlap_start = next(overlap_starts, num_turns)
-        if not isinstance(decode_conversation(row[pair_columns[0]]), str):  # turns of a prompt column are not learned
-            question_turns = mask_assistant_turns(question_turns)
-        turns = question_turns + response_turns[num_turns - overlap_start :]
+        if not isinstance(decode_conversation(row[pair_columns[0]]), str):  # do not learn turns of the prompt column
+            prompt_turns = mask_assistant_turns(prompt_turns)
+        turns = prompt_turns + response_turns[num_turns - overlap_start :]
         return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response_column(row):  # do not suggest one column if it would leave out a response in another
+    if not _has_response_column(row):  # suggest a single column only to rows without a response in another column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
@@ -144,8 +144,8 @@ def read_conversation(
 
 
 def _find_pair_columns(row: Row) -> tuple[str, ...]:
-    pairs = [pair for pair in _PAIR_COLUMNS if all(has_column_value(row, name) for name in pair)]
-    return next((pair for pair in pairs if is_filled(row, *pair)), next(iter(pairs), ()))
+    present_pairs = [pair for pair in _PAIR_COLUMNS if all(has_column_value(row, name) for name in pair)]
+    return next((pair for pair in present_pairs if is_filled(row, *pair)), next(iter(present_pairs), ()))
 
 
 def omits_response(row: Row, column: str) -> bool:
@@ -179,24 +179,24 @@ def read_prompt(  # noqa: PLR0913 - column names, and flags whose defaults fit m
             raise DataError(f"{location}: column {name!r} (train_policy.{key}) is null; fill it, or leave the row out")
         if name and name not in row:
             raise DataError(f"{location}: no column {name!r} (train_policy.{key}); the row has {describe_columns(row)}")
-    column = prompt_column or find_column(row, PROMPT_COLUMNS)
-    if not column:
+    present_prompt_column = prompt_column or find_column(row, PROMPT_COLUMNS)
+    if not present_prompt_column:
         raise MissingColumn(
             f"{location}: no prompt among the columns {describe_columns(row)}; set "
             "train.train_policy.prompt_column_name"
         )
-    turns = read_column_turns(row, column, "user", location, with_images)
+    turns = read_column_turns(row, present_prompt_column, "user", location, with_images)
     turns = add_system_turn(turns, read_system_prompt(row) or system_prompt)
-    reference = _read_reference_response(row, response_column, location)
+    reference_response = _read_reference_response(row, response_column, location)
     if keeps_last_turn and turns and turns[-1]["role"] == "assistant":
-        return [*_extract_prompt(turns, "", location)[0], turns[-1]], reference or ""
-    return _extract_prompt(turns, reference, location)
+        return [*_extract_prompt(turns, "", location)[0], turns[-1]], reference_response or ""
+    return _extract_prompt(turns, reference_response, location)
 
 
 def read_held_out_prompt(
     row: Row, location: str, column: str = "", system_prompt: str = "", *, with_images: bool = False
 ) -> tuple[list[Message], str]:
-    """Return the prompt of a held-out row and its reference answer: a column, else the row's last assistant turn. Raise
+    """Return the prompt of a held-out row, and its reference answer from a column or the last assistant turn. Raise
     DataError if the row is plain text or no conversation, and SkippedRow if it has no user turn."""
     conversation = read_conversation(row, location, column, system_prompt, with_images=with_images)
     if isinstance(conversation, str):
@@ -218,28 +218,28 @@ def _extract_prompt(turns: list[Message], reference_response: str | None, locati
 
 def _read_reference_response(row: Row, column: str, location: str) -> str | None:
     column = column or find_column(row, REFERENCE_COLUMNS)
-    reward_model = None if column else row.get("reward_model")  # verl stores the reference in this column
-    value = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if value is None:
+    reward_model = None if column else row.get("reward_model")  # verl's column with the reference answer
+    cell = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if cell is None:
         return None
-    turns = decode_conversation(value)
-    turn = turns[-1] if isinstance(turns, list) and turns else None
-    if isinstance(turn, dict) and _STANDARD_ROLES.get(_read_role(turn)) == "assistant":
-        return "".join(get_turn_texts(_read_turn(turn, location, with_images=False)))
+    turns = decode_conversation(cell)
+    last_turn = turns[-1] if isinstance(turns, list) and turns else None
+    if isinstance(last_turn, dict) and _STANDARD_ROLES.get(_read_role(last_turn)) == "assistant":
+        return "".join(get_turn_texts(_read_turn(last_turn, location, with_images=False)))
     try:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
     except TypeError:  # columnar formats have values without a JSON form, such as dates and bytes
-        raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}, no JSON; write it as text") from None
+        raise DataError(f"{location}: column {column!r} holds {str(cell)[:40]!r}, no JSON; write it as text") from None
 
 
 def read_column_turns(row: Row, column: str, role: str, location: str, with_images: bool = False) -> list[Message]:
     """Return the turns in a column, or its text as one turn of `role`. The columns `input` or `context` of Alpaca are
     appended to its `instruction`, and the turns in `history` are inserted before it."""
-    value = _read_column(row, column, location)
-    if not isinstance(value, str):
-        return read_turns(value, column, location, with_images)
-    history = row.get("history") if _is_column_named(row, column, "instruction", "query") else None
-    turns = [*decode_history(history, location), {"role": role, "content": value}]
+    cell = _read_column(row, column, location)
+    if not isinstance(cell, str):
+        return read_turns(cell, column, location, with_images)
+    history_value = row.get("history") if _is_column_named(row, column, "instruction", "query") else None
+    turns = [*decode_history(history_value, location), {"role": role, "content": cell}]
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
 
 
@@ -249,31 +249,32 @@ def _is_column_named(row: Row, column: str, *names: str) -> bool:
 
 def _read_column(row: Row, column: str, location: str) -> Any:
     """Return the turns or the text of a column; `input` or `context` is appended to the text of `instruction`. Raise
-    DataError if one of these is a number."""
-    value = decode_conversation(row[column])
-    if isinstance(value, str) and _is_column_named(row, column, "instruction"):
+    DataError if `input` or `context` is a number other than NaN, which is a missing value."""
+    cell = decode_conversation(row[column])
+    if isinstance(cell, str) and _is_column_named(row, column, "instruction"):
         for name in _INSTRUCTION_INPUT_COLUMNS:
-            if isinstance(dict.get(row, name), int | float) and row[name] == row[name]:  # NaN is a missing value
+            if isinstance(dict.get(row, name), int | float) and row[name] == row[name]:
                 raise DataError(f"{location}: column {name!r} holds {str(row[name])[:40]!r}; write it as text")
-        value = "\n\n".join(filter(None, [value, *(_get_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
-    return value
+        cell = "\n\n".join(filter(None, [cell, *(_get_text(row, name) for name in _INSTRUCTION_INPUT_COLUMNS)]))
+    return cell
 
 
 def _get_text(row: Row, column: str) -> str:
-    text = str(row[column]) if isinstance(dict.get(row, column), str) else ""  # other values count as unread
+    """Return the text of a column and record the column as read; empty, without a record, if it holds no text."""
+    text = str(row[column]) if isinstance(dict.get(row, column), str) else ""
     return text if text.strip() else ""
 
 
-def read_turns(value: Any, column: str, location: str, with_images: bool = False) -> list[Message]:
+def read_turns(cell: Any, column: str, location: str, with_images: bool = False) -> list[Message]:
     """Convert a list of turns to the key names and forms that chat templates read. Raise DataError, which names the
     turn, if the value is not a list of turns, and SkippedRow if the list is empty."""
-    if not isinstance(value, list):
-        raise DataError(f"{location}: column {column!r} holds {str(value)[:40]!r}; write text, or a list of turns")
-    if not value:
+    if not isinstance(cell, list):
+        raise DataError(f"{location}: column {column!r} holds {str(cell)[:40]!r}; write text, or a list of turns")
+    if not cell:
         raise SkippedRow(location, "empty")
     turns: list[Message] = []
-    for i, turn in enumerate(value, 1):
-        message = _read_turn(turn, f"{location}, turn {i} of {column!r}", with_images)
+    for turn_number, turn in enumerate(cell, 1):
+        message = _read_turn(turn, f"{location}, turn {turn_number} of {column!r}", with_images)
         is_complete_turn = turn.get("tool_calls") or turn.get("function_call") or message["content"]
         calls = [] if is_complete_turn else message.get("tool_calls", [])
         if calls and turns and turns[-1]["role"] == "assistant" and turns[-1].get("weight") == message.get("weight"):
@@ -282,21 +283,21 @@ def read_turns(value: Any, column: str, location: str, with_images: bool = False
     return turns
 
 
-def _read_turn(turn: Any, location: str, with_images: bool) -> Message:
+def _read_turn(turn: Any, turn_location: str, with_images: bool) -> Message:
     if not isinstance(turn, dict):
-        raise DataError(f"{location}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
+        raise DataError(f"{turn_location}: {str(turn)[:40]!r} is not a turn; write role and content, or from and value")
     # Drop keys with None, because Arrow gives each turn the keys of all turns, with None for missing values.
     turn = {key: value for key, value in turn.items() if value is not None}
     role = _read_role(turn)
     if role not in _STANDARD_ROLES:
-        name = repr(turn.get("role", turn.get("from")))
-        raise DataError(f"{location}: unknown role {name[:40]}; known: {', '.join(_STANDARD_ROLES)}")
-    weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], location)
+        role_text = repr(turn.get("role", turn.get("from")))
+        raise DataError(f"{turn_location}: unknown role {role_text[:40]}; known: {', '.join(_STANDARD_ROLES)}")
+    weight_field = pop_turn_weight(turn, _STANDARD_ROLES[role], turn_location)
     if "role" not in turn:
         turn = {key: value for key, value in turn.items() if key in _SHAREGPT_KEYS}
     default_content = None if {"tool_calls", "function_call"}.isdisjoint(turn) else ""
-    call_field = pop_tool_calls(turn, location)
-    content = read_content(turn.get("content", turn.pop("value", default_content)), location, with_images)
+    call_field = pop_tool_calls(turn, turn_location)
+    content = read_content(turn.get("content", turn.pop("value", default_content)), turn_location, with_images)
     if role in {"function_call", "tool_call"} and (parsed_calls := parse_sharegpt_calls(content)):
         content, call_field = parsed_calls[0], {"tool_calls": parsed_calls[1]}
     return {**turn, "role": _STANDARD_ROLES[role], "content": content, **call_field, **weight_field}
@@ -325,8 +326,8 @@ def read_content(content: Any, location: str, with_images: bool = False) -> Any:
 
 
 def is_image_part(part: Any) -> bool:
-    """Return whether a part of a turn is an image."""
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image")  # no set: unhashable
+    """Return whether a part of a turn is an image; its `type` may be an unhashable value."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image")
 
 
 def _is_text_part(part: Any) -> bool:
@@ -395,5 +396,5 @@ def add_system_turn(turns: list[Message], system_prompt: str) -> list[Message]:
 
 def describe_columns(row: Row) -> str:
     """Return the escaped names of a row's columns for an error message, with "(null)" after columns without a value."""
-    names = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
-    return ", ".join(names[:20]) + ", ..." * (len(names) > 20) or "(none)"
+    column_descriptions = [repr(name)[1:-1][:40] + " (null)" * (value is None) for name, value in row.items()]
+    return ", ".join(column_descriptions[:20]) + ", ..." * (len(column_descriptions) > 20) or "(none)"

@@ -55,9 +55,9 @@ def hash_ngrams(word_hashes: np.ndarray, n: int) -> np.ndarray:
 
 
 @cache
-def _compute_hash_powers(n: int) -> np.ndarray:
+def _compute_hash_powers(num_powers: int) -> np.ndarray:
     """Return powers of an odd number modulo 2^64, with which 64-bit hashes are combined to one."""
-    return np.array([pow(_HASH_MULTIPLIER, i + 1, 1 << 64) for i in range(n)], dtype=np.uint64)
+    return np.array([pow(_HASH_MULTIPLIER, i + 1, 1 << 64) for i in range(num_powers)], dtype=np.uint64)
 
 
 class MinHashBands:
@@ -65,7 +65,7 @@ class MinHashBands:
     grows with their Jaccard similarity, and is at least 99 % at the threshold."""
 
     def __init__(self, threshold: float) -> None:
-        from datasketch import MinHash  # imported here, since the package is optional
+        from datasketch import MinHash  # datasketch is optional, so import it only if it is used
 
         band_size = _NUM_PERMUTATIONS
         while band_size > 1 and 1 - (1 - threshold**band_size) ** (_NUM_PERMUTATIONS // band_size) < _TARGET_RECALL:
@@ -73,12 +73,12 @@ class MinHashBands:
         self._band_size = band_size
         self.num_bands = _NUM_PERMUTATIONS // self._band_size
         """Number of keys that each set of n-grams has."""
-        self._empty_minhash = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
+        self._empty_signature = MinHash(num_perm=_NUM_PERMUTATIONS, hashfunc=int)
         self._hash_powers = _compute_hash_powers(self._band_size)
 
     def compute_band_keys(self, ngram_hashes: np.ndarray) -> np.ndarray:
         """Return one key per band, uint64, of a set of hashes of n-grams."""
-        minhash = self._empty_minhash.copy()
+        minhash = self._empty_signature.copy()
         minhash.update_batch((ngram_hashes >> np.uint64(32)).tolist())
-        band_hashes = minhash.hashvalues[: self.num_bands * self._band_size].reshape(self.num_bands, self._band_size)
-        return band_hashes.astype(np.uint64) @ self._hash_powers
+        hashes_by_band = minhash.hashvalues[: self.num_bands * self._band_size].reshape(self.num_bands, self._band_size)
+        return hashes_by_band.astype(np.uint64) @ self._hash_powers

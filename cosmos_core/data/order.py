@@ -25,8 +25,8 @@ _SEED_MODULUS = 2**64
 def shuffled_indices(num_rows: int, *seeds: int) -> np.ndarray:
     """Return a permutation of `range(num_rows)`, int64, that depends only on the seeds and not on the NumPy version."""
     # Do not use Generator.permutation: only the raw random numbers are the same in all versions of NumPy.
-    generator = np.random.PCG64(np.random.SeedSequence([seed % _SEED_MODULUS for seed in seeds]))
-    return np.argsort(generator.random_raw(num_rows), kind="stable").astype(np.int64)
+    bit_generator = np.random.PCG64(np.random.SeedSequence([seed % _SEED_MODULUS for seed in seeds]))
+    return np.argsort(bit_generator.random_raw(num_rows), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class Mixture:
         A data set that gets fewer rows than it has continues in the next epoch with its other rows; one that gets more
         begins another pass over its rows, in a new order.
         """
-        rows, relative_positions, row_offset = [], [], 0
-        rows_by_source = divide_in_proportion(sum(self.sizes), self.weights)
-        for i, (size, rows_per_epoch) in enumerate(zip(self.sizes, rows_by_source, strict=True)):
+        row_batches, relative_positions, row_offset = [], [], 0
+        epoch_rows_by_source = divide_in_proportion(sum(self.sizes), self.weights)
+        for source_index, (size, rows_per_epoch) in enumerate(zip(self.sizes, epoch_rows_by_source, strict=True)):
             epoch_indices = np.arange(rows_per_epoch, dtype=np.int64)
-            pass_indices, positions = np.divmod(epoch_indices + epoch * rows_per_epoch, size)
-            for n in np.unique(pass_indices).tolist():
-                pass_order = shuffled_indices(size, seed, n, i) if shuffle else np.arange(size)
-                rows.append(row_offset + pass_order[positions[pass_indices == n]])
+            pass_indices, positions_in_pass = np.divmod(epoch_indices + epoch * rows_per_epoch, size)
+            for pass_number in np.unique(pass_indices).tolist():
+                pass_order = shuffled_indices(size, seed, pass_number, source_index) if shuffle else np.arange(size)
+                row_batches.append(row_offset + pass_order[positions_in_pass[pass_indices == pass_number]])
             relative_positions.append((epoch_indices + 0.5) / max(1, rows_per_epoch))
             row_offset += size
-        return np.concatenate(rows)[np.argsort(np.concatenate(relative_positions), kind="stable")]
+        return np.concatenate(row_batches)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
 
 def divide_in_proportion(total_size: int, weights: Sequence[float]) -> list[int]:
     """Divide `total_size` in proportion to weights; the parts with the largest remainders are rounded up."""
-    unrounded_sizes = [total_size * weight / sum(weights) for weight in weights]
-    rounded_sizes = [int(size) for size in unrounded_sizes]
-    indices_by_remainder = sorted(range(len(unrounded_sizes)), key=lambda i: (rounded_sizes[i] - unrounded_sizes[i], i))
+    exact_sizes = [total_size * weight / sum(weights) for weight in weights]
+    rounded_sizes = [int(exact_size) for exact_size in exact_sizes]
+    indices_by_remainder = sorted(range(len(exact_sizes)), key=lambda i: (rounded_sizes[i] - exact_sizes[i], i))
     for i in indices_by_remainder[: total_size - sum(rounded_sizes)]:
         rounded_sizes[i] += 1
     return rounded_sizes
@@ -119,18 +119,18 @@ def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int
     )
 
 
-def batch_positions(
+def batch_row_numbers(
     seed: int, step: int, batch_size: int, rows: int | Mixture, shuffle: bool, drop_last: bool = True
 ) -> np.ndarray:
     """Return the `batch_size` row numbers (int64) of optimizer step `step`, counted from 0 over all epochs; without
     `drop_last` the last batch of an epoch may be smaller. Raise DataError if the rows do not fill one batch."""
     num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
     epoch, batch_index = divmod(step, batches_per_epoch(batch_size, num_rows, drop_last))
-    order = epoch_order(seed, epoch, rows, shuffle)
-    return order[batch_index * batch_size : (batch_index + 1) * batch_size]
+    epoch_rows = epoch_order(seed, epoch, rows, shuffle)
+    return epoch_rows[batch_index * batch_size : (batch_index + 1) * batch_size]
 
 
 def rows_at_positions(seed: int, positions: Sequence[int], rows: int | Mixture, shuffle: bool) -> list[int]:
-    """Return the row numbers at `positions`, which are counted from 0 over all epochs, without rows left out."""
+    """Return the row numbers at `positions`, which count all rows of all epochs, in training order, from 0."""
     num_rows = sum(rows.sizes) if isinstance(rows, Mixture) else rows
     return [int(epoch_order(seed, position // num_rows, rows, shuffle)[position % num_rows]) for position in positions]

@@ -55,13 +55,13 @@ def read_preference(
     chosen_value, rejected_value = _read_completions(row, location, with_images)
     if chosen_value == rejected_value:
         raise SkippedRow(location, "with equal chosen and rejected")
-    roles = [turn["role"] for turn in chosen_value if isinstance(turn, dict)]
-    is_swift_conversation = bool(roles) and not has_column_value(row, "chosen")
-    has_prompt_turns = "user" in roles or (is_swift_conversation and roles[0] != "assistant")
+    chosen_roles = [turn["role"] for turn in chosen_value if isinstance(turn, dict)]
+    is_swift_conversation = bool(chosen_roles) and not has_column_value(row, "chosen")
+    has_prompt_turns = "user" in chosen_roles or (is_swift_conversation and chosen_roles[0] != "assistant")
     # If the completions contain the prompt, ignore columns of turns, which would repeat the prompt and a completion.
-    # `input` is a prompt in rows without an `instruction` that it continues.
-    other_columns = () if has_prompt_turns else (*_TURNS_COLUMNS, "input")
-    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *other_columns)) or None
+    # Read `input` as a prompt only if the row has no `instruction`, which `input` would continue.
+    fallback_columns = () if has_prompt_turns else (*_TURNS_COLUMNS, "input")
+    prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *fallback_columns)) or None
     if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
             raise SkippedRow(location, "without a prompt")
@@ -91,8 +91,8 @@ def read_preference(
         raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")
-    last_turns = (chosen[-1], rejected[-1])
-    if not all(any(map(str.strip, get_turn_texts(turn))) or "tool_calls" in turn for turn in last_turns):
+    final_turns = (chosen[-1], rejected[-1])
+    if not all(any(map(str.strip, get_turn_texts(turn))) or "tool_calls" in turn for turn in final_turns):
         raise SkippedRow(location, "with an empty answer")
     prompt = add_system_turn(prompt, read_system_prompt(row) or system_prompt)
     return Preference(prompt, merge_turns(chosen), merge_turns(rejected))
@@ -108,10 +108,10 @@ def remove_repeated_prompt(prompt: Any, *completions: Any) -> list[str]:
 
 def read_label(row: Row, location: str) -> bool:
     """Return whether the completion of a row is desirable; raise DataError if the row has no valid label."""
-    value = row.get(find_column(row, ("label", "kto_tag")) or "label")
-    if (label := _LABEL_BY_TEXT.get(str(value).lower())) is None:
+    cell = row.get(find_column(row, ("label", "kto_tag")) or "label")
+    if (label := _LABEL_BY_TEXT.get(str(cell).lower())) is None:
         raise DataError(
-            f"{location}: label {value!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0; "
+            f"{location}: label {cell!r} among the columns {describe_columns(row)} must be true or false, or 1 or 0; "
             "set train.train_policy.label_column_name to the column that says whether the response is desirable"
         )
     return label
@@ -142,11 +142,14 @@ def _select_longer_prompt(
         [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]
         for turns in (prompt, shared_turns)
     )
-    is_prompt_empty, num_turns = not any(words for _, words in prompt_words), len(prompt_words)
-    if is_prompt_empty or any(shared_words[i : i + num_turns] == prompt_words for i in range(len(shared_words))):
+    is_prompt_empty, num_prompt_turns = not any(words for _, words in prompt_words), len(prompt_words)
+    if is_prompt_empty or any(shared_words[i : i + num_prompt_turns] == prompt_words for i in range(len(shared_words))):
         return shared_turns
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
+    system_roles = {"system", "developer"}
+    if all(turn["role"] in system_roles for turn in shared_turns) and prompt[0]["role"] not in system_roles:
+        return [*shared_turns, *prompt]
     raise DataError(
         f"{location}: column {column!r} says {' '.join(get_turn_texts(prompt[-1]))[:40]!r} and `chosen` begins with "
         f"{' '.join(get_turn_texts(shared_turns[-1]))[:40]!r}; give one prompt"
@@ -155,11 +158,11 @@ def _select_longer_prompt(
 
 def _read_completions(row: Row, location: str, with_images: bool) -> list[list[Message] | str]:
     """Return the chosen and the rejected completion of a row. In rows of ms-swift the chosen completion is in a column
-    of turns or in `response`, and the rejected one in `rejected_messages`, or in `rejected_response`, in place of all
-    that follows the last turn of the user. Older rows of LLaMA-Factory have both as a list in `output`."""
+    of turns or in `response`, and the rejected one in `rejected_messages` or `rejected_response`, in place of the turns
+    after the last user turn. Older rows of LLaMA-Factory have both as a list in `output`."""
     outputs = None if has_column_value(row, "chosen") else row.get("output")
-    if isinstance(outputs, list) and len(outputs) == 2 and all(isinstance(text, str) for text in outputs):
-        return [read_content(text, location) for text in outputs]
+    if isinstance(outputs, list) and len(outputs) == 2 and all(isinstance(output_text, str) for output_text in outputs):
+        return [read_content(output_text, location) for output_text in outputs]
     rejected_column = find_column(row, _SWIFT_REJECTED_COLUMNS)
     chosen_column = find_column(row, (*_TURNS_COLUMNS, "response"))
     if has_column_value(row, "chosen") or not (rejected_column and chosen_column):
@@ -169,23 +172,23 @@ def _read_completions(row: Row, location: str, with_images: bool) -> list[list[M
     if isinstance(chosen, str):
         return [chosen, rejected]
     rejected = [{"role": "assistant", "content": rejected}] if isinstance(rejected, str) else rejected
-    roles = [turn["role"] for turn in chosen]
-    num_leading_turns = roles.index("assistant") if "assistant" in roles else 0
-    num_prompt_turns = max((i for i, role in enumerate(roles, 1) if role == "user"), default=num_leading_turns)
+    chosen_roles = [turn["role"] for turn in chosen]
+    num_leading_turns = chosen_roles.index("assistant") if "assistant" in chosen_roles else 0
+    num_prompt_turns = max((i for i, role in enumerate(chosen_roles, 1) if role == "user"), default=num_leading_turns)
     return [chosen, rejected if rejected[0]["role"] != "assistant" else [*chosen[:num_prompt_turns], *rejected]]
 
 
-def _read_completion(row: Row, name: str, location: str, with_images: bool) -> list[Message] | str:
-    value = row.get(name)
-    if value is None:
+def _read_completion(row: Row, column: str, location: str, with_images: bool) -> list[Message] | str:
+    completion = row.get(column)
+    if completion is None:
         raise MissingColumn(
-            f"{location}: no {name!r} among the columns {describe_columns(row)}; give both completions, or set "
-            f"train.train_policy.{name}_column_name"
+            f"{location}: no {column!r} among the columns {describe_columns(row)}; give both completions, or set "
+            f"train.train_policy.{column}_column_name"
         )
-    value = decode_conversation(value, location)
-    if isinstance(value, str):
-        return read_content(value, location)
-    return read_turns([value] if isinstance(value, dict) else value, name, location, with_images)
+    completion = decode_conversation(completion, location)
+    if isinstance(completion, str):
+        return read_content(completion, location)
+    return read_turns([completion] if isinstance(completion, dict) else completion, column, location, with_images)
 
 
 def _split_plain_preference(chosen: str, rejected: str, location: str) -> Preference:

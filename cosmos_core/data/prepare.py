@@ -52,7 +52,7 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_NUM_COMPARED_ROWS = 32  # number of rows per data set that are tokenised and decoded, to compare the texts
+_NUM_COMPARED_ROWS = 32  # number of rows per data set in which text that the tokenizer loses is searched for
 _ROWS_PER_CHUNK = 256  # number of rows per record batch, on which the bytes of the prepared files depend
 
 
@@ -82,23 +82,23 @@ def tokenise(stage: Stage) -> Outcome:
     lost_text_notice, is_much_text_lost = find_lost_text(tokenizer, first_texts)
     row_specs, tool_notices = _add_prompt_rendering(stage, row_specs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
-    ignored_keys = image_settings(stage.recipe).ignored_keys
-    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_keys]
+    ignored_image_settings = image_settings(stage.recipe).ignored_keys
+    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_image_settings]
     notices += [*tool_notices, *filter(None, [lost_text_notice])]
     if lost_text_notice:
         logger.warning("%s", lost_text_notice)
     num_rows_done, cleaning_metrics = 0, dict[str, float]()
-    with replace_folder(stage.path / "data") as folder:
+    with replace_folder(stage.path / "data") as data_folder:
         if stage.recipe.train.train_policy.clean is not None:  # the schema allows `clean` with one data set only
             held_out_sets = [source.rows for source in splits.get(VALIDATION_SPLIT, ())]
             dataset_loader, train_source = _make_dataset_loader(stage, stage.recipe), splits[TRAIN_SPLIT][0]
-            cleaning_result = clean_training_rows(stage, train_source.rows, held_out_sets, folder, dataset_loader)
+            cleaning_result = clean_training_rows(stage, train_source.rows, held_out_sets, data_folder, dataset_loader)
             cleaned_rows, cleaning_metrics, cleaning_notices = cleaning_result
             splits[TRAIN_SPLIT], notices = [replace(train_source, rows=cleaned_rows)], [*notices, *cleaning_notices]
         total_rows = sum(len(source.rows) for sources in splits.values() for source in sources)
         for split, sources in splits.items():
             split_counts, counts_by_source = _write_split(
-                stage, get_split_path(folder, split), row_specs[split], sources, num_rows_done, total_rows
+                stage, get_split_path(data_folder, split), row_specs[split], sources, num_rows_done, total_rows
             )
             num_rows_done += sum(len(source.rows) for source in sources)
             if not split_counts.num_rows:
@@ -112,7 +112,7 @@ def tokenise(stage: Stage) -> Outcome:
                 for notice in source_counts.make_notices(tokenizer.eos_token):
                     logger.warning("%s: %s", source_description, notice)
                     notices.append(f"{source_description}: {notice}")
-        write_json(folder / STATISTICS_FILE, statistics)
+        write_json(data_folder / STATISTICS_FILE, statistics)
     metric_names = ("rows", "tokens", "skipped_rows")
     metrics = {f"data/{split}_{name}": float(statistics[split][name]) for split in statistics for name in metric_names}
     outcome_info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
@@ -156,7 +156,7 @@ def _add_prompt_rendering(
 
 
 def _write_split(
-    stage: Stage, path: Path, row_specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int,
+    stage: Stage, split_path: Path, row_specs: list[RecordSpec], sources: list[_RowSource], num_rows_done: int,
     total_rows: int,
 ) -> tuple[SplitCounts, list[SplitCounts]]:  # fmt: skip
     """Write the prepared file of a split; return the statistics of the split and of each of its data sets. Raise
@@ -164,14 +164,14 @@ def _write_split(
     were processed before."""
     split_counts, counts_by_source = SplitCounts(row_specs[0]), [SplitCounts(row_spec) for row_spec in row_specs]
     row_chunks = _tokenise_all(stage, row_specs, sources)
-    with pa.ipc.new_file(path, row_specs[0].schema) as file, closing(row_chunks):
+    with pa.ipc.new_file(split_path, row_specs[0].schema) as split_file, closing(row_chunks):
         for i, chunk in row_chunks:
             if chunk.batch.num_rows:
-                file.write_batch(chunk.batch)
+                split_file.write_batch(chunk.batch)
             split_counts.add(chunk)
             counts_by_source[i].add(chunk)
             # HELD_OUT_SEQUENCES_SPLIT has the same rows as the validation split, whose check covers these rows.
-            if path.stem != HELD_OUT_SEQUENCES_SPLIT:
+            if split_path.stem != HELD_OUT_SEQUENCES_SPLIT:
                 counts_by_source[i].check_unusable_rows(sources[i].dataset.max_skipped_fraction, len(sources[i].rows))
             num_rows_done += chunk.batch.num_rows + len(chunk.skipped_rows)
             stage.progress.step(num_rows_done, total_rows)
@@ -179,12 +179,12 @@ def _write_split(
                 progress_text = f"{num_rows_done} of {total_rows} rows"
                 raise Preempted(f"stopped after {progress_text} were tokenised; preparing starts anew")
     # Remove the file of the split HELD_OUT_SEQUENCES_SPLIT if no held-out prompt has a response.
-    if path.stem == HELD_OUT_SEQUENCES_SPLIT and not split_counts.num_rows:
-        path.unlink()
-    elif path.stem != HELD_OUT_SEQUENCES_SPLIT:
+    if split_path.stem == HELD_OUT_SEQUENCES_SPLIT and not split_counts.num_rows:
+        split_path.unlink()
+    elif split_path.stem != HELD_OUT_SEQUENCES_SPLIT:
         for source, source_counts in zip(sources, counts_by_source, strict=True):
             if not source_counts.num_rows:
-                source_description = f"{path.stem} of {source.label}" if source.label else path.stem
+                source_description = f"{split_path.stem} of {source.label}" if source.label else split_path.stem
                 raise DataError(f"{source_description}: {source_counts.make_notices()[0]}; no row is left, give others")
     return split_counts, counts_by_source
 
@@ -198,7 +198,7 @@ def _tokenise_all(
 
 
 def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[SplitCounts]) -> list[dict[str, Any]]:
-    """Return the statistics of each data set of a mixture; raise DataError if one has no row in an epoch."""
+    """Return the statistics of each data set of a mixture; raise DataError if one gets no row of an epoch."""
     entries = [
         {
             "source": source.label,
@@ -256,19 +256,19 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
         rows = load_rows(DatasetConfig(name=str(stage.data), split=(VALIDATION_SPLIT,)), f"stage {stage.name!r}: data")
         return train_sources, [_RowSource(rows, recipe, _remove_pass_rates(train_sources[0].dataset))]
     held_out_sources = []
-    for i, source in enumerate(train_sources):
+    for source_index, source in enumerate(train_sources):
         policy = source.recipe.train.train_policy
         if policy.dataset.test_size is None:
             continue
         try:
             rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
         except DataError:
-            if not policy.data_packer:  # report a wrong column rather than too few rows
+            if not policy.data_packer:  # report an unreadable first row instead of too few rows
                 location, row = next(iter(source.rows))
                 with suppress(SkippedRow):
                     load_tokenised_kind(policy.rows).read(row, location, policy)
             raise
-        train_sources[i] = replace(source, rows=rows)
+        train_sources[source_index] = replace(source, rows=rows)
         held_out_sources.append(
             replace(source, rows=held_out_rows, dataset=_remove_pass_rates(source.dataset), weight=None)
         )
@@ -303,8 +303,8 @@ def _make_record_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpe
     recipe, validation = source.recipe, source.recipe.validation
     max_length = recipe.policy.model_max_length
     is_data_term, policy = split == DATA_TERM_SPLIT, recipe.train.train_policy
-    kind_name = "sequences" if is_data_term else _get_held_out_row_kinds(recipe).get(split, policy.rows)
-    row_kind = load_tokenised_kind(kind_name)
+    row_kind_name = "sequences" if is_data_term else _get_held_out_row_kinds(recipe).get(split, policy.rows)
+    row_kind = load_tokenised_kind(row_kind_name)
     pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
     image_root = find_image_root(recipe, stage.model, source.rows.folder)
     row_spec = RecordSpec(recipe, row_kind, max_length, stage.model, image_root, pass_rate_range=source.dataset.keep)
@@ -319,16 +319,16 @@ def _make_record_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpe
 
 def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[RowChunk]:
     """Yield chunks of tokenised rows in the order of the rows, from this process or from a pool of processes."""
-    model, policy = stage.model, row_spec.recipe.policy
+    model, policy_config = stage.model, row_spec.recipe.policy
     apply_packer = None if row_spec.is_data_term else _make_dataset_loader(stage, row_spec.recipe).make_packer()
     row_iterator = ((location, apply_packer(row, location)) for location, row in rows) if apply_packer else iter(rows)
     row_chunks = iter(lambda: list(islice(row_iterator, _ROWS_PER_CHUNK)), [])
     num_workers = min(row_spec.recipe.train.train_policy.dataloader_num_workers, -(-len(rows) // _ROWS_PER_CHUNK))
     if num_workers <= 1:
-        yield from map(partial(convert_rows, _load_tokenizer(model, policy), row_spec), row_chunks)
+        yield from map(partial(convert_rows, _load_tokenizer(model, policy_config), row_spec), row_chunks)
         return
-    convert_chunk = partial(_convert_in_worker, model, policy, row_spec)
-    spawn_context = multiprocessing.get_context("spawn")  # a forked process would copy locks that other threads hold
+    convert_chunk = partial(_convert_in_worker, model, policy_config, row_spec)
+    spawn_context = multiprocessing.get_context("spawn")  # forking would copy locks that other threads hold
     process_pool = ProcessPoolExecutor(num_workers, spawn_context, initialise_process)
     pending_chunks = deque(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 2 * num_workers))
     try:
@@ -343,8 +343,8 @@ def _convert_in_worker(model: str, policy: PolicyConfig, row_spec: RecordSpec, r
     return convert_rows(_load_cached_tokenizer(model, policy.model_revision, policy.chat_template), row_spec, rows)
 
 
-def _load_tokenizer(model: str, policy: PolicyConfig) -> PreTrainedTokenizerBase:
-    return load_tokenizer(model, policy.model_revision, policy.chat_template)
+def _load_tokenizer(model: str, policy_config: PolicyConfig) -> PreTrainedTokenizerBase:
+    return load_tokenizer(model, policy_config.model_revision, policy_config.chat_template)
 
 
 _load_cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)

@@ -65,39 +65,39 @@ _EncodedItem = tuple[dict[str, str], list[int]] | str
 
 def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _SplitPreview]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`; errors are
-    those of `prepare`. Nothing is encoded. Media to learn are decoded, but of many only an evenly spaced sample."""
+    those of `prepare`. Nothing is encoded. Media to learn are decoded; of more than 1000, an evenly spaced sample."""
     encoders = encoders or open_encoders(stage)
     return {name: _preview_split(stage, encoders, name, split) for name, split in read_splits(stage, encoders).items()}
 
 
-def _preview_split(stage: Stage, encoders: Encoders, name: str, split: MediaSplit) -> _SplitPreview:
-    skip_reasons, clip_fps, num_remaining = list(split.skip_reasons), set[float](), len(split.kept_rows)
-    detail_text = ""
-    if encodes_media(stage, name, split):
+def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: MediaSplit) -> _SplitPreview:
+    skip_reasons, clip_fps, num_usable_rows = list(split.skip_reasons), set[float](), len(split.kept_rows)
+    details = ""
+    if encodes_media(stage, split_name, split):
         frame_settings = make_frame_settings(stage.recipe, split.config, encoders)
-        sample_stride = -(-num_remaining // _MAX_DECODED_MEDIA) or 1
+        sample_stride = -(-num_usable_rows // _MAX_DECODED_MEDIA) or 1
         sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, sample_stride)
         num_enlarged = 0
-        for row, fps, decode_error, is_image_enlarged in map_in_threads(
+        for row, frame_rate, decode_error, is_image_enlarged in map_in_threads(
             stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_settings), sampled_media
         ):
             stage.progress.beat()
-            clip_fps |= {fps} if fps else set()
+            clip_fps |= {frame_rate} if frame_rate else set()
             num_enlarged += is_image_enlarged
             skip_reasons += [f"{row.location}: {decode_error}"] if decode_error else []
-        detail_text = f" (of which {-(-num_remaining // sample_stride):,} were decoded)" if sample_stride > 1 else ""
-        detail_text += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
-    num_remaining -= len(skip_reasons) - len(split.skip_reasons)
-    _check_skip_reasons(name, skip_reasons, split, num_remaining)
+        details = f" (of which {-(-num_usable_rows // sample_stride):,} were decoded)" if sample_stride > 1 else ""
+        details += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
+    num_usable_rows -= len(skip_reasons) - len(split.skip_reasons)
+    _check_skip_reasons(split_name, skip_reasons, split, num_usable_rows)
     if clip_fps:
-        fps_range = f"{min(clip_fps):g}" + (f" to {max(clip_fps):g}" if len(clip_fps) > 1 else "")
-        detail_text += f", clips of {fps_range} frames a second"
-        detail_text += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
-    detail_text += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
+        frame_rate_text = f"{min(clip_fps):g}" + (f" to {max(clip_fps):g}" if len(clip_fps) > 1 else "")
+        details += f", clips of {frame_rate_text} frames a second"
+        details += ", which are learned frame by frame" if len(clip_fps) > 1 else ""
+    details += f", {len(skip_reasons):,} left out (first: {skip_reasons[0]})" if skip_reasons else ""
     prompts = [
         {"text": row.prompt, "reference": "", "metadata": json.loads(row.metadata)} for row in split.kept_rows[:2]
     ]
-    return f"{name}: {num_remaining:,} rows{detail_text}", num_remaining, list(prompts)
+    return f"{split_name}: {num_usable_rows:,} rows{details}", num_usable_rows, list(prompts)
 
 
 def _try_to_decode(
@@ -111,30 +111,30 @@ def _try_to_decode(
     return row, read_frame_rate(content) if content.is_video else 0.0, "", is_upscaled(content, frame_settings)
 
 
-def encodes_media(stage: Stage, name: str, split: MediaSplit) -> bool:
+def encodes_media(stage: Stage, split_name: str, split: MediaSplit) -> bool:
     """Return whether the media of a split are encoded in addition to its prompts."""
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
-    return has_media and (name == TRAIN_SPLIT or all(row.media_key for row in split.kept_rows))
+    return has_media and (split_name == TRAIN_SPLIT or all(row.media_key for row in split.kept_rows))
 
 
 def open_encoders(stage: Stage) -> Encoders:
     """Return the encoders of a stage's model without loading weights; raise ModelError for an unsupported model."""
-    stage.progress.phase("prepare")  # announced first: a download, and the digest of large weights, may take long
+    stage.progress.phase("prepare")  # set the phase first: downloading a model and computing its digest may take long
     policy = stage.recipe.policy
-    family = open_pipeline(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
+    model = open_pipeline(stage.model, policy, "cuda" if torch.cuda.is_available() else "cpu")
     size, has_buckets = policy.diffusers.inference_size, stage.recipe.train.train_policy.dataset.aspect_ratio_buckets
-    for image_size in [size, *(list_bucket_sizes(size, family.size_multiple) if has_buckets else ())]:
-        family.latent_shape(*image_size)
-    for name in family.text_components:
-        family.folder.component_class(name)  # raises ModelError if the pipeline lacks the component
-    model_folder = family.folder.path
+    for image_size in [size, *(list_bucket_sizes(size, model.size_multiple) if has_buckets else ())]:
+        model.latent_shape(*image_size)
+    for component_name in model.text_components:
+        model.folder.component_class(component_name)  # raises ModelError if the pipeline lacks the component
+    model_folder = model.folder.path
     weights_digest = shared_digest_cache(stage.run_path.parent).digest_files(
         model_folder, list_model_files(model_folder, policy.modality.encoder_files)
     )
-    encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, family.size_multiple)
+    encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, model.size_multiple)
     code_digests = [compute_code_digest(policy.model_class)] if policy.model_class else []
-    encoders_digest = compute_digest(weights_digest, type(family).__name__, encoder_settings, *code_digests)
-    return Encoders(family, encoders_digest, family.size_multiple, family.pixels_per_latent[0], family.is_video)
+    encoders_digest = compute_digest(weights_digest, type(model).__name__, encoder_settings, *code_digests)
+    return Encoders(model, encoders_digest, model.size_multiple, model.pixels_per_latent[0], model.is_video)
 
 
 def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
@@ -143,13 +143,13 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
     encoders = encoders or open_encoders(stage)
     splits = read_splits(stage, encoders)
     split_encoder = _SplitEncoder(stage, encoders)
-    with replace_folder(stage.path / "data") as folder:
-        (folder / TENSORS_FOLDER).mkdir()
-        null_text = split_encoder.encode_null_text(folder)
+    with replace_folder(stage.path / "data") as data_folder:
+        (data_folder / TENSORS_FOLDER).mkdir()
+        null_text = split_encoder.encode_null_text(data_folder)
         metrics: dict[str, float] = {}
         notices: list[JsonValue] = []
         for name, split in splits.items():
-            num_rows, skip_reasons = split_encoder.write_rows(name, split, null_text, folder)
+            num_rows, skip_reasons = split_encoder.write_rows(name, split, null_text, data_folder)
             metrics |= {f"data/{name}_rows": float(num_rows), f"data/{name}_skipped_rows": float(len(skip_reasons))}
             num_cut_prompts, max_tokens = split_encoder.count_cut_prompts(split)
             metrics[f"data/{name}_cut_prompts"] = float(num_cut_prompts)
@@ -158,11 +158,11 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
                 logger.warning("%s", notices[-1])
             if skip_reasons:
                 num_unlisted_rows = len(skip_reasons) - _MAX_LISTED_ROWS
-                reasons = "; ".join(skip_reasons[:_MAX_LISTED_ROWS])
-                reasons += f" and {num_unlisted_rows} more" if num_unlisted_rows > 0 else ""
-                notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {reasons}")
+                reasons_text = "; ".join(skip_reasons[:_MAX_LISTED_ROWS])
+                reasons_text += f" and {num_unlisted_rows} more" if num_unlisted_rows > 0 else ""
+                notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {reasons_text}")
                 logger.warning("%s", notices[-1])
-        write_json(folder / STATISTICS_FILE, metrics)
+        write_json(data_folder / STATISTICS_FILE, metrics)
     logger.info("%d texts and %d images or clips were encoded, the others were known", *split_encoder.encoded_counts)
     outcome_info: dict[str, JsonValue] = {"data": "data", **({"notices": notices} if notices else {})}
     return Outcome(outputs=("data",), metrics=metrics, info=outcome_info)
@@ -178,28 +178,28 @@ class _SplitEncoder:
         self.encoded_counts = [0, 0]
 
     def write_rows(
-        self, name: str, split: MediaSplit, null_text: dict[str, str], folder: Path
+        self, split_name: str, split: MediaSplit, null_text: dict[str, str], data_folder: Path
     ) -> tuple[int, list[str]]:
-        """Write a split; return its number of rows, and a reason for each row left out. Errors: see `prepare`."""
-        is_media = encodes_media(self._stage, name, split)
+        """Write a split; return the number of its rows, and a reason per row left out. For errors see `prepare`."""
+        has_encoded_media = encodes_media(self._stage, split_name, split)
         with self._encoders.model.component_offload.keep_on_device():
-            encoded_texts = self._encode_items(split, is_media=False, folder=folder)
+            encoded_texts = self._encode_items(split, is_media=False, folder=data_folder)
         with self._encoders.model.component_offload.keep_on_device():
-            encoded_media = self._encode_items(split, is_media=True, folder=folder) if is_media else {}
+            encoded_media = self._encode_items(split, is_media=True, folder=data_folder) if has_encoded_media else {}
         skip_reasons = list(split.skip_reasons)
         records = []
         for row in split.kept_rows:
-            text = encoded_texts[row.text_key]
-            media = encoded_media[row.media_key] if is_media else ()
-            if isinstance(text, str) or isinstance(media, str):
-                skip_reasons.append(f"{row.location}: {text if isinstance(text, str) else media}")
+            encoded_text = encoded_texts[row.text_key]
+            media = encoded_media[row.media_key] if has_encoded_media else ()
+            if isinstance(encoded_text, str) or isinstance(media, str):
+                skip_reasons.append(f"{row.location}: {encoded_text if isinstance(encoded_text, str) else media}")
             else:
-                records.append((row.prompt, row.metadata, text[0], *media, row.location))
-        _check_skip_reasons(name, skip_reasons, split, len(records))
-        schema = load_row_kind("media" if is_media else "media_prompts").schema
+                records.append((row.prompt, row.metadata, encoded_text[0], *media, row.location))
+        _check_skip_reasons(split_name, skip_reasons, split, len(records))
+        schema = load_row_kind("media" if has_encoded_media else "media_prompts").schema
         schema = schema.with_metadata({**schema.metadata, NULL_TEXT_KEY: json.dumps(null_text).encode()})
-        columns = [pa.array([record[i] for record in records], field.type) for i, field in enumerate(schema)]
-        with pa.ipc.new_file(get_split_path(folder, name), schema) as file:
+        columns = [pa.array([row_values[i] for row_values in records], field.type) for i, field in enumerate(schema)]
+        with pa.ipc.new_file(get_split_path(data_folder, split_name), schema) as file:
             file.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
         return len(records), skip_reasons
 
@@ -220,10 +220,10 @@ class _SplitEncoder:
         encoded_rows = (row for row in split.kept_rows if row.text_key == compute_digest("text", row.prompt))
         return sum(len(tokenizer.encode(row.prompt)) > max_tokens for row in encoded_rows), limit_description
 
-    def encode_null_text(self, folder: Path) -> dict[str, str]:
+    def encode_null_text(self, data_folder: Path) -> dict[str, str]:
         """Encode the empty text, and return the shard and entry of its embedding."""
         key = compute_digest("text", "")
-        return {"shard": self._copy_shard([KeyedItem(key, "")], self._encode_texts, folder, False), "entry": key}
+        return {"shard": self._copy_shard([KeyedItem(key, "")], self._encode_texts, data_folder, False), "entry": key}
 
     def _encode_items(self, split: MediaSplit, *, is_media: bool, folder: Path) -> dict[str, _EncodedItem]:
         """Encode the texts or the media of a split shard by shard; return the location of each output by cache key."""
@@ -231,11 +231,11 @@ class _SplitEncoder:
         if is_media:
             frame_settings = make_frame_settings(self._stage.recipe, split.config, self._encoders)
             encode_fn: Any = partial(self._encode_media, frame_settings=frame_settings)
-            items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.read_rows())
+            keyed_items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.read_rows())
         else:
             encode_fn = self._encode_texts
-            items = (KeyedItem[Any](r.text_key, item.embedding or r.prompt) for r, item in split.read_rows())
-        for shard in group_into_shards(items):
+            keyed_items = (KeyedItem[Any](r.text_key, item.embedding or r.prompt) for r, item in split.read_rows())
+        for shard in group_into_shards(keyed_items):
             shard_key = self._copy_shard(shard, encode_fn, folder, is_media)
             skip_reasons = self._cache.read_skip_reasons(shard_key)
             latent_shapes = self._cache.read_tensor_shapes(shard_key, "mean") if is_media else {}
@@ -247,16 +247,16 @@ class _SplitEncoder:
     def _copy_shard(
         self, shard: Sequence[KeyedItem[T]], encode_fn: Callable[[list[T]], _Encodings], folder: Path, is_media: bool
     ) -> str:
-        """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its name."""
+        """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its key."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
         item_keys = [keyed_item.key for keyed_item in shard]
         shard_key = self._cache.compute_shard_key(item_keys, is_media=is_media)
-        # Refused media are decoded again, because a codec may have been installed since.
-        refused_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
-        retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in refused_keys]
-        is_outdated = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
-        if is_outdated or not self._cache.has_shard(shard_key):
+        # Retry media that could not be decoded, because a codec may have been installed since.
+        undecodable_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
+        retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in undecodable_keys]
+        can_decode_more = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
+        if can_decode_more or not self._cache.has_shard(shard_key):
             encodings = encode_fn([keyed_item.item for keyed_item in shard])
             self._cache.write_shard(shard_key, dict(zip(item_keys, encodings, strict=True)))
             self.encoded_counts[is_media] += len(item_keys)
@@ -266,21 +266,21 @@ class _SplitEncoder:
         return shard_key
 
     def _encode_texts(self, texts: Sequence[str | Path]) -> _Encodings:
-        """Return the embedding of each text, or the reason why it is missing; a path names a file with an embedding."""
+        """Return the embedding of each text, or why it cannot be read; a `Path` is a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
         encodings: list[Encoding] = []
-        for start in range(0, len(prompts), _TEXT_BATCH_SIZE):
-            prompt_batch = prompts[start : start + _TEXT_BATCH_SIZE]
+        for batch_start in range(0, len(prompts), _TEXT_BATCH_SIZE):
+            prompt_batch = prompts[batch_start : batch_start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
                 batch_embeddings = self._encoders.model.text_embedding(prompt_batch)
             encodings += [{name: x[i] for name, x in batch_embeddings.items()} for i in range(len(prompt_batch))]
         encoding_iter = iter(encodings)
         return [next(encoding_iter) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
 
-    def _read_embedding_file(self, path: Path) -> Encoding | str:
+    def _read_embedding_file(self, embedding_path: Path) -> Encoding | str:
         """Return the text embedding in a file of the data set, or the reason why it does not fit the text encoder."""
         try:
-            embedding = read_embedding(path, tuple(self._reference_embedding))
+            embedding = read_embedding(embedding_path, tuple(self._reference_embedding))
         except DataError as error:
             return str(error)
         references = self._reference_embedding
@@ -288,7 +288,7 @@ class _SplitEncoder:
         for name, reference in references.items():
             if embedding[name].shape != num_tokens.get(reference.shape[:1], reference.shape[:1]) + reference.shape[1:]:
                 return (
-                    f"{path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
+                    f"{embedding_path.name}: {name} is {list(embedding[name].shape)}, and the model's encoder gives "
                     f"{list(reference.shape)}; only the number of tokens, the first of two, may be another; remove the "
                     f"file to have its prompt encoded"
                 )
@@ -303,22 +303,22 @@ class _SplitEncoder:
     def _encode_media(
         self, items: Sequence[tuple[str, MediaContent | None]], frame_settings: FrameSettings
     ) -> _Encodings:
-        """Return the latent of each image or clip, or why it cannot be decoded; media of one shape share batches."""
-        latents: dict[int, Encoding | str] = {}
+        """Return the latent of each image or clip, or why it cannot be decoded; a batch has media of one shape."""
+        latent_by_index: dict[int, Encoding | str] = {}
         batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         decoded_media = map_in_threads(self._stage, lambda item: _decode_pixels(*item, frame_settings), items)
         for index, pixels in enumerate(decoded_media):
             self._stage.progress.beat()
             if isinstance(pixels, str):
-                latents[index] = pixels
+                latent_by_index[index] = pixels
                 continue
-            batch = batches_by_shape.setdefault(pixels.shape, [])
-            batch.append((index, pixels))
-            if len(batch) == self._batch_size:
-                latents |= self._encode_latents(batches_by_shape.pop(pixels.shape))
-        for batch in batches_by_shape.values():
-            latents |= self._encode_latents(batch)
-        return [latents[i] for i in range(len(items))]
+            shape_batch = batches_by_shape.setdefault(pixels.shape, [])
+            shape_batch.append((index, pixels))
+            if len(shape_batch) == self._batch_size:
+                latent_by_index |= self._encode_latents(batches_by_shape.pop(pixels.shape))
+        for shape_batch in batches_by_shape.values():
+            latent_by_index |= self._encode_latents(shape_batch)
+        return [latent_by_index[i] for i in range(len(items))]
 
     def _encode_latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Encoding | str]:
         pixels = torch.from_numpy(np.stack([item_pixels for _, item_pixels in batch])).float().div_(127.5).sub_(1)
@@ -336,12 +336,12 @@ def _decode_pixels(content_key: str, content: MediaContent | None, frame_setting
         return str(error)
 
 
-def _check_skip_reasons(name: str, skip_reasons: Sequence[str], split: MediaSplit, num_remaining: int) -> None:
+def _check_skip_reasons(split_name: str, skip_reasons: Sequence[str], split: MediaSplit, num_usable_rows: int) -> None:
     max_fraction = split.config.max_skipped_fraction
     if len(skip_reasons) > max_fraction * split.num_items:
         raise DataError(
-            f"{skip_reasons[0]}; {len(skip_reasons)} of {split.num_items} rows of {name} cannot be used, "
-            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=not num_remaining)
+            f"{skip_reasons[0]}; {len(skip_reasons)} of {split.num_items} rows of {split_name} cannot be used, "
+            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=not num_usable_rows)
         )
-    if not num_remaining:
-        raise DataError(f"{name}: no row is left of {split.num_items}; give others")
+    if not num_usable_rows:
+        raise DataError(f"{split_name}: no row is left of {split.num_items}; give others")

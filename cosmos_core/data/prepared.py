@@ -42,7 +42,7 @@ T_co = TypeVar("T_co", covariant=True)
 DATA_TERM_SPLIT = "data_term"
 """Name of the split with the rows of a supervised loss that is trained in addition to the RL loss."""
 HELD_OUT_SEQUENCES_SPLIT = "held_out"
-"""Name of the split with held-out rows as sequences to learn, where `validation` has them as prompts to complete."""
+"""Name of the split with held-out rows as sequences to learn, if the split `validation` has them as prompts."""
 STATISTICS_FILE = "statistics.json"
 """Name of the file with the statistics of each split, and with the data sets of a mixture."""
 HELD_OUT_REMEDY = "name validation.dataset, or split some off with train.train_policy.dataset.test_size"
@@ -58,12 +58,12 @@ def has_split(folder: Path, split: str) -> bool:
     return get_split_path(folder, split).is_file()
 
 
-def read_mixture(file: Path) -> Mixture | None:
+def read_mixture(split_path: Path) -> Mixture | None:
     """Return the mixture of data sets in the file of a split; None if all rows are from one data set."""
-    statistics = read_json_object(file.with_name(STATISTICS_FILE)).get(file.stem) or {}
-    if not (sources := statistics.get("sources")):
+    statistics = read_json_object(split_path.with_name(STATISTICS_FILE)).get(split_path.stem) or {}
+    if not (mixture_sources := statistics.get("sources")):
         return None
-    return Mixture(*(tuple(source[name] for source in sources) for name in ("source", "rows", "weight")))
+    return Mixture(*(tuple(source[name] for source in mixture_sources) for name in ("source", "rows", "weight")))
 
 
 class RowImages:
@@ -85,7 +85,7 @@ class RowImages:
 
 
 class IndexedSequence(Sequence[T_co]):
-    """Sequence whose subclasses define the length and `read_item(index)`; negative indices and slices call that too."""
+    """Sequence with negative indices and slices, whose subclasses define only `__len__` and `read_item(index)`."""
 
     @abstractmethod
     def read_item(self, index: int) -> T_co:
@@ -131,8 +131,8 @@ def find_longest_row_length(folder: Path, suffix: str = "_ids", split: str = "*"
     """Return the number of tokens of the longest prepared row of text in the columns whose name ends with `suffix`, of
     one split or of all; raise DataError if a file is damaged."""
     id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(suffix))
-    lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
-    return max((length or 0 for length in lengths), default=0)
+    longest_lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
+    return max((length or 0 for length in longest_lengths), default=0)
 
 
 def _iterate_id_columns(folder: Path, split: str = "*") -> Iterator[tuple[pa.Table, str]]:
@@ -160,13 +160,13 @@ def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, ad
     return load_row_kind(read_row_kind(folder, VALIDATION_SPLIT)).open_held_out(folder, policy, model, adapter)
 
 
-def _open_arrow_table(path: Path, *row_kinds: RowKind) -> pa.Table:
-    with _open_arrow_reader(path) as reader:
+def _open_arrow_table(table_path: Path, *row_kinds: RowKind) -> pa.Table:
+    with _open_arrow_reader(table_path) as reader:
         table = reader.read_all()
         table.validate(full=True)
-    row_kind = _find_row_kind(path, table.schema, *row_kinds)
+    row_kind = _find_row_kind(table_path, table.schema, *row_kinds)
     if not any(table.schema.equals(schema) for schema in (row_kind.schema, row_kind.schema_with_images)):
-        raise make_damaged_file_error(path, f"its columns are {', '.join(table.column_names)}")
+        raise make_damaged_file_error(table_path, f"its columns are {', '.join(table.column_names)}")
     return table
 
 
@@ -183,9 +183,9 @@ def _open_arrow_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
 def _find_row_kind(path: Path, schema: pa.Schema, *row_kinds: RowKind) -> RowKind:
     row_kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
     if row_kind_name not in ([row_kind.name for row_kind in row_kinds] or list_row_kind_names()):
-        expected_kind = f"{row_kinds[0].name} {row_kinds[0].rows_purpose}" if row_kinds else "known ones"
+        expected_rows = f"{row_kinds[0].name} {row_kinds[0].rows_purpose}" if row_kinds else "known ones"
         raise DataError(
-            f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_kind} are needed; "
+            f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_rows} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
     return load_row_kind(row_kind_name)
@@ -199,12 +199,12 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
     for row in table.select(columns).slice(0, num_rows).to_pylist():
         preview_lines.append(f"{row[LOCATION_COLUMN]}:")
         for sequence_name in [name.removesuffix("_ids") for name in columns if name.endswith("_ids")]:
-            is_only_sequence, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
-            mask = row.get("loss_mask" if is_only_sequence else f"{sequence_name}_mask") or [0] * len(ids)
+            has_one_sequence, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
+            mask = row.get("loss_mask" if has_one_sequence else f"{sequence_name}_mask") or [0] * len(ids)
             for is_learned, token_run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
-                text = str(tokenizer.decode([token_id for _, token_id in token_run]))
-                prefix = "" if is_only_sequence else f"{sequence_name} "
-                preview_lines.append(f"  {prefix}{'learned' if is_learned else 'masked'}: {text!r}")
+                decoded_text = str(tokenizer.decode([token_id for _, token_id in token_run]))
+                sequence_prefix = "" if has_one_sequence else f"{sequence_name} "
+                preview_lines.append(f"  {sequence_prefix}{'learned' if is_learned else 'masked'}: {decoded_text!r}")
         preview_lines += [f"  {name}: {row[name]!r}" for name in ("label", "reference") if name in row]
     return preview_lines
 

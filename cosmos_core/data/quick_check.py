@@ -20,7 +20,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _MAX_READ_ROWS, _MAX_GENERATED_ROWS = 200, 8
-"""Maximum number of rows that are read of a split, and of a generator, which may be slow."""
+"""Maximum number of rows that are read from a data set, and from a generator of rows, which may be slow."""
 
 
 def run(stage: Stage) -> Outcome:
@@ -29,10 +29,10 @@ def run(stage: Stage) -> Outcome:
     row_kind = load_tokenised_kind(policy.rows)
     for config_key, source_policy in get_policies_by_dataset(stage).items():
         _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
-    if data_term := policy.supervised_rows:
-        column, system_prompt = data_term.conversation_column_name, getattr(policy, "system_prompt", "")
+    if data_term_config := policy.supervised_rows:
+        column, system_prompt = data_term_config.conversation_column_name, getattr(policy, "system_prompt", "")
         read_data_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
-        _check_first_rows(data_term.dataset, "train.train_policy.data_term", read_data_term_row)
+        _check_first_rows(data_term_config.dataset, "train.train_policy.data_term", read_data_term_row)
     if validation.dataset.name:
         row_kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
         held_out_row_kind = load_tokenised_kind(row_kind_names[VALIDATION_SPLIT])
@@ -44,7 +44,7 @@ def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[
     """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `config_key` is the
     name of the data set's table in the TOML, for messages."""
     rows, max_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
-    errors: list[DataError] = []
+    row_errors: list[DataError] = []
     num_checked_rows = min(len(rows), _MAX_GENERATED_ROWS if reasoning_gym_generator(dataset.name) else _MAX_READ_ROWS)
     for location, row in islice(rows, num_checked_rows):
         try:
@@ -52,9 +52,9 @@ def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[
         except SkippedRow:
             continue
         except DataError as error:
-            errors.append(error)
-    if len(errors) > max_fraction * len(rows):
+            row_errors.append(error)
+    if len(row_errors) > max_fraction * len(rows):
         raise DataError(
-            f"{errors[0]}; {len(errors)} of the first {num_checked_rows} rows cannot be used, "
-            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=len(errors) == num_checked_rows)
+            f"{row_errors[0]}; {len(row_errors)} of the first {num_checked_rows} rows cannot be used, "
+            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=len(row_errors) == num_checked_rows)
         )

@@ -101,7 +101,7 @@ class RecordSpec:
 
     @property
     def empty_image_cells(self) -> list[list[ImageFields]]:
-        """Return the values of a row without images in the column `images`: one value, or none without this column."""
+        """Return the cells of the column `images` for a row without images: one empty list, or no cell."""
         return [] if self.image_root is None else [[]]
 
     @property
@@ -141,14 +141,14 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
                 row_counts["other_column"] += bool(conversation_column) and not is_filled(row, conversation_column)
                 row_counts["text_alone"] += row_spec.row_kind.omits_response(row, conversation_column)
                 if RENDERED_COLUMN not in raw_row:
-                    texts = [value for name, value in raw_row.items() if name not in unread_columns]
-                    row_counts["rendered_texts"] += _is_rendered_twice(record, row_spec, texts, end_tokens)
-            except SkippedRow as skipped:
-                error_text = f"{location}: {skipped.reason}" if isinstance(skipped, RefusedRow) else ""
-                skipped_rows.append(SkippedRowEntry(skipped.reason, location, error_text))
+                    read_values = [value for name, value in raw_row.items() if name not in unread_columns]
+                    row_counts["rendered_texts"] += _is_rendered_twice(record, row_spec, read_values, end_tokens)
+            except SkippedRow as skip_error:
+                refusal_text = f"{location}: {skip_error.reason}" if isinstance(skip_error, RefusedRow) else ""
+                skipped_rows.append(SkippedRowEntry(skip_error.reason, location, refusal_text))
             except (DataError, RecursionError) as error:
-                problem = str(error) if isinstance(error, DataError) else f"{location}: nested too deeply"
-                skipped_rows.append(SkippedRowEntry("that cannot be read", problem, problem))
+                error_description = str(error) if isinstance(error, DataError) else f"{location}: nested too deeply"
+                skipped_rows.append(SkippedRowEntry("that cannot be read", error_description, error_description))
     schema = row_spec.schema
     column_arrays = [pa.array([record.values[i] for record in records], field.type) for i, field in enumerate(schema)]
     record_batch = pa.RecordBatch.from_arrays(column_arrays, schema=schema)
@@ -159,24 +159,25 @@ def convert_rows(tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, rows:
     return RowChunk(record_batch, skipped_rows, locations_with_merged_turns, row_counts, unread_column_counts)
 
 
-def _is_rendered_twice(record: Record, row_spec: RecordSpec, values: list[Any], end_tokens: Collection[str]) -> bool:
-    """Return whether the chat template has rendered a text as a turn that holds the token with which turns end."""
+def _is_rendered_twice(record: Record, row_spec: RecordSpec, cells: list[Any], end_tokens: Collection[str]) -> bool:
+    """Return whether the chat template rendered a text that contains an end token, and so had been rendered before."""
     is_plain_text = bool(record.counts.keys() & {"plain_rows", "continued_rows"})
-    reference = dict(zip(row_spec.row_kind.columns, record.values, strict=False)).get("reference")  # is not rendered
-    texts = (value for value in values if isinstance(value, str) and value != reference)
-    return not is_plain_text and any(token in text for text in texts for token in end_tokens)
+    # Ignore the text of the reference answer, which is never rendered.
+    reference_response = dict(zip(row_spec.row_kind.columns, record.values, strict=False)).get("reference")
+    rendered_texts = (value for value in cells if isinstance(value, str) and value != reference_response)
+    return not is_plain_text and any(token in text for text in rendered_texts for token in end_tokens)
 
 
-def read_pass_rates(file: Path) -> dict[str, float | None]:
-    """Return the pass rate of each prompt in a file, by the prompt's text; None if no line has its rate.
+def read_pass_rates(pass_rates_file: Path) -> dict[str, float | None]:
+    """Return the pass rate of each prompt in a file, by the prompt's text; None if all its lines have null.
     Raise DataError if the file does not exist, or a line has no prompt or no rate."""
     try:
-        rated_prompts = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+        rated_prompts = [json.loads(line) for line in pass_rates_file.read_text(encoding="utf-8").split("\n") if line]
         rated_prompts.sort(key=lambda each: each["pass_rate"] is not None)
         return {each["prompt"]: each["pass_rate"] for each in rated_prompts}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        problem = f"dataset.pass_rates = {str(file)!r} is no file of pass rates"
+        problem = f"dataset.pass_rates = {str(pass_rates_file)!r} is no file of pass rates"
         raise DataError(f"{problem} ({reason}); name another") from error
 
 
@@ -186,7 +187,7 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
     if row_spec.pass_rates is not None:
         rate_key = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
         rate_source = "dataset.pass_rates"
-        if record.counts.get("images"):  # prompts with the same text can show different images
+        if record.counts.get("images"):  # prompts with equal texts can show different images
             problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
     if rate_key not in pass_rates_by_key:
@@ -194,8 +195,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
         raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
     raw_pass_rate = pass_rates_by_key[rate_key]
     try:
-        is_unknown = raw_pass_rate is None or not str(raw_pass_rate).strip()  # CSV writes null as a blank text
-        pass_rate = None if is_unknown else float(raw_pass_rate)
+        is_rate_unknown = raw_pass_rate is None or not str(raw_pass_rate).strip()  # CSV writes null as a blank text
+        pass_rate = None if is_rate_unknown else float(raw_pass_rate)
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None
     if pass_rate is not None and not parse_pass_rate_range(row_spec.pass_rate_range)(pass_rate):
@@ -204,8 +205,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
 
 def _count_learned_end_tokens(record_batch: pa.RecordBatch, row_spec: RecordSpec) -> int:
     num_learned_ends = 0
-    for columns in zip(row_spec.row_kind.token_id_columns, row_spec.row_kind.mask_columns, strict=False):
-        ids, mask = (record_batch.column(name).values.to_numpy() for name in columns)
+    for id_and_mask_columns in zip(row_spec.row_kind.token_id_columns, row_spec.row_kind.mask_columns, strict=False):
+        ids, mask = (record_batch.column(name).values.to_numpy() for name in id_and_mask_columns)
         num_learned_ends += int((np.isin(ids, row_spec.stop_ids) & (mask == 1)).sum())
     return num_learned_ends
 
@@ -216,14 +217,14 @@ def read_images(
     """Return the turns with a placeholder part for each image, the fields of their `ImageRef`s, and the images."""
     image_root, stored_root = row_spec.image_root, row_spec.stored_root
     assert image_root is not None
-    turns_with_placeholders, sources = align_images(turns, row, location)
-    images_with_references = [read_image(source, image_root, location, stored_root) for source in sources]
+    turns_with_placeholders, image_sources = align_images(turns, row, location)
+    images_with_references = [read_image(source, image_root, location, stored_root) for source in image_sources]
     image_refs = [asdict(image_ref) for image_ref, _ in images_with_references]
     return turns_with_placeholders, image_refs, [image for _, image in images_with_references]
 
 
 def find_image_root(recipe: Recipe, model: str, rows_folder: Path) -> Path | None:
-    """Return the folder that image paths are relative to: `media_path`, else that of rows; None if no image is read."""
+    """Return the folder of relative image paths, `media_path` or `rows_folder`; None if the model reads no images."""
     media_settings, policy = image_settings(recipe), recipe.policy
     if _load_processor(model, policy.model_revision, media_settings.pixels, policy.chat_template) is None:
         return None
@@ -297,9 +298,9 @@ def make_conversation_record(
     return Record((ids, mask, image_refs, location), has_merged_turns, counts)
 
 
-def check_surrogates(content: Any, location: str) -> None:
+def check_surrogates(row_content: Any, location: str) -> None:
     """Raise SkippedRow if a row has a lone surrogate (half of a character above U+FFFF), which tokenizers refuse."""
     try:
-        json.dumps(content, ensure_ascii=False, default=str).encode()
+        json.dumps(row_content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise SkippedRow(location, "with half a character (a lone surrogate)") from None

@@ -33,7 +33,7 @@ def render(
     tools: Tools = None,
     template_kwargs: Mapping[str, Any] = {},
 ) -> tuple[list[Message], str]:
-    """Render turns with the chat template of a tokenizer or processor; return the turns in the form used, and the text.
+    """Render turns with the chat template of a tokenizer or processor; return the turns as rendered, and the text.
     `template_kwargs` are passed to `apply_chat_template`.
 
     Some templates of processors expect strings for turns with text only, others expect parts in all turns. Both forms
@@ -54,18 +54,18 @@ def render(
     renderings: list[tuple[list[Message], list[Message], str]] = []
     for rendered_turns in (turns, make_list_contents(turns)) if isinstance(renderer, ProcessorMixin) else (turns,):
         try:
-            text = render_template(renderer, rendered_turns, location=location, **render_arguments)
-            missing_turns = [turn for turn in rendered_turns if is_turn_missing(turn, text)]
-            renderings.append((missing_turns, rendered_turns, text))
+            rendered_text = render_template(renderer, rendered_turns, location=location, **render_arguments)
+            missing_turns = [turn for turn in rendered_turns if is_turn_missing(turn, rendered_text)]
+            renderings.append((missing_turns, rendered_turns, rendered_text))
         except TemplateError as error:
-            last_error = error
+            template_error = error
     turns_with_string_arguments = encode_arguments_in_turns(turns)
-    tool_calls = [call for turn in turns for call in turn.get("tool_calls", [])]
+    tool_calls = [tool_call for turn in turns for tool_call in turn.get("tool_calls", [])]
     if turns_with_string_arguments != turns and (not renderings or uses_python_notation(tool_calls, renderings[0][2])):
         return render(renderer, turns_with_string_arguments, location, **render_arguments)
     if not renderings:
-        raise RefusedRow(location, f"refused by the chat template ({last_error})")
-    missing_turns, rendered_turns, text = min(renderings, key=lambda rendering: len(rendering[0]))
+        raise RefusedRow(location, f"refused by the chat template ({template_error})")
+    missing_turns, rendered_turns, rendered_text = min(renderings, key=lambda rendering: len(rendering[0]))
     for turn in missing_turns:
         if turn["role"] in {"system", "developer", "tool"}:
             raise RefusedRow(location, f"with a {turn['role']} turn that the chat template leaves out")
@@ -75,8 +75,8 @@ def render(
                 f"{location}: the chat template leaves out the user's text {' '.join(get_turn_texts(turn))[:40]!r}; "
                 "use a template that accepts strings as content"
             )
-    _check_tool_calls_and_reasoning(rendered_turns, text, location)
-    return rendered_turns, text
+    _check_tool_calls_and_reasoning(rendered_turns, rendered_text, location)
+    return rendered_turns, rendered_text
 
 
 def make_list_contents(turns: list[Message]) -> list[Message]:
@@ -98,22 +98,22 @@ def is_turn_missing(turn: Message, text: str) -> bool:
 def _check_tool_calls_and_reasoning(messages: list[Message], text: str, location: str) -> None:
     """Raise RefusedRow if the text lacks the name of a called function, or the thoughts of a final assistant turn: the
     model would learn not to call tools, or not to think. Templates may leave out the thoughts of earlier turns."""
-    for key in _REASONING_KEYS if messages[-1]["role"] == "assistant" else ():
-        reasoning_text = messages[-1].get(key)
+    for reasoning_key in _REASONING_KEYS if messages[-1]["role"] == "assistant" else ():
+        reasoning_text = messages[-1].get(reasoning_key)
         if isinstance(reasoning_text, str) and reasoning_text.strip()[-20:] not in text:
-            raise RefusedRow(location, f"with `{key}` that the chat template leaves out")
+            raise RefusedRow(location, f"with `{reasoning_key}` that the chat template leaves out")
     if _is_function_name_missing([call for message in messages for call in message.get("tool_calls", ())], text):
         raise RefusedRow(location, "with a tool call that the chat template leaves out")
 
 
-def check_tools(tools: Tools, text: str, location: str) -> None:
+def check_tools(tools: Tools, rendered_text: str, location: str) -> None:
     """Raise RefusedRow if the rendering lacks the name of a tool: the model would learn to call undescribed tools."""
-    if _is_function_name_missing(tools or [], text):
+    if _is_function_name_missing(tools or [], rendered_text):
         raise RefusedRow(location, "with `tools` that the chat template leaves out")
 
 
-def _is_function_name_missing(functions_or_calls: list[Any], text: str) -> bool:
-    functions = (each.get("function", each) for each in functions_or_calls)
+def _is_function_name_missing(tools_or_calls: list[Any], text: str) -> bool:
+    functions = (tool_or_call.get("function", tool_or_call) for tool_or_call in tools_or_calls)
     return any(isinstance(function, dict) and str(function.get("name", "")) not in text for function in functions)
 
 
@@ -134,11 +134,11 @@ def render_template(
     """Return the text that the chat template of a tokenizer or processor renders. Raise TemplateError if the template
     fails with any exception, and ModelError if it does not end, takes too much memory, or renders too much text."""
     with convert_errors(_convert_to_template_error, ModelError), limit_resources(f"{location}: the chat template"):
-        text = renderer.apply_chat_template(
+        rendered_text = renderer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **template_kwargs
         )
-    assert isinstance(text, str)
-    if len(text) > _MAX_RENDERED_CHARACTERS:
-        problem = f"the chat template writes {len(text):,} characters"
+    assert isinstance(rendered_text, str)
+    if len(rendered_text) > _MAX_RENDERED_CHARACTERS:
+        problem = f"the chat template writes {len(rendered_text):,} characters"
         raise ModelError(f"{location}: {problem}; mend it, or leave the row out")
-    return text
+    return rendered_text

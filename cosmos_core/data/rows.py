@@ -46,7 +46,7 @@ _TRAIN_SPLIT = "train"
 _DATASET_DICT_FILE = "dataset_dict.json"
 _SLICE_REGEX = re.compile(r"(.+?)\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
-"""Start of the name of one of the files of a split that `datasets` writes; its groups are split and number of files."""
+"""Pattern of the files that `datasets` writes for a split; its groups are the split and the number of files."""
 _FilesBySplit = dict[str, list[Path]]
 """Files of each split as declared in the README.md of a data set; if empty, file names determine the splits."""
 _INFO_FILES = ("dataset_info.json", "dataset_infos.json")
@@ -59,7 +59,7 @@ class Rows:
     """Rows of one or several files with their locations, or a selection of rows; each iteration reads the files."""
 
     def __init__(self, readers: Sequence[RowReader], folder: Path, selection_mask: np.ndarray | None = None) -> None:
-        """Join the rows of files or splits, or those that a mask selects; media paths are relative to `folder`."""
+        """Join the rows of `readers`, or those that `selection_mask` selects; media paths are relative to `folder`."""
         self.folder = folder
         self._readers, self._selection_mask = readers, selection_mask
         self._num_all_rows = sum(reader.num_rows for reader in readers)
@@ -78,9 +78,9 @@ class Rows:
     def select(self, selection_mask: np.ndarray) -> Rows:
         """Return the rows for which `selection_mask`, a bool array with an entry per row, is True."""
         if self._selection_mask is not None:
-            full_mask = self._selection_mask.copy()
-            full_mask[self._selection_mask] = selection_mask
-            selection_mask = full_mask
+            mask_of_all_rows = self._selection_mask.copy()
+            mask_of_all_rows[self._selection_mask] = selection_mask
+            selection_mask = mask_of_all_rows
         return Rows(self._readers, self.folder, selection_mask)
 
 
@@ -97,7 +97,7 @@ def load_rows(
             remedy = f"set {config_key}.arguments.size"
             raise DataError(f"{config_key}.split: a generator has only the split 'train'; {remedy}")
         return Rows([make_generator_reader(generator, dataset.arguments, config_key)], Path.cwd())
-    # Path.expanduser and Path.exists raise for some names, unlike the functions of os.path.
+    # Use os.path, because Path.expanduser and Path.exists raise errors for some names.
     path = Path(os.path.expanduser(dataset.name))
     if os.path.exists(path):
         path, declared_files = _find_data_folder(path, dataset.subset, config_key)
@@ -120,14 +120,14 @@ def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
     """Return the training settings of each training data set, by the configuration key of the data set. If the stage
     has the key `data`, it replaces the data sets of the recipe."""
     policy = stage.recipe.train.train_policy
-    name, config_key = str(stage.data), f"stage {stage.name!r}: data"
+    dataset_path, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
-        name, config_key = image_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
-    if not name:
+        dataset_path, config_key = image_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
+    if not dataset_path:
         return dict(policy.tables_by_dataset)
-    setting_names = ("test_size", "max_skipped_fraction", "keep", "pass_rates")
-    dataset_settings = {name: getattr(policy.dataset, name) for name in setting_names}
-    return {config_key: policy.copy_with(datasets=(), dataset=DatasetConfig(name=name, **dataset_settings))}
+    kept_setting_names = ("test_size", "max_skipped_fraction", "keep", "pass_rates")
+    dataset_settings = {name: getattr(policy.dataset, name) for name in kept_setting_names}
+    return {config_key: policy.copy_with(datasets=(), dataset=DatasetConfig(name=dataset_path, **dataset_settings))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -162,12 +162,12 @@ def sample_held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np
 
 def _open_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
     """Return the readers of a split, or of a slice in the notation of `datasets`: `train[:48]`, `train[10%:]`."""
-    match = _SLICE_REGEX.fullmatch(split)
-    if match is None:
+    slice_match = _SLICE_REGEX.fullmatch(split)
+    if slice_match is None:
         return _open_local_split(path, split, config_key, declared_files)
-    readers = _open_local_split(path, match[1], config_key, declared_files)
+    readers = _open_local_split(path, slice_match[1], config_key, declared_files)
     num_rows = sum(reader.num_rows for reader in readers)
-    slice_bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in match.groups()[1:]]
+    slice_bounds = [_parse_slice_bound(bound_text, num_rows) for bound_text in slice_match.groups()[1:]]
     start_row, end_row, _ = slice(*slice_bounds).indices(num_rows)
     selected_readers, row_offset = [], 0
     for reader in readers:
@@ -220,7 +220,7 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 def _find_data_files(folder: Path) -> list[Path]:
     files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
-    # Links to missing files are kept: reading one raises an error, where leaving it out would leave out its rows.
+    # Keep links to missing files: reading one raises an error, whereas rows of a skipped link would be lost silently.
     files = (file for file in files if file.is_file() or (file.is_symlink() and not file.exists()))
     return sorted(file for file in files if file.name not in _INFO_FILES)
 
@@ -228,8 +228,8 @@ def _find_data_files(folder: Path) -> list[Path]:
 def _has_split_name(file: Path, split: str) -> bool:
     """Return whether a file name is that of a split: `train.jsonl`, `train-00000-of-00002.parquet`, `train_1.json`; but
     `train_sft-00000-of-00001.parquet` is of the split `train_sft`."""
-    if match := _SHARD_REGEX.match(file.name):
-        return match[1] == split
+    if shard_match := _SHARD_REGEX.match(file.name):
+        return shard_match[1] == split
     return file.name.startswith(tuple(split + separator for separator in ".-_"))
 
 
@@ -240,20 +240,20 @@ def has_split_word(file: Path, split: str) -> bool:
 
 
 def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
-    files = _find_data_files(folder)
-    if not files and (folder / split).is_dir():  # the folder of a split may hold files of any name
-        split_files = files = _find_data_files(folder / split)
+    data_files = _find_data_files(folder)
+    if not data_files and (folder / split).is_dir():  # the folder of a split may hold files of any name
+        split_files = data_files = _find_data_files(folder / split)
     else:
-        split_files = [file for file in files if _has_split_name(file, split)]
+        split_files = [file for file in data_files if _has_split_name(file, split)]
     if not split_files:
-        split_files = [file for file in files if has_split_word(file, split)]
-    split_names = {match[1] for file in files if (match := _SHARD_REGEX.match(file.name))}
+        split_files = [file for file in data_files if has_split_word(file, split)]
+    split_names = {shard_match[1] for file in data_files if (shard_match := _SHARD_REGEX.match(file.name))}
     if not split_files and split == _TRAIN_SPLIT and len(split_names) < 2:  # files without split names are for training
-        split_files = [file for file in files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
+        split_files = [file for file in data_files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
     if not split_files:
         subfolder_names = " or ".join(repr(str(subfolder)) for subfolder in _find_data_subfolders(folder)[:5])
         subfolder_hint = f", and its folders are not looked into; name {subfolder_names}" if subfolder_names else ""
-        folder_contents = ", ".join(file.name for file in files[:5]) or f"no data file{subfolder_hint}"
+        folder_contents = ", ".join(file.name for file in data_files[:5]) or f"no data file{subfolder_hint}"
         remedy = f"; set {config_key}.split to one of {', '.join(sorted(split_names))}" if split_names else ""
         problem = f"{folder} has no file for the split {split!r}; it holds {folder_contents}"
         raise DataError(f"{config_key}.name: {problem}{remedy}")
@@ -280,8 +280,8 @@ def _check_file_names(files: list[Path], config_key: str) -> None:
 
 
 def _warn_of_missing_files(files: list[Path], config_key: str) -> None:
-    num_files = Counter(match.groups() for file in files if (match := _SHARD_REGEX.match(file.name)))
-    for (name, total), count in num_files.items():
+    file_counts = Counter(match.groups() for file in files if (match := _SHARD_REGEX.match(file.name)))
+    for (name, total), count in file_counts.items():
         if count < int(total):
             logger.warning(
                 "%s: %s has %d of its %d files; the rows of the others are missing", config_key, name, count, int(total)
@@ -295,8 +295,8 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _
     if not path.is_dir() or _is_saved_dataset(path):
         return path, {}
     if declared_files := _find_declared_files(path, subset, config_key):
-        parents = [file.parent for files in declared_files.values() for file in files]
-        return Path(os.path.commonpath(parents)), declared_files
+        file_folders = [file.parent for files in declared_files.values() for file in files]
+        return Path(os.path.commonpath(file_folders)), declared_files
     if subset and (path / subset).is_dir():
         return path / subset, {}
     subfolders = [] if _find_data_files(path) else _find_data_subfolders(path)
@@ -308,9 +308,9 @@ def _find_data_folder(path: Path, subset: str, config_key: str) -> tuple[Path, _
 
 
 def _find_declared_files(path: Path, subset: str, config_key: str) -> _FilesBySplit:
-    """Return the files that `configs` in README.md declares for each split; empty without `configs`."""
-    configs = read_card_metadata(path).get("configs")
-    if "data_files" not in str(configs) or (subset and (path / subset).is_dir()):
+    """Return the files that `configs` in README.md declares for each split; empty if it has no `configs`."""
+    card_configs = read_card_metadata(path).get("configs")
+    if "data_files" not in str(card_configs) or (subset and (path / subset).is_dir()):
         return {}
     import datasets
 
@@ -359,10 +359,10 @@ def _set_offline_if_unreachable() -> Iterator[None]:
     """Restrict `datasets` to its cache while the Hub is unreachable; otherwise it retries each file for 20 seconds."""
     import datasets
 
-    old_offline_flags = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    previous_offline_flags = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if not is_hub_reachable():
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = old_offline_flags
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = previous_offline_flags

@@ -26,13 +26,14 @@ class Sample:
     images: tuple[ImageRef, ...] = ()
     """Images that the image tokens of the sequence stand for, in order."""
     micro_batch: int | None = None
-    """Number of the sample's micro-batch; None: micro-batches are `mini_batch` samples of similar length."""
+    """Number of the sample's micro-batch; None: the trainer groups `mini_batch` samples of similar length."""
     top_ids: np.ndarray | None = None
-    """Token ids whose log-probabilities are needed at each learned position, int64; None: the most likely, if any."""
+    """Ids of K tokens per learned token, (learned tokens, K), int64, whose log-probabilities the model computes at that
+    position; None: the model's own most likely tokens, if the loss requests any."""
     source: str = ""
     """Name of the row's data set in a mixture of data sets; empty: there is one data set."""
     completion_index: int | None = None
-    """Index of the completion among all completions of the groups that were credited together; None: unknown."""
+    """Index of the completion among all completions whose advantages were computed together; None: unknown."""
 
     @property
     def num_learned(self) -> int:
@@ -57,12 +58,12 @@ def batch_within_token_limit(samples: Sequence[Sample], max_tokens: int | None) 
 
 
 def swap_responses(samples: Sequence[Sample], max_tokens: int) -> list[Sample]:
-    """Return each prompt with the previous sample's response, and the first with the last one, cut to `max_tokens`."""
+    """Return each prompt with the response of the sample before it (the first: of the last), cut to `max_tokens`."""
     response_starts = [int(sample.loss_mask.argmax()) for sample in samples]
 
-    def swap(name: str, i: int) -> np.ndarray:
-        prompt = getattr(samples[i], name)[: response_starts[i]]
-        response = getattr(samples[i - 1], name)[response_starts[i - 1] :]
+    def swap(field_name: str, i: int) -> np.ndarray:
+        prompt = getattr(samples[i], field_name)[: response_starts[i]]
+        response = getattr(samples[i - 1], field_name)[response_starts[i - 1] :]
         return np.concatenate([prompt, response])[:max_tokens]
 
     return [replace(s, input_ids=swap("input_ids", i), loss_mask=swap("loss_mask", i)) for i, s in enumerate(samples)]

@@ -16,12 +16,12 @@ Span = tuple[int, int]
 RenderFn = Callable[[list[Message], bool], str]
 """Function that renders messages, with the generation prompt if its second argument is True; raises TemplateError."""
 TextBeforeCompletion = tuple[str, str]
-"""Template's text before a completion, and the rest of the generation prompt, with which the completion may begin."""
+"""Template's text before a completion, and the missing end of the generation prompt, which the completion may have."""
 
 
 def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendered_text: str) -> list[Span] | None:
     """Return the assistant's spans: for each turn, the messages before it and the messages including it are rendered.
-    Return None if a rendering is no prefix of `rendered_text`, as if the template renders the last turn differently."""
+    Return None if a rendering is no prefix of `rendered_text`, because the template renders a last turn differently."""
     spans = []
     for i in _find_assistant_turns(messages):
         try:
@@ -46,11 +46,11 @@ def find_spans_by_placeholders(
     unused_word = make_unused_word(messages)
     placeholders = [f"{unused_word}{turn_number}x" for turn_number in range(len(turn_indices))]
     placeholder_messages = list(messages)
-    for i, word in zip(turn_indices, placeholders, strict=True):
-        text = "".join("".join(get_turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_reasoning + word
+    for i, placeholder in zip(turn_indices, placeholders, strict=True):
+        text = "".join("".join(get_turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_reasoning + placeholder
         is_string = isinstance(messages[i]["content"], str)
         placeholder_messages[i] = {**messages[i], "content": text if is_string else [{"type": "text", "text": text}]}
-        placeholder_messages[i].pop("tool_calls", None)  # the placeholder replaces tool calls too
+        placeholder_messages[i].pop("tool_calls", None)  # the placeholder also replaces tool calls
     messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:
         template_texts = _split_at_words(render_fn(placeholder_messages, False), placeholders)
@@ -90,29 +90,29 @@ def make_unused_word(messages: list[Message]) -> str:
 
 def _split_at_words(text: str, words: list[str]) -> list[str] | None:
     """Split a text at `words` and return the parts; None unless each word occurs exactly once, in order."""
-    texts = []
+    text_parts = []
     for word in words:
         if text.count(word) != 1:
             return None
         text_before_word, text = text.split(word)
-        texts.append(text_before_word)
-    return [*texts, text]
+        text_parts.append(text_before_word)
+    return [*text_parts, text]
 
 
 def _find_texts_before_completions(
     render_fn: RenderFn, messages: list[Message], turn_indices: list[int], template_texts: list[str]
 ) -> list[TextBeforeCompletion]:
     """Return the text of the template before each completion, up to the end of its generation prompt."""
-    outer_turn_indices = turn_indices[0], turn_indices[-1]
-    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in outer_turn_indices)
+    first_and_last_index = turn_indices[0], turn_indices[-1]
+    first_prompt, last_prompt = (_find_generation_prompt(render_fn, messages[:i]) for i in first_and_last_index)
     are_prompts_equal, preceding_texts = first_prompt == last_prompt, []
     for i, template_text in zip(turn_indices, template_texts, strict=False):
         generation_prompt = first_prompt if are_prompts_equal else _find_generation_prompt(render_fn, messages[:i])
-        last_text = _get_last_text(messages[:i])
+        last_turn_text = _get_last_text(messages[:i])
         if generation_prompt is None:
             preceding_texts.append((template_text, ""))
         else:
-            preceding_texts.append(_split_at_generation_prompt(template_text, last_text, *generation_prompt))
+            preceding_texts.append(_split_at_generation_prompt(template_text, last_turn_text, *generation_prompt))
     return preceding_texts
 
 
@@ -129,39 +129,39 @@ def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Messag
         text_without_prompt, text_with_prompt = (render_fn(preceding_messages, flag) for flag in (False, True))
     if not text_with_prompt.startswith(text_without_prompt):
         return None
-    last_text = _get_last_text(preceding_messages)
-    turn_end = text_without_prompt[text_without_prompt.rfind(last_text) + len(last_text) :]
+    last_turn_text = _get_last_text(preceding_messages)
+    turn_end = text_without_prompt[text_without_prompt.rfind(last_turn_text) + len(last_turn_text) :]
     return turn_end, text_with_prompt[len(text_without_prompt) :]
 
 
 def _get_last_text(preceding_messages: list[Message]) -> str:
-    texts = get_turn_texts(preceding_messages[-1]) if preceding_messages else []
-    return texts[-1].strip() if texts else ""
+    last_turn_texts = get_turn_texts(preceding_messages[-1]) if preceding_messages else []
+    return last_turn_texts[-1].strip() if last_turn_texts else ""
 
 
 def _split_at_generation_prompt(
-    template_text: str, last_text: str, turn_end: str, generation_prompt: str
+    template_text: str, last_turn_text: str, turn_end: str, generation_prompt: str
 ) -> TextBeforeCompletion:
     """Return `template_text` up to the end of the longest prefix of the generation prompt in it, and the rest of the
     generation prompt, such as `<think>`, which templates leave out before a turn without reasoning."""
-    expected_text = last_text + turn_end + generation_prompt
-    if expected_text in template_text:
-        return template_text[: template_text.rfind(expected_text) + len(expected_text)], ""
+    complete_prompt_text = last_turn_text + turn_end + generation_prompt
+    if complete_prompt_text in template_text:
+        return template_text[: template_text.rfind(complete_prompt_text) + len(complete_prompt_text)], ""
     # Search only after the user's text, because that text may contain the generation prompt.
-    preceding_text = next((text for text in (last_text + turn_end, last_text) if text in template_text), None)
+    preceding_text = next((text for text in (last_turn_text + turn_end, last_turn_text) if text in template_text), None)
     if preceding_text is None or not generation_prompt:
         return template_text, ""
     search_start = template_text.rfind(preceding_text) + len(preceding_text) if preceding_text else 0
     for prefix_length in range(len(generation_prompt), 0, -1):
-        position = template_text.rfind(generation_prompt[:prefix_length], search_start)
+        prefix_position = template_text.rfind(generation_prompt[:prefix_length], search_start)
         # Without a preceding text, a part of the generation prompt may match anywhere by chance: accept only the whole
         # generation prompt, or a beginning of it at the end of the text.
-        if position >= 0 and (
+        if prefix_position >= 0 and (
             preceding_text
             or prefix_length == len(generation_prompt)
             or template_text.endswith(generation_prompt[:prefix_length])
         ):
-            return template_text[: position + prefix_length], generation_prompt[prefix_length:]
+            return template_text[: prefix_position + prefix_length], generation_prompt[prefix_length:]
     return template_text, ""
 
 
@@ -178,8 +178,8 @@ def _locate_completions(
 ) -> list[Span] | None:
     """Return the span of each completion and its turn's end, located by the template's texts around the completions;
     None if these texts do not occur in `rendered_text`, or if several locations are possible."""
-    (first_text, _), *later_texts = preceding_texts
-    next_texts = [text for text, _ in later_texts]
+    (first_text, _), *later_preceding_texts = preceding_texts
+    next_texts = [text for text, _ in later_preceding_texts]
     search_start, search_end = len(first_text), len(rendered_text) - len(final_text)
     if not (rendered_text.startswith(first_text) and rendered_text.endswith(final_text) and all(next_texts)):
         return None
@@ -190,10 +190,10 @@ def _locate_completions(
         return None
     spans = []
     span_start = search_start
-    for (_, prompt_rest), next_text, completion_end, turn_end in zip(
+    for (_, remaining_prompt), next_text, completion_end, turn_end in zip(
         preceding_texts, [*next_texts, ""], [*completion_ends, search_end], turn_end_texts, strict=True
     ):
-        span_start += len(prompt_rest) * rendered_text.startswith(prompt_rest, span_start, completion_end)
+        span_start += len(remaining_prompt) * rendered_text.startswith(remaining_prompt, span_start, completion_end)
         spans.append((span_start, completion_end + len(turn_end)))
         span_start = completion_end + len(next_text)
     return spans

@@ -16,7 +16,7 @@ from cosmos_core.errors import DataError
 if TYPE_CHECKING:
     from cosmos_core.data.records import RecordSpec
 
-_MAX_LISTED_REASONS = 5  # maximum number of reasons in a notice; a chat template may give another for each row
+_MAX_LISTED_REASONS = 5  # maximum number of reasons in a notice, since each row may have a reason of its own
 
 
 def make_unusable_rows_remedy(max_fraction: float, *, is_every_row_unusable: bool) -> str:
@@ -75,15 +75,15 @@ class SplitCounts:
         max_prompt_tokens = row_spec.max_tokens + 1 - row_spec.max_completion_tokens
         self._max_prompt_tokens = max_prompt_tokens if row_spec.row_kind.is_prompt else math.inf
         self._row_lengths: list[np.ndarray] = []
-        self._counts, self._unread_column_counts = Counter[str](), Counter[str]()
+        self._row_counts, self._unread_column_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
         self._error_counter, self._merge_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
         """Add the rows of the next chunk."""
-        lengths = [np.diff(chunk.batch.column(name).offsets.to_numpy()) for name in self._row_kind.token_id_columns]
+        lengths = [np.diff(chunk.batch.column(column).offsets.to_numpy()) for column in self._row_kind.token_id_columns]
         self._row_lengths.append(np.sum(lengths, axis=0).astype(np.int32))
-        self._counts += chunk.counts
+        self._row_counts += chunk.counts
         self._unread_column_counts += chunk.unread_column_counts
         for location in chunk.locations_with_merged_turns:
             self._merge_counter.add(location)
@@ -91,8 +91,8 @@ class SplitCounts:
             self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.location)
             if skipped_row.error:
                 self._error_counter.add(skipped_row.error)
-        for name in self._row_kind.mask_columns:
-            self._counts["label_tokens"] += int(chunk.batch.column(name).values.to_numpy().sum(dtype=np.int64))
+        for column in self._row_kind.mask_columns:
+            self._row_counts["label_tokens"] += int(chunk.batch.column(column).values.to_numpy().sum(dtype=np.int64))
 
     @property
     def num_rows(self) -> int:
@@ -107,8 +107,8 @@ class SplitCounts:
     @property
     def _has_learned_end_token(self) -> bool:
         """Return whether a row has a learned end token; return True too if the rows have no loss or all are cut."""
-        is_always_truncated = self._counts["truncated_rows"] >= self.num_rows
-        return not self._row_kind.mask_columns or is_always_truncated or self._counts["learned_ends"] > 0
+        is_always_truncated = self._row_counts["truncated_rows"] >= self.num_rows
+        return not self._row_kind.mask_columns or is_always_truncated or self._row_counts["learned_ends"] > 0
 
     def check_unusable_rows(self, max_fraction: float, total_rows: int) -> None:
         """Raise DataError if the rows that cannot be used are more than `max_fraction` of the `total_rows` rows."""
@@ -127,23 +127,23 @@ class SplitCounts:
             if num_other_rows := self.num_skipped - sum(each.count for each in first_reasons.values()):
                 reasons.append(f"{num_other_rows} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
-        if count := self._counts["other_column"]:
+        if count := self._row_counts["other_column"]:
             lines.append(
                 f"{count} of {self.num_rows} rows have no column {self._conversation_column!r}, which "
                 "train.train_policy.conversation_column_name names: they were read from another known column"
             )
-        if count := self._counts["text_alone"]:
+        if count := self._row_counts["text_alone"]:
             lines.append(
                 f"{count} of {self.num_rows} rows are learned as the text of column {self._conversation_column!r} "
                 "alone, and have a response in another column; leave train.train_policy.conversation_column_name out "
                 "to learn that"
             )
-        if count := self._counts["rendered_texts"]:
+        if count := self._row_counts["rendered_texts"]:
             lines.append(
                 f"{count} of {self.num_rows} rows have the token that ends a turn in a text, which the chat template "
                 "renders once more; give turns, or the words of one turn alone"
             )
-        if count := self._counts["sized_images"]:
+        if count := self._row_counts["sized_images"]:
             lines.append(
                 f"{count} of {self.num_rows} rows give the size of an image (max_pixels or another key of its part), "
                 "which has no effect: custom.vision.min_pixels and max_pixels are those of all images"
@@ -168,24 +168,24 @@ class SplitCounts:
 
     def make_statistics_entry(self) -> dict[str, Any]:
         """Return the entry of the split in `statistics.json`."""
-        lengths = np.concatenate(self._row_lengths).astype(np.int64)
-        p50, p95 = np.percentile(lengths, [50, 95])
+        row_lengths = np.concatenate(self._row_lengths).astype(np.int64)
+        p50, p95 = np.percentile(row_lengths, [50, 95])
         return {
             "kind": self._row_kind.name,
-            "rows": len(lengths),
-            "tokens": int(lengths.sum()),
-            "label_tokens": self._counts["label_tokens"],
+            "rows": len(row_lengths),
+            "tokens": int(row_lengths.sum()),
+            "label_tokens": self._row_counts["label_tokens"],
             "length": {
-                "min": int(lengths.min()), "mean": float(lengths.mean()), "p50": float(p50), "p95": float(p95),
-                "max": int(lengths.max()),
+                "min": int(row_lengths.min()), "mean": float(row_lengths.mean()), "p50": float(p50), "p95": float(p95),
+                "max": int(row_lengths.max()),
             },
-            "truncated_rows": self._counts["truncated_rows"],
+            "truncated_rows": self._row_counts["truncated_rows"],
             "skipped_rows": self.num_skipped,
             "skipped": {reason: {"rows": counter.count, "first": counter.first_description}
                         for reason, counter in self._skipped_by_reason.items()},
             "merged_rows": self._merge_counter.count,
-            **{name: self._counts[name] for name in ("images", "image_tokens") if self._counts["images"]},
-            **{name: self._counts[name] for name in ("plain_rows", "continued_rows") if self._counts[name]},
+            **{name: self._row_counts[name] for name in ("images", "image_tokens") if self._row_counts["images"]},
+            **{name: self._row_counts[name] for name in ("plain_rows", "continued_rows") if self._row_counts[name]},
             **({"unread_columns": sorted(self._unread_column_counts)} if self._unread_column_counts else {}),
             **({} if self._has_learned_end_token else {"teaches_end": False}),
         }  # fmt: skip

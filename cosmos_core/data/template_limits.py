@@ -34,7 +34,7 @@ class _ProcessLimits:
         self.deadline = math.inf
         """Time at which the running block exceeds its limit; infinity if no block runs."""
         self.is_timer_running = False
-        self._size_bytes, self._next_size_time = 0, -math.inf
+        self._address_space_bytes, self._next_measurement_time = 0, -math.inf
 
     @contextmanager
     def run_timer(self) -> Iterator[None]:
@@ -55,17 +55,17 @@ class _ProcessLimits:
             interval_seconds = min(1.0, MAX_TEMPLATE_SECONDS / 10)
             signal.setitimer(signal.ITIMER_REAL, interval_seconds, interval_seconds)
 
-    def _raise_if_late(self, signal_number: int, frame: FrameType | None) -> None:
-        if time.monotonic() >= self.deadline:  # raise at each signal: destructors swallow exceptions
+    def _raise_if_late(self, signal_number: int, stack_frame: FrameType | None) -> None:
+        if time.monotonic() >= self.deadline:  # raise at each signal, since a destructor may ignore the error
             raise _TimeLimitExceeded
 
     def measure_size_bytes(self) -> int:
         """Return the size of this process's address space; a value is reused for `_SIZE_REFRESH_SECONDS`."""
-        if time.monotonic() >= self._next_size_time:
+        if time.monotonic() >= self._next_measurement_time:
             with open("/proc/self/statm", "rb", buffering=0) as file:
-                self._size_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES
-            self._next_size_time = time.monotonic() + _SIZE_REFRESH_SECONDS
-        return self._size_bytes
+                self._address_space_bytes = int(file.read(64).split()[0]) * _PAGE_SIZE_BYTES
+            self._next_measurement_time = time.monotonic() + _SIZE_REFRESH_SECONDS
+        return self._address_space_bytes
 
 
 _process_limits = _ProcessLimits()
@@ -93,10 +93,10 @@ def limit_resources(code_description: str) -> Iterator[None]:
             yield
         return
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    size_limits = (_process_limits.measure_size_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
+    address_space_limits = (_process_limits.measure_size_bytes() + MAX_TEMPLATE_BYTES, soft_limit, hard_limit)
     try:
-        size_limit = min(each for each in size_limits if each != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_AS, (size_limit, hard_limit))
+        address_space_limit = min(each for each in address_space_limits if each != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (address_space_limit, hard_limit))
         if is_main_thread:
             _process_limits.ensure_timer_runs()
             _process_limits.deadline = time.monotonic() + MAX_TEMPLATE_SECONDS

@@ -33,17 +33,17 @@ def read_tools(row: dict[str, Any], location: str) -> list[Any] | None:
 
 def pop_tool_calls(turn: dict[str, Any], location: str) -> dict[str, Any]:
     """Remove the tool calls of a turn, and return the field `tool_calls` with decoded arguments; empty if the turn has
-    none. The calls are a list or its JSON, or `function_call`, an older form of OpenAI's interface, or its JSON. Raise
-    DataError if the calls are not a list of objects, or `function_call` is no object."""
+    none. The calls are in `tool_calls` or in `function_call` (older OpenAI API), as objects or JSON. Raise
+    DataError if `tool_calls` is not a list of objects, or `function_call` is no object."""
     calls = turn.pop("tool_calls", [])
-    if function := turn.pop("function_call", None):
-        calls = [parse_json(function) if isinstance(function, str) else function]
+    if called_function := turn.pop("function_call", None):
+        calls = [parse_json(called_function) if isinstance(called_function, str) else called_function]
     decoded_calls = parse_json(calls) if isinstance(calls, str) else calls
     if not isinstance(decoded_calls, list) or not all(isinstance(call, dict) for call in decoded_calls):
-        key, expected_form = ("function_call", "an object") if function else ("tool_calls", "a list of objects")
-        problem = f"{key} holds {str(function or calls)[:40]!r}"
+        key, expected_form = ("function_call", "an object") if called_function else ("tool_calls", "a list of objects")
+        problem = f"{key} holds {str(called_function or calls)[:40]!r}"
         raise DataError(f"{location}: {problem}; write {expected_form}, or leave it out")
-    if function:
+    if called_function:
         decoded_calls = [{"type": "function", "function": call} for call in decoded_calls]
     return {"tool_calls": decode_arguments(decoded_calls)} if decoded_calls else {}
 
@@ -53,8 +53,8 @@ def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
     `function_call`, which has the calls as JSON; None if the text holds no calls."""
     if not isinstance(text, str):
         return None
-    starts = (0, *(match.end() for match in re.finditer("</think>", text)))  # arguments may hold the tag too
-    start, value = next(((i, value) for i in starts if (value := parse_json(text[i:])) is not None), (0, None))
+    json_starts = (0, *(match.end() for match in re.finditer("</think>", text)))  # a call's arguments may hold </think>
+    start, value = next(((i, value) for i in json_starts if (value := parse_json(text[i:])) is not None), (0, None))
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
@@ -86,34 +86,34 @@ def encode_arguments_in_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[s
 def uses_python_notation(calls: list[Any], text: str) -> bool:
     """Return whether the rendered text of calls has arguments as Python dicts: its chat template needs JSON strings."""
     functions = [call.get("function", call) for call in calls]
-    values = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in values)
+    call_arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return any(arguments and isinstance(arguments, dict) and str(arguments) in text for arguments in call_arguments)
 
 
-def _convert_arguments(call: dict[str, Any], convert_fn: Callable[[Any], Any]) -> dict[str, Any]:
+def _convert_arguments(call: dict[str, Any], convert_arguments_fn: Callable[[Any], Any]) -> dict[str, Any]:
     if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _convert_arguments(function, convert_fn)}
-    return {**call, "arguments": convert_fn(call["arguments"])} if "arguments" in call else call
+        return {**call, "function": _convert_arguments(function, convert_arguments_fn)}
+    return {**call, "arguments": convert_arguments_fn(call["arguments"])} if "arguments" in call else call
 
 
-def _decode_object(value: Any) -> Any:
+def _decode_object(json_or_object: Any) -> Any:
     """Decode the JSON object in a string, `{}` if the string is empty; return any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    decoded_value = parse_json(value) if value.strip() else {}
-    return decoded_value if isinstance(decoded_value, dict) else value
+    if not isinstance(json_or_object, str):
+        return json_or_object
+    decoded_object = parse_json(json_or_object) if json_or_object.strip() else {}
+    return decoded_object if isinstance(decoded_object, dict) else json_or_object
 
 
-def parse_json(text: Any) -> Any:
+def parse_json(json_text: Any) -> Any:
     """Decode a JSON text; return None if it is not JSON."""
     try:
-        return json.loads(text)
+        return json.loads(json_text)
     except (TypeError, ValueError, RecursionError):
         return None
 
 
-def remove_nulls(value: Any) -> Any:
+def remove_nulls(json_value: Any) -> Any:
     """Remove keys with None from the objects in a value: Arrow gives each object the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: remove_nulls(element) for key, element in value.items() if element is not None}
-    return [remove_nulls(element) for element in value] if isinstance(value, list) else value
+    if isinstance(json_value, dict):
+        return {key: remove_nulls(element) for key, element in json_value.items() if element is not None}
+    return [remove_nulls(element) for element in json_value] if isinstance(json_value, list) else json_value

@@ -25,8 +25,8 @@ def pop_turn_weight(turn: dict[str, Any], role: str, location: str) -> dict[str,
         if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(f"{location}: {key} = {str(value)[:40]}; a turn is learned (1) or not (0)")
         if value and key != "weight" and role != "assistant":
-            role_message = "only turns of the assistant are learned"
-            raise DataError(f"{location}: {key} = {value}, but {role_message}; leave {key} out")
+            role_rule = "only turns of the assistant are learned"
+            raise DataError(f"{location}: {key} = {value}, but {role_rule}; leave {key} out")
     return {} if all(weight_flags.values()) else {"weight": 0}
 
 

@@ -69,29 +69,29 @@ class UserDatasetLoader:
         policy = self._recipe.train.train_policy
         if not policy.data_packer:
             return None
-        location = f"train.train_policy.data_packer = {policy.data_packer!r}"
+        setting = f"train.train_policy.data_packer = {policy.data_packer!r}"
         user_object = import_user_code(policy.data_packer)
         defined_methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
         if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in defined_methods]:
             raise ConfigError(
-                f"{location} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
+                f"{setting} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
                 "model's adapter; remove it, or write an algorithm of your own"
             )
         method_name = load_tokenised_kind(policy.rows).packer_method
-        with convert_user_code_errors(location, user_object):
+        with convert_user_code_errors(setting, user_object):
             packer = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(packer)
         method = getattr(packer, method_name, None) if method_name else None
         if method is None:
-            method_problem = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{location}: a training on {policy.rows} calls {method_problem}")
+            method_text = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{setting}: a training on {policy.rows} calls {method_text}")
         return partial(_apply_packer, method, policy)
 
     def _call_setup(self, user_object: Any) -> None:
         if not hasattr(user_object, "setup"):
             return
-        parameter_names = list(inspect.signature(user_object.setup).parameters)
-        should_pass_tokenizer = "tokenizer" in parameter_names or len(parameter_names) > 1
+        setup_parameters = list(inspect.signature(user_object.setup).parameters)
+        should_pass_tokenizer = "tokenizer" in setup_parameters or len(setup_parameters) > 1
         user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + should_pass_tokenizer])
 
 
@@ -147,14 +147,14 @@ def _convert_item(item: Any, policy: AlgorithmConfig, location: str) -> Row:
         return {RENDERED_COLUMN: item, column: item} if is_prompt else {"text": item}
     if isinstance(item, list | tuple):
         return {column: list(item)}
-    content = getattr(item, "conversation", None) or getattr(item, "prompt", None)
-    if content is None:
+    prompt_or_conversation = getattr(item, "conversation", None) or getattr(item, "prompt", None)
+    if prompt_or_conversation is None:
         raise DataError(
             f"{location} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
             "prompt or conversation"
         )
-    response = getattr(item, "reference_answer", None)
-    return _convert_item(content, policy, location) | _make_reference_row(response, policy)
+    reference_response = getattr(item, "reference_answer", None)
+    return _convert_item(prompt_or_conversation, policy, location) | _make_reference_row(reference_response, policy)
 
 
 def _convert_array(value: Any) -> Any:
@@ -165,15 +165,15 @@ def _convert_array(value: Any) -> Any:
 
 
 def _make_reference_row(response: Any, policy: AlgorithmConfig) -> Row:
-    """Return a row with the reference answer as text, serialised as in a file; an empty row if there is none."""
+    """Return a row with the reference answer as text, or as JSON if it is no text; an empty row if there is none."""
     response = _convert_array(response)
     if response is None:
         return {}
     try:
-        text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
+        reference_text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
     except (TypeError, ValueError):  # the value has no JSON form, such as a set
-        text = str(response)
-    return {_get_reference_column(policy): text}
+        reference_text = str(response)
+    return {_get_reference_column(policy): reference_text}
 
 
 def convert_user_code_errors(
@@ -186,8 +186,8 @@ def convert_user_code_errors(
     `excluded_errors`; a transient error becomes a `StageFailed`, because neither the code nor the data are at fault."""
 
     def convert_error(error: Exception) -> CosmosError:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        error_text = " ".join(f"{type(error).__name__}: {error}".split())
         error_type = StageFailed if is_transient(error) else error_class
-        return error_type(f"{location}: {reason} ({find_error_location(error, user_function)})")
+        return error_type(f"{location}: {error_text} ({find_error_location(error, user_function)})")
 
     return convert_errors(convert_error, excluded_errors)

@@ -97,7 +97,7 @@ def _expand_images(
         processor_output: Any = processor(
             text=[rendered_text],
             images=[images] if images else None,
-            # Like `apply_chat_template`, add no second BOS token to a text that begins with it.
+            # Do not add a second BOS token to a text that already begins with one.
             add_special_tokens=not (bos_token and rendered_text.startswith(bos_token)),
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
@@ -116,8 +116,8 @@ def _expand_images(
         problem = f"{type(processor).__name__} does not return where it writes the tokens of an image"
         raise ModelError(f"{location}: {problem}, so what is learned cannot be found; take a model of another family")
     for start, end in spans:
-        span = _map_to_expanded_text(start, image_spans), _map_to_expanded_text(end, image_spans)
-        mask |= make_span_token_mask(span, token_start_offsets, token_end_offsets)
+        expanded_learned_span = _map_to_expanded_text(start, image_spans), _map_to_expanded_text(end, image_spans)
+        mask |= make_span_token_mask(expanded_learned_span, token_start_offsets, token_end_offsets)
     for _, expanded_span in image_spans:
         is_image |= make_span_token_mask(expanded_span, token_start_offsets, token_end_offsets)
     end_of_last_image = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
@@ -135,14 +135,14 @@ def _find_image_spans(
     # A processor that inserts a BOS token before the text shifts all offsets of tokens.
     if bos_token and bos_token not in rendered_text:
         raise DataError(f"{location}: the chat template does not write {bos_token!r}, which the processor wants")
-    matches = re.finditer(re.escape(image_token_text(processor)), rendered_text)
-    return [(match.span(), match.span()) for match in matches]
+    placeholder_matches = re.finditer(re.escape(image_token_text(processor)), rendered_text)
+    return [(match.span(), match.span()) for match in placeholder_matches]
 
 
-def _map_to_expanded_text(position: int, image_spans: list[tuple[Span, Span]]) -> int:
+def _map_to_expanded_text(text_position: int, image_spans: list[tuple[Span, Span]]) -> int:
     """Map a position in the text to the position after the expansion of the image placeholders before it."""
-    return position + sum(
+    return text_position + sum(
         (expanded_span[1] - expanded_span[0]) - (placeholder_span[1] - placeholder_span[0])
         for placeholder_span, expanded_span in image_spans
-        if placeholder_span[1] <= position
+        if placeholder_span[1] <= text_position
     )

@@ -27,21 +27,21 @@ class Benchmarks:
     """Tasks of lm-eval that are loaded and ready to run."""
 
     task_manager: TaskManager
-    names: list[str]
+    task_names: list[str]
     """Names of the lm-eval tasks, groups and tags that match the recipe's patterns."""
     num_items_by_task: dict[str, int]
 
 
-def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
+def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
     """Load the tasks of a recipe with their rows. Raise `ConfigError` if a task does not exist, or needs a feature that
     is not allowed or not supported, and `DataError` if the rows of a task cannot be read."""
-    if settings.confirm_run_unsafe_code:
+    if config.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    task_manager = _open_task_manager(settings)
-    names = list(dict.fromkeys(name for pattern in settings.tasks for name in match_tasks(task_manager, pattern)))
+    task_manager = _open_task_manager(config)
+    names = list(dict.fromkeys(name for pattern in config.tasks for name in match_tasks(task_manager, pattern)))
     tasks = {name: task for matched_name in names for name, task in _load_tasks(task_manager, matched_name).items()}
     for name, task in tasks.items():
-        if getattr(task, "UNSAFE_CODE", False) and not settings.confirm_run_unsafe_code:
+        if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
             raise ConfigError(
                 f"evaluate.tasks: {name!r} executes code that the model writes, without a sandbox; set "
                 f"evaluate.confirm_run_unsafe_code = true to allow it"
@@ -49,17 +49,17 @@ def open_benchmarks(settings: EvaluateConfig) -> Benchmarks:
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"evaluate.tasks: {name!r} has images, and evaluations have text alone; leave it out")
     num_items_by_name = {name: len(task.eval_docs) for name, task in tasks.items()}
-    return Benchmarks(task_manager, names, {name: min(n, settings.limit or n) for name, n in num_items_by_name.items()})
+    return Benchmarks(task_manager, names, {name: min(n, config.limit or n) for name, n in num_items_by_name.items()})
 
 
-def _open_task_manager(settings: EvaluateConfig) -> TaskManager:
+def _open_task_manager(config: EvaluateConfig) -> TaskManager:
     """Return lm-eval's task manager, without built-in tasks if none is used: reading them takes half a minute."""
-    if settings.include_path:
-        user_tasks = TaskManager(include_path=settings.include_path, include_defaults=False)
-        tasks = {name for name, entry in user_tasks.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
-        if tasks.issuperset(settings.tasks):
-            return user_tasks
-    return TaskManager(include_path=settings.include_path or None)
+    if config.include_path:
+        user_manager = TaskManager(include_path=config.include_path, include_defaults=False)
+        tasks = {name for name, entry in user_manager.task_index.items() if entry.kind in {Kind.TASK, Kind.PY_TASK}}
+        if tasks.issuperset(config.tasks):
+            return user_manager
+    return TaskManager(include_path=config.include_path or None)
 
 
 def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:

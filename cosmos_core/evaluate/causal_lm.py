@@ -49,8 +49,8 @@ def run(stage: Stage) -> Outcome:
     _describe_model(stage)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hide lm-eval's warnings about default task settings
     stage.progress.phase("prepare")
-    settings = stage.recipe.evaluate
-    benchmarks = open_benchmarks(settings)
+    config = stage.recipe.evaluate
+    benchmarks = open_benchmarks(config)
     num_responses = 0
 
     def stop_if_requested() -> None:
@@ -62,26 +62,26 @@ def run(stage: Stage) -> Outcome:
 
     stage.progress.phase("load")
     lm_eval_model = open_model(stage, stop_if_requested)
-    if settings.apply_chat_template:
+    if config.apply_chat_template:
         set_chat_template(lm_eval_model.tokenizer, stage.recipe.policy.chat_template)
     stage.progress.phase("evaluate", deadline_seconds=3600)
     evaluator.add_env_info = lambda results: None  # skip lm-eval's list of packages, which takes long
     with convert_errors(_make_task_error):
         results: Any = evaluator.simple_evaluate(
-            model=lm_eval_model, tasks=benchmarks.names, task_manager=benchmarks.task_manager,
-            num_fewshot=settings.num_fewshot, limit=settings.limit, apply_chat_template=settings.apply_chat_template,
-            fewshot_as_multiturn=settings.apply_chat_template and settings.fewshot_as_multiturn,
-            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            model=lm_eval_model, tasks=benchmarks.task_names, task_manager=benchmarks.task_manager,
+            num_fewshot=config.num_fewshot, limit=config.limit, apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=config.apply_chat_template and config.fewshot_as_multiturn,
+            confirm_run_unsafe_code=config.confirm_run_unsafe_code,
             use_cache=str(stage.path / f"{_RESPONSE_CACHE_PREFIX}-{stage.fingerprint[:16]}"),
-            **(_DEFAULT_SEEDS if settings.seed is None else dict.fromkeys(_DEFAULT_SEEDS, settings.seed)),
+            **(_DEFAULT_SEEDS if config.seed is None else dict.fromkeys(_DEFAULT_SEEDS, config.seed)),
         )  # fmt: skip
     metrics = convert_metrics(results["results"])
     stage.metrics.log(0, metrics)
-    report = {
+    evaluation_report = {
         "lm_eval": version("lm-eval"), "engine": engine_name(stage.recipe),
-        "settings": settings.model_dump(exclude={"include_path"}), "tasks": describe_tasks(results), "metrics": metrics,
+        "settings": config.model_dump(exclude={"include_path"}), "tasks": describe_tasks(results), "metrics": metrics,
     }  # fmt: skip
-    write_json(stage.path / REPORT_FILE, report)
+    write_json(stage.path / REPORT_FILE, evaluation_report)
     pq.write_table(build_item_table(results["samples"]), stage.path / ITEMS_FILE)
     records = select_sample_records(results["samples"], _NUM_SAMPLES_PER_TASK)
     write_text(stage.path / SAMPLES_FILE, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))

@@ -41,14 +41,14 @@ _NUM_CHECKED_PROMPTS = 2
 def check(stage: Stage) -> Outcome:
     """Check the pipeline, the prompt sets and the rewards without reading weights."""
     stage.progress.phase("load")
-    diffusion_model, settings = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
-    _check_rewards(settings.rewards)
+    diffusion_model, config = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
+    _check_rewards(config.rewards)
     num_frames = diffusion_model.config.inference_frames if diffusion_model.is_video else 1
     diffusion_model.latent_shape(*diffusion_model.config.inference_size, num_frames)
-    prompt_sets = read_prompt_sets(settings)
+    prompt_sets = read_prompt_sets(config)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
     groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
-    rewards_text = call_rewards(stage.recipe, dict.fromkeys(settings.rewards, 1.0), groups, stage.progress.beat)
+    rewards_text = call_rewards(stage.recipe, dict.fromkeys(config.rewards, 1.0), groups, stage.progress.beat)
     prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
     return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts}; {rewards_text}"})
 
@@ -89,7 +89,7 @@ def _score_prompts(
     stage: Stage, prompt_sets: dict[str, list[Prompt]], unfinished_folder: Path, num_saved_prompts: int
 ) -> list[ScoredPrompt]:
     """Return the scores of all prompts, and save samples of the first `num_saved_prompts` prompts of each set."""
-    settings, prompts = stage.recipe.evaluate, [(name, prompt) for name, item in prompt_sets.items() for prompt in item]
+    config, prompts = stage.recipe.evaluate, [(name, prompt) for name, item in prompt_sets.items() for prompt in item]
     unfinished_folder.mkdir(parents=True, exist_ok=True)
     scored_prompts = read_scores(unfinished_folder)
     if len(scored_prompts) == len(prompts):
@@ -101,13 +101,13 @@ def _score_prompts(
     pipeline = type(diffusion_model).load_pipeline(diffusion_model.folder, dtype).to(device)
     # Send a heartbeat per denoising step, because a pipeline call may take longer than a stage's heartbeat timeout.
     getattr(pipeline, diffusion_model.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
-    batch_size, pipeline_arguments = settings.batch_size or 1, _make_pipeline_arguments(diffusion_model)
-    weights = dict.fromkeys(settings.rewards, 1.0 / len(settings.rewards))
-    with open_rewards(stage.recipe, weights, stage.progress.beat) as score_groups:
+    batch_size, pipeline_arguments = config.batch_size or 1, _make_pipeline_arguments(diffusion_model)
+    reward_weights = dict.fromkeys(config.rewards, 1.0 / len(config.rewards))
+    with open_rewards(stage.recipe, reward_weights, stage.progress.beat) as score_groups:
         stage.progress.phase("evaluate")
-        for start in range(len(scored_prompts), len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
-            samples = _sample_media(pipeline, pipeline_arguments, [prompt for _, prompt in batch], settings)
+        for batch_start in range(len(scored_prompts), len(prompts), batch_size):
+            batch = prompts[batch_start : batch_start + batch_size]
+            samples = _sample_media(pipeline, pipeline_arguments, [prompt for _, prompt in batch], config)
             groups = score_groups([_make_group(prompt, item) for (_, prompt), item in zip(batch, samples, strict=True)])
             new_scores = [ScoredPrompt.from_group(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
@@ -133,11 +133,11 @@ def _make_pipeline_arguments(diffusion_model: DiffusionModel) -> dict[str, Any]:
 
 @torch.no_grad()
 def _sample_media(
-    pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], settings: EvaluateConfig
+    pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], config: EvaluateConfig
 ) -> list[Tensor]:
     """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
     only on the seed, the position of the prompt in its set and the number of the sample."""
-    num_samples, base_seed = settings.samples_per_prompt or 1, settings.seed or 0
+    num_samples, base_seed = config.samples_per_prompt or 1, config.seed or 0
     seeds = [request_seed(base_seed, 0, prompt.id, number) for prompt in prompts for number in range(num_samples)]
     pixels = pipeline(
         prompt=[prompt.text for prompt in prompts for _ in range(num_samples)],
@@ -163,21 +163,21 @@ def _read_saved_group(
     unfinished_folder: Path, scored_prompts: Sequence[ScoredPrompt], set_name: str, prompt: Prompt
 ) -> ScoredGroup:
     """Return the saved samples of a prompt with their mean rewards."""
-    group = _make_group(prompt, torch.from_numpy(np.load(_make_sample_path(unfinished_folder, set_name, prompt))))
+    media_group = _make_group(prompt, torch.from_numpy(np.load(_make_sample_path(unfinished_folder, set_name, prompt))))
     rewards = next(each.rewards for each in scored_prompts if (each.set_name, each.id) == (set_name, prompt.id))
     mean_rewards = [float(np.mean(list(values.values()))) if values else None for values in rewards]
-    return ScoredGroup(group, tuple(map(Score, mean_rewards)))
+    return ScoredGroup(media_group, tuple(map(Score, mean_rewards)))
 
 
 def _build_report(stage: Stage, prompt_sets: dict[str, list[Prompt]], metrics: dict[str, float]) -> dict[str, Any]:
-    settings = stage.recipe.evaluate
+    config = stage.recipe.evaluate
     diffusion_model = open_pipeline(stage.model, stage.recipe.policy)
     return {
         "diffusers": version("diffusers"),
         "pipeline": diffusion_model.folder.class_name,
         "settings": {
-            **_make_pipeline_arguments(diffusion_model), "seed": settings.seed or 0, "rewards": list(settings.rewards),
-            "samples_per_prompt": settings.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
+            **_make_pipeline_arguments(diffusion_model), "seed": config.seed or 0, "rewards": list(config.rewards),
+            "samples_per_prompt": config.samples_per_prompt or 1, "dtype": stage.recipe.train.param_dtype,
         },
         "prompts": {name: len(prompts) for name, prompts in prompt_sets.items()},
         "metrics": metrics,

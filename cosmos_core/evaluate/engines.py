@@ -61,19 +61,19 @@ class _ResponseHook:
 def _open_hf_model(stage: Stage) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    settings, revision = stage.recipe.evaluate, stage.recipe.policy.model_revision
+    config, revision = stage.recipe.evaluate, stage.recipe.policy.model_revision
     auto_class, model_class = select_auto_class(load_config(stage.model, revision)), HFLM
-    if auto_class is not AutoModelForCausalLM:  # without this, HFLM loads no vision-language model
+    if auto_class is not AutoModelForCausalLM:  # by itself, HFLM does not load vision-language models
         model_class = type(HFLM.__name__, (HFLM,), {"AUTO_MODEL_CLASS": auto_class})
     return model_class(
         pretrained=stage.model, revision=revision or "main",
-        device="cuda" if torch.cuda.is_available() else "cpu", batch_size=settings.batch_size or 1,
-        max_length=settings.max_length,
+        device="cuda" if torch.cuda.is_available() else "cpu", batch_size=config.batch_size or 1,
+        max_length=config.max_length,
     )  # fmt: skip
 
 
 def _open_vllm_model(stage: Stage) -> Any:
-    settings, rollout = stage.recipe.evaluate, stage.recipe.rollout
+    config, rollout = stage.recipe.evaluate, stage.recipe.rollout
     set_environment()
     with restore_process_state():
         vllm_module = import_vllm()
@@ -83,11 +83,11 @@ def _open_vllm_model(stage: Stage) -> Any:
 
         try:
             return VLLM(
-                pretrained=stage.model, revision=stage.recipe.policy.model_revision, max_length=settings.max_length,
+                pretrained=stage.model, revision=stage.recipe.policy.model_revision, max_length=config.max_length,
                 tensor_parallel_size=rollout.parallelism.tp_size, gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
-                batch_size=settings.batch_size or _DEFAULT_VLLM_BATCH_SIZE,
-                seed=_DEFAULT_SEED if settings.seed is None else settings.seed,
+                batch_size=config.batch_size or _DEFAULT_VLLM_BATCH_SIZE,
+                seed=_DEFAULT_SEED if config.seed is None else config.seed,
             )  # fmt: skip
         except ValueError as error:
             error_text = " ".join(str(error).split())[:400]

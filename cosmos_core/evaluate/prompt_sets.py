@@ -15,24 +15,24 @@ from cosmos_core.types import Prompt
 _CONFIG_KEY = "evaluate.prompts"
 
 
-def read_prompt_sets(settings: EvaluateConfig) -> dict[str, list[Prompt]]:
+def read_prompt_sets(config: EvaluateConfig) -> dict[str, list[Prompt]]:
     """Return the prompts of each set, at most `evaluate.limit`, by the name of the set. The id of a prompt is its
     position; columns other than the prompt are metadata. In a folder with one file per split, the split `test` is read.
     Raise `DataError` if a set is missing or empty, or one of its rows has no prompt."""
     try:
-        return {name: _read_prompt_set(location, settings.limit) for name, location in settings.prompt_sets.items()}
-    except DataError as error:  # replace the setting names in its message by those of prompt sets
+        return {name: _read_prompt_set(location, config.limit) for name, location in config.prompt_sets.items()}
+    except DataError as error:  # the message names settings of data sets; name those of prompt sets
         message = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
         raise DataError(message.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
 
 
 def _read_prompt_set(location: str, max_prompts: int | None) -> list[Prompt]:
-    path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
-    if not os.path.exists(path):  # otherwise it would be read as the name of a data set on the Hub
+    set_path = find_prompt_set(location, _CONFIG_KEY) or Path(os.path.expanduser(location))
+    if not os.path.exists(set_path):  # a missing path would be read as a data set on the Hub
         raise DataError(f"{_CONFIG_KEY}: {location} does not exist; give a file, a folder or the name of a known set")
-    split = "test" if path.is_dir() else "train"
+    split = "test" if set_path.is_dir() else "train"
     prompts: list[Prompt] = []
-    for item in islice(open_media_items(DatasetConfig(name=str(path), split=(split,)), _CONFIG_KEY)(), max_prompts):
+    for item in islice(open_media_items(DatasetConfig(name=str(set_path), split=(split,)), _CONFIG_KEY)(), max_prompts):
         if item.problem or not item.prompt:
             raise DataError(f"{_CONFIG_KEY}: {location}: {item.problem or f'{item.location}: the prompt is empty'}")
         reference_response = find_reference_response(item.metadata, "")

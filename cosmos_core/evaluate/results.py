@@ -23,10 +23,10 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
     """Return lm-eval's metrics as `evaluation/TASK/METRIC`, and standard errors with the suffix `_stderr`."""
     metrics: dict[str, float] = {}
     for task, task_metrics in results.items():
-        first_filter = next((key.partition(",")[2] for key in task_metrics if "," in key), "")
-        for key, value in task_metrics.items():
-            name, comma, filter_name = key.partition(",")
-            if comma and isinstance(value, Real):
+        first_filter = next((metric_key.partition(",")[2] for metric_key in task_metrics if "," in metric_key), "")
+        for metric_key, value in task_metrics.items():
+            name, separator, filter_name = metric_key.partition(",")
+            if separator and isinstance(value, Real):
                 metric_name = _qualify_metric_name(name.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
                 stderr_suffix = _STDERR_SUFFIX if name.endswith(_STDERR_SUFFIX) else ""
                 metrics[f"evaluation/{task}/{metric_name}{stderr_suffix}"] = float(value)
@@ -66,8 +66,8 @@ def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_recor
             metric_values = (sample[metric] for metric in sample["metrics"])
             reward = next((float(value) for value in metric_values if isinstance(value, Real)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
-            record = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
-            records.append({"step": 0, **record, "reward": reward})
+            text_fields = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
+            records.append({"step": 0, **text_fields, "reward": reward})
     return records
 
 
@@ -87,8 +87,8 @@ def _qualify_metric_name(metric: str, filter_name: str, first_filter: str) -> st
 
 
 def _get_response_text(sample: Mapping[str, Any]) -> str:
-    responses = [response_choices[0] for response_choices in sample["resps"]]
-    return responses[0] if _is_generated_text(sample) else json.dumps(responses, default=str)
+    first_responses = [response_choices[0] for response_choices in sample["resps"]]
+    return first_responses[0] if _is_generated_text(sample) else json.dumps(first_responses, default=str)
 
 
 def _is_generated_text(sample: Mapping[str, Any]) -> bool:

@@ -35,11 +35,11 @@ class ScoredPrompt:
     """Reason of the first invalid reward; empty if all rewards are valid."""
 
     @classmethod
-    def from_group(cls, set_name: str, group: ScoredGroup) -> "ScoredPrompt":
+    def from_group(cls, set_name: str, scored_group: ScoredGroup) -> "ScoredPrompt":
         """Return the rewards of the samples in a scored group."""
-        errors = [score.error for score in group.scores if score.value is None]
-        rewards = [dict(score.metrics) for score in group.scores]
-        return cls(set_name, group.group.prompt.id, rewards, len(errors), errors[0] if errors else "")
+        errors = [score.error for score in scored_group.scores if score.value is None]
+        rewards = [dict(score.metrics) for score in scored_group.scores]
+        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), errors[0] if errors else "")
 
     def mean_rewards(self) -> dict[str, float]:
         """Return the mean of each reward over the samples for which it is valid."""
@@ -70,16 +70,16 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]
         prompt_means = [item.mean_rewards() for item in set_prompts]
-        reward_names = dict.fromkeys(reward_name for prompt_values in prompt_means for reward_name in prompt_values)
+        reward_names = dict.fromkeys(reward_name for reward_values in prompt_means for reward_name in reward_values)
         if not reward_names:
             raise RewardError(
                 f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
             )
         for reward_name in reward_names:
-            prompt_values = [item[reward_name] for item in prompt_means if reward_name in item]
-            metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(prompt_values))
-            if len(prompt_values) > 1:
-                standard_error = float(np.std(prompt_values, ddof=1)) / math.sqrt(len(prompt_values))
+            reward_values = [item[reward_name] for item in prompt_means if reward_name in item]
+            metrics[f"evaluation/{set_name}/{reward_name}"] = float(np.mean(reward_values))
+            if len(reward_values) > 1:
+                standard_error = float(np.std(reward_values, ddof=1)) / math.sqrt(len(reward_values))
                 metrics[f"evaluation/{set_name}/{reward_name}_stderr"] = standard_error
         metrics[f"evaluation/{set_name}/invalid"] = float(sum(item.num_invalid for item in set_prompts))
     return metrics
@@ -91,8 +91,8 @@ def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[s
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]
         item_hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
-        item_ids = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
-        rows.append({**scored_prompt.mean_rewards(), **item_ids, **item_hashes, "response": ""})
+        item_id_columns = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
+        rows.append({**scored_prompt.mean_rewards(), **item_id_columns, **item_hashes, "response": ""})
     return build_table(rows)
 
 

@@ -54,8 +54,8 @@ def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
     rows_table = open_table(folder, split_name)
     names = [name for name in rows_table.column_names if name.endswith("_ids")]
     ids_and_image_counts = zip(rows_table[names[0]] if names else (), RowImages(rows_table).num_images, strict=False)
-    rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
-    truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in rows if len(row) > 1)
+    token_id_rows = (ids.as_py() for ids, num_images in ids_and_image_counts if not num_images)
+    truncated_rows = (row[: min(MAX_COMPARED_TOKENS, max_length - 1)] for row in token_id_rows if len(row) > 1)
     selected_rows = list(islice(truncated_rows, MAX_COMPARED_ROWS))
     if not selected_rows:
         raise DataError(f"{folder} has no rows of text with which exports could be compared; set data of the export")

@@ -203,10 +203,12 @@ def _verify_quantized_model(
     unquantized_folder = stage.path / str(unquantized_outcome.info["model"])
     reference_folder = stage.path / _LOGPROBS_FOLDER / ("of_engine" if plan.is_loaded_by_vllm else "plain")
     stage.progress.phase("validate")
-    arguments = (plan.is_loaded_by_vllm, rows, reference_folder)
+    divergence_arguments = (plan.is_loaded_by_vllm, rows, reference_folder)
     if not reference_folder.exists():
-        _run_in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *arguments)
-    result: divergence.Divergence = _run_in_fresh_interpreter(stage, divergence.measure_divergence, folder, *arguments)
+        _run_in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *divergence_arguments)
+    result: divergence.Divergence = _run_in_fresh_interpreter(
+        stage, divergence.measure_divergence, folder, *divergence_arguments
+    )
     metric_prefix = f"export/{plan.name}/"
     metrics = {"kl": result.kl, "kl_stderr": result.standard_error, "same_top_token": result.top_token_agreement}
     metrics["proven"] = float(not plan.unsupported_reason)
@@ -261,9 +263,8 @@ def _find_benchmarks(stage: Stage) -> dict[str, Any] | None:
 def _run_benchmarks(model_folder: Path, stage_path: Path, scratch_folder: Path) -> dict[str, float]:
     """Run the benchmarks of the stage at `stage_path` with the model in `model_folder`, and return their metrics."""
     scratch_folder.mkdir(parents=True)
-    evaluate_program = importlib.import_module(
-        "cosmos_core.evaluate.program"
-    )  # late, as lm-eval is an optional package
+    # Import the program only if it is needed, because lm-eval is an optional package.
+    evaluate_program = importlib.import_module("cosmos_core.evaluate.program")
     return evaluate_program.run(replace(load_stage(stage_path), path=scratch_folder, model=str(model_folder))).metrics
 
 
@@ -274,13 +275,11 @@ def _build_card_section(plan: QuantPlan, verification_outcome: Outcome, split_na
     quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
     loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
     if plan.linear_layers is None:
-        quantization_method_text, loading_text = (
-            "converted by llama.cpp",
-            f"Loaded by transformers {version('transformers')}",
-        )
+        quantization_method_text = "converted by llama.cpp"
+        loading_text = f"Loaded by transformers {version('transformers')}"
     elif plan.unsupported_reason:
         loading_text, engine_text = f"**Unproven**: {plan.unsupported_reason}", ", by transformers"
-    lines = [
+    card_lines = [
         "", f"## Quantised: `{plan.name}`", "",
         f"- {plan.description}, {quantization_method_text}",
         f"- {loading_text}",
@@ -290,9 +289,9 @@ def _build_card_section(plan: QuantPlan, verification_outcome: Outcome, split_na
         f"- The most likely token is that of bf16 for {metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip
     if score_drops := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
-        lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
+        card_lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
     for name, score_drop in score_drops.items():
         benchmark_score = metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
         table_cells = f"{benchmark_score + score_drop:.4g} | {benchmark_score:.4g} | {score_drop:.4g}"
-        lines.append(f"| {name.removeprefix('lost/')} | {table_cells} |")
-    return "\n".join([*lines, ""])
+        card_lines.append(f"| {name.removeprefix('lost/')} | {table_cells} |")
+    return "\n".join([*card_lines, ""])

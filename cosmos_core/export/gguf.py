@@ -28,13 +28,15 @@ def find_gguf_problem() -> str:
     return ""
 
 
-def write_gguf(source_folder: Path, target: Path, on_poll: Callable[[], None]) -> None:
+def write_gguf(source_folder: Path, target_folder: Path, on_poll: Callable[[], None]) -> None:
     """Write the model in `source_folder` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the
     converter has ended; if `on_poll` raises, stop the converter. Raise `StageFailed` if the converter failed."""
-    target.mkdir(parents=True)
+    target_folder.mkdir(parents=True)
     command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source_folder), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:
-        converter = subprocess.Popen([*command, "--outfile", str(target / GGUF_FILE)], stdout=log_file, stderr=log_file)
+        converter = subprocess.Popen(
+            [*command, "--outfile", str(target_folder / GGUF_FILE)], stdout=log_file, stderr=log_file
+        )
         try:
             while converter.poll() is None:
                 on_poll()
@@ -45,6 +47,6 @@ def write_gguf(source_folder: Path, target: Path, on_poll: Callable[[], None]) -
             converter.wait()
         log_file.seek(0)
         log_lines = log_file.read().decode(errors="replace").split("\n")
-    if converter.returncode or not (target / GGUF_FILE).is_file():
+    if converter.returncode or not (target_folder / GGUF_FILE).is_file():
         last_line = next((line.strip() for line in reversed(log_lines) if line.strip()), "it wrote no file")
         raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {converter.returncode}: {last_line}")

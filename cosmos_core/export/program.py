@@ -21,8 +21,8 @@ def check(stage: Stage) -> Outcome:
     if not stage.recipe.export.quantized_formats:
         return check_outcome
     format_lines = [plan.description for plan in _import_formats_module().plan_quantized_formats(stage)]
-    found_text = "; ".join([str(check_outcome.info["found"]), *format_lines])
-    return replace(check_outcome, info={**check_outcome.info, "found": found_text})
+    model_description = "; ".join([str(check_outcome.info["found"]), *format_lines])
+    return replace(check_outcome, info={**check_outcome.info, "found": model_description})
 
 
 def run(stage: Stage) -> Outcome:

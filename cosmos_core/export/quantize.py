@@ -88,7 +88,7 @@ def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> Quantiza
     if scheme.weights.group_size is None:
         return scheme
     for key, shape in linear_layers.shapes.items():
-        if any(size % _WEIGHT_SIZE_MULTIPLE for size in shape):
+        if any(dimension % _WEIGHT_SIZE_MULTIPLE for dimension in shape):
             raise ModelError(
                 f"{format_name}: {key} has the shape {list(shape)}, and both sizes must be multiples of "
                 f"{_WEIGHT_SIZE_MULTIPLE}; leave {format_name!r} out of export.formats"
@@ -100,11 +100,11 @@ def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> Quantiza
 
 def describe_format(format_name: str, scheme: QuantizationScheme, layers: LinearLayers) -> str:
     """Return a line with the number of layers, the group size, and the reason if it is not the preferred group size."""
-    description, size = f"{format_name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
+    layers_text, size = f"{format_name}: {len(layers.module_names)} linear layers quantised", scheme.weights.group_size
     if size is None:
-        return description
+        return layers_text
     reason = "" if size == _GROUP_SIZES[0] else f", because {_GROUP_SIZES[0]} does not divide the inputs of all layers"
-    return f"{description}, groups of {size} weights{reason}"
+    return f"{layers_text}, groups of {size} weights{reason}"
 
 
 def quantize_folder(
@@ -153,8 +153,8 @@ def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, li
                 tensors[tensor_name] = tensor.clone()
                 continue
             quantized_tensors = quantize_weight(tensor, scheme)
-        for name, quantized_tensor in quantized_tensors.items():
-            tensors[f"{tensor_name.removesuffix('weight')}{name}"] = quantized_tensor
+        for quantized_name, quantized_tensor in quantized_tensors.items():
+            tensors[f"{tensor_name.removesuffix('weight')}{quantized_name}"] = quantized_tensor
         del tensor
     partial_file = target_file.with_suffix(".partial")
     with open(partial_file, "wb") as output_file:
@@ -185,8 +185,8 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
 def _build_weight_index(weight_paths: list[Path]) -> dict[str, Any]:
     """Return the content of `model.safetensors.index.json` for several weight files."""
     weight_map: dict[str, str] = {}
-    for file in weight_paths:
-        with safe_open(file, framework="pt") as reader:
-            weight_map |= dict.fromkeys(reader.keys(), file.name)
-    total_size = sum(file.stat().st_size for file in weight_paths)
+    for weight_file in weight_paths:
+        with safe_open(weight_file, framework="pt") as reader:
+            weight_map |= dict.fromkeys(reader.keys(), weight_file.name)
+    total_size = sum(weight_file.stat().st_size for weight_file in weight_paths)
     return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}

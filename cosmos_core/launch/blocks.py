@@ -48,8 +48,8 @@ def load_service_variables(name: str) -> dict[str, str]:
     if not get_current_settings().api.url:
         raise ConfigError(f"reward_service = {name!r}: PREFECT_API_URL is not set; blocks are kept by a Prefect server")
     try:
-        with get_client(sync_client=True) as client:
-            service_variables = read_service_variables(client, block_name)
+        with get_client(sync_client=True) as prefect_client:
+            service_variables = read_service_variables(prefect_client, block_name)
     except Exception as error:  # Prefect's client raises errors of many types, some wrapped in RuntimeError
         root_cause = error.__cause__ if isinstance(error, RuntimeError) else error
         is_client_error = isinstance(root_cause, httpx.HTTPStatusError) and root_cause.response.is_client_error
@@ -65,16 +65,16 @@ def load_service_variables(name: str) -> dict[str, str]:
     return service_variables
 
 
-def read_service_variables(client: Any, block_name: str) -> dict[str, str] | None:
+def read_service_variables(prefect_client: Any, block_name: str) -> dict[str, str] | None:
     """Return the environment variables for clients of the reward service in a Prefect block; None: no such block."""
     try:
-        block_document = client.read_block_document_by_name(block_name, BLOCK_SLUG)
+        block_document = prefect_client.read_block_document_by_name(block_name, BLOCK_SLUG)
     except ObjectNotFound:
         return None
     return RewardService(**block_document.data).environment()
 
 
-def delete_service_block(client: Any, block_name: str) -> None:
+def delete_service_block(prefect_client: Any, block_name: str) -> None:
     """Delete the reward service block of this name if it exists."""
     with suppress(ObjectNotFound):
-        client.delete_block_document(client.read_block_document_by_name(block_name, BLOCK_SLUG).id)
+        prefect_client.delete_block_document(prefect_client.read_block_document_by_name(block_name, BLOCK_SLUG).id)

@@ -1,7 +1,7 @@
 """Set up a Prefect server: work pools, an automation that detects dead flow runs, and the block types of pipelines.
 
-Existing objects are kept, and those of an older version updated. The concurrency limit of a work pool limits the GPUs
-in use: it only delays runs. Prefect's limits with leases would end a training that cannot renew its lease.
+Existing objects are kept; objects of an older version are updated. The concurrency limit of a work pool limits the GPUs
+in use, because it only delays runs. Prefect's limits with leases would end a training that cannot renew its lease.
 """
 
 import json
@@ -21,15 +21,15 @@ DEFAULT_POOLS = ("local", "cpu", "gpu")
 """Work pools for which `prefect.yaml` has deployments."""
 CRASH_AUTOMATION_NAME = "cosmos: a flow run without a heartbeat has crashed"
 HEARTBEAT_SECONDS = 30
-"""Heartbeat interval of flow runs in the deployments and of `cosmos worker`, which is the minimum in Prefect."""
+"""Seconds between two heartbeats of a flow run of the deployments or of `cosmos worker`; the minimum in Prefect."""
 _MAX_MISSED_HEARTBEATS = 3
 FLOW_STATE_NAMES = ("NothingNew", "StillTraining", "NotPromoted", "Declined", "Outdated", "Refused")
 """Names of the final states that the flows of this project return, in addition to Prefect's."""
-_END_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
+_FINAL_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "TimedOut")
 _IDLE_STATES = ("Suspended", "Paused", "Resuming", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot", "Late")
 """Names of the states in which a flow run has no process and therefore sends no heartbeat."""
 _RESERVED_NAME_PREFIX = "prefect"
-_REFUSED_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
+_FORBIDDEN_CHARACTERS = set("/%&<>")  # characters that Prefect refuses in names
 
 
 @dataclass(frozen=True)
@@ -58,31 +58,32 @@ def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = Ma
     server_url = get_current_settings().api.url
     if not server_url:
         raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
-    with get_client(sync_client=True) as client:
+    with get_client(sync_client=True) as prefect_client:
         with convert_errors(lambda e: ConfigError(f"the Prefect server at {server_url} does not respond: {e}")):
-            client.hello()
+            prefect_client.hello()
         for pool in pools:
-            yield _save_work_pool(client, pool)
-        yield _save_automation(client, _make_crash_automation())
+            yield _save_work_pool(prefect_client, pool)
+        yield _save_automation(prefect_client, _make_crash_automation())
         for channel, address in channels.items():
             for automation in make_notification_automations(channel, address):
-                yield _save_automation(client, automation)
-        yield _describe_credentials_block(client)
+                yield _save_automation(prefect_client, automation)
+        yield _describe_credentials_block(prefect_client)
     RewardService.register_type_and_schema()
     yield f"block type {BLOCK_SLUG}: registered"
 
 
 def _check_pool_name(name: str) -> None:
-    if not name.strip() or _REFUSED_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
+    if not name.strip() or _FORBIDDEN_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
         raise ConfigError(
-            f"work pool {name!r}: a name has no {' '.join(sorted(_REFUSED_CHARACTERS))}, and those that begin with "
+            f"work pool {name!r}: a name has no {' '.join(sorted(_FORBIDDEN_CHARACTERS))}, and those that begin with "
             f"{_RESERVED_NAME_PREFIX!r} are Prefect's own; take another"
         )
 
 
-def _check_pool_type(client: Any, pool: WorkPool) -> None:
+def _check_pool_type(prefect_client: Any, pool: WorkPool) -> None:
     """Check that Prefect knows the type of a work pool that has no template file."""
-    pool_types = {str(each["type"]) for types in client.read_worker_metadata().values() for each in types.values()}
+    types_by_package = prefect_client.read_worker_metadata()
+    pool_types = {str(each["type"]) for types in types_by_package.values() for each in types.values()}
     if pool.type not in pool_types:
         raise ConfigError(
             f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(sorted(pool_types))}. Of "
@@ -90,34 +91,34 @@ def _check_pool_type(client: Any, pool: WorkPool) -> None:
         )
 
 
-def _save_work_pool(client: Any, pool: WorkPool) -> str:
+def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
 
-    limit, job_template = pool.concurrency_limit, dict[str, Any]()
+    max_runs, job_template = pool.concurrency_limit, dict[str, Any]()
     if pool.template is not None:
         try:
             job_template = json.loads(pool.template.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"template {pool.template} of work pool {pool.name!r} cannot be read: {error}") from error
     try:
-        existing_pool = client.read_work_pool(pool.name)
+        existing_pool = prefect_client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != WorkPool.type:  # the type `process` is built into Prefect
-            _check_pool_type(client, pool)
-        pool_options = {"concurrency_limit": limit} | ({"base_job_template": job_template} if job_template else {})
-        client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_options))
-        return f"work pool {pool.name}: made ({pool.type}{_format_limit(limit)})"
+        if not job_template and pool.type != WorkPool.type:  # Prefect always has the type `process`
+            _check_pool_type(prefect_client, pool)
+        pool_options = {"concurrency_limit": max_runs} | ({"base_job_template": job_template} if job_template else {})
+        prefect_client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_options))
+        return f"work pool {pool.name}: made ({pool.type}{_format_limit(max_runs)})"
     if existing_pool.type != pool.type:
         type_mismatch_text = f"is of type {existing_pool.type}, not {pool.type}"
         raise ConfigError(f"work pool {pool.name!r} {type_mismatch_text}; delete it, or take another name")
-    requested_settings = {"concurrency_limit": limit, "base_job_template": job_template or None}
+    requested_settings = {"concurrency_limit": max_runs, "base_job_template": job_template or None}
     changed_settings: dict[str, Any] = {
         key: value for key, value in requested_settings.items() if value not in (None, getattr(existing_pool, key))
     }
     if not changed_settings:
         return f"work pool {pool.name}: there ({existing_pool.type}{_format_limit(existing_pool.concurrency_limit)})"
-    client.update_work_pool(pool.name, WorkPoolUpdate(**changed_settings))
+    prefect_client.update_work_pool(pool.name, WorkPoolUpdate(**changed_settings))
     return f"work pool {pool.name}: changed ({', '.join(changed_settings)})"
 
 
@@ -130,13 +131,13 @@ def _make_crash_automation() -> Any:
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    flow_run_end_events = {f"prefect.flow-run.{name}" for name in (*_END_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
+    flow_run_end_events = {f"prefect.flow-run.{name}" for name in (*_FINAL_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
     return AutomationCore(
         name=CRASH_AUTOMATION_NAME,
         description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
-            # By default a flow run sends heartbeats every 180 s. Deployments with this tag send them more often.
+            # Flow runs of deployments without this tag may send heartbeats only every 180 s.
             match_related={"prefect.resource.id": "prefect.tag.cosmos"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.heartbeat", *flow_run_end_events},
@@ -149,25 +150,26 @@ def _make_crash_automation() -> Any:
     )
 
 
-def _save_automation(client: Any, automation: Any) -> str:
-    """Create an automation, or update the automation of that name without changing whether it is enabled."""
-    existing = next(iter(client.read_automations_by_name(automation.name)), None)
-    if existing is None:
-        client.create_automation(automation)
+def _save_automation(prefect_client: Any, automation: Any) -> str:
+    """Create an automation, or update the automation with its name; an update does not enable or disable it."""
+    saved_automation = next(iter(prefect_client.read_automations_by_name(automation.name)), None)
+    if saved_automation is None:
+        prefect_client.create_automation(automation)
         return f"automation {automation.name!r}: made"
-    if all(getattr(existing, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
+    if all(getattr(saved_automation, key) == getattr(automation, key) for key in ("description", "trigger", "actions")):
         return f"automation {automation.name!r}: there"
-    automation = automation.model_copy(update={"enabled": existing.enabled})
+    automation = automation.model_copy(update={"enabled": saved_automation.enabled})
     # Send the request directly: the update method of Prefect's client omits the types of triggers and actions.
     request_body = automation.model_dump(mode="json", exclude={"owner_resource"})
-    client.request("PUT", "/automations/{id}", path_params={"id": existing.id}, json=request_body).raise_for_status()
+    path_params = {"id": saved_automation.id}
+    prefect_client.request("PUT", "/automations/{id}", path_params=path_params, json=request_body).raise_for_status()
     return f"automation {automation.name!r}: changed"
 
 
-def _describe_credentials_block(client: Any) -> str:
+def _describe_credentials_block(prefect_client: Any) -> str:
     from prefect.exceptions import ObjectNotFound
 
     with suppress(ObjectNotFound):
-        client.read_block_document_by_name("cosmos-credentials", "secret")
+        prefect_client.read_block_document_by_name("cosmos-credentials", "secret")
         return "block secret/cosmos-credentials: there"
     return "block secret/cosmos-credentials: not there; workers take credentials from their environment"

@@ -35,7 +35,7 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
     """Check each stage in turn; yield a line with the result or the reason why it cannot be checked yet, and the token
     spans of the first `num_shown_rows` rows. Raises the first error in the input as `ConfigError`, `DataError`,
     `ModelError` or `RewardError`, and `StageFailed` if a check crashed."""
-    prompts: dict[str | None, JsonValue] = {}
+    prompts_by_stage: dict[str | None, JsonValue] = {}
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).reads_model:
             continue
@@ -47,7 +47,7 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             continue
         check_arguments: dict[str, Any] = {
             "data": "" if data_stage_name else stage.data,
-            "prompts": prompts.get(data_stage_name),
+            "prompts": prompts_by_stage.get(data_stage_name),
         }
         model_note = ""
         if base_stage is not stage:
@@ -57,13 +57,13 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             check_arguments["model"] = base_stage.model or base_policy.model_name_or_path
             model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
         result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **check_arguments)
-        prompts[stage.name] = result["info"].get("prompts")
+        prompts_by_stage[stage.name] = result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, result["info"])
         yield f"{stage.name}: {result['info']['found']}{model_note}"
-        num_rows = 0
+        num_printed_rows = 0
         for line in result["info"].get("shown", []):
-            num_rows += not line.startswith(" ")
-            if num_rows <= num_shown_rows:
+            num_printed_rows += not line.startswith(" ")
+            if num_printed_rows <= num_shown_rows:
                 yield line
 
 
@@ -72,19 +72,19 @@ def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info
     Raises `DataError` if the rows do not fill a train step, none are held out for validation, or a stage cannot read
     images."""
     for stage in (each for each in pipeline.stages if referenced_stage(each.data) == data_stage_name):
-        stage_kind = pipeline.stage_kind(stage)
-        rejection = check_info.get("too_few") if stage_kind.trains_model else None
-        if StageContext(pipeline.recipes[stage.name], stage_kind).measures_held_out_rows:
-            rejection = rejection or check_info.get("no_held_out")
+        stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+        rejection_reason = check_info.get("too_few") if stage_kind.trains_model else None
+        if StageContext(recipe, stage_kind).measures_held_out_rows:
+            rejection_reason = rejection_reason or check_info.get("no_held_out")
         if check_info.get("has_images"):
-            rejection = rejection or pipeline.recipes[stage.name].explain_missing_image_support(stage_kind)
-        if rejection:
-            raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {rejection}")
+            rejection_reason = rejection_reason or recipe.explain_missing_image_support(stage_kind)
+        if rejection_reason:
+            raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {rejection_reason}")
 
 
 def check_first_rows(pipeline: Pipeline) -> None:
-    """Check the first rows of each stage that reads local files of moderate size or generated rows, which takes a
-    second or two. Raises `DataError` if preparing the rows of a stage would fail; the message names the stage."""
+    """Check the first rows of each stage that reads small local files or rows of a row generator, in a few seconds.
+    Raises `DataError` if preparing the rows of a stage would fail; the message names the stage."""
     for stage in pipeline.stages:
         if pipeline.stage_kind(stage).reads_data != "source" or referenced_stage(stage.data) is not None:
             continue
@@ -102,12 +102,12 @@ def check_first_rows(pipeline: Pipeline) -> None:
             run_check(pipeline, stage, _QUICK_CHECK_PROGRAM, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # a crash of the check is no error in the rows
+        except StageFailed:  # the check crashed, which shows no error in the rows
             continue
 
 
 def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage has already run on the same rows. A stage that depends on other stages returns False,
+    """Return True if a stage has already run on the same rows. Return False for a stage that depends on other stages,
     because its fingerprint needs their results."""
     if stage.after:
         return False
@@ -128,7 +128,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
     prompts: JsonValue = None,
 ) -> Result:
     """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` holds the
-    first prompts of the rows if another stage prepares these rows. For errors see `check_stages_in_worker`."""
+    first prompts of the rows if another stage prepares these rows. Raises the errors of `check_stages_in_worker`."""
     stage, stage_recipe = download_inputs(pipeline, stage, lambda: None)
     recipe = recipe or stage_recipe
     data = stage.data if is_s3_url(data) else data
@@ -138,7 +138,7 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         register_active_run(),
         tempfile.TemporaryDirectory(prefix=f"{CHECK_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder,
     ):
-        # The run folder is a subfolder, because the parent of a run folder also gets the caches that runs share.
+        # Use a subfolder as folder of the run, because the caches that runs share are written to its parent.
         stage_path = Path(temporary_folder) / "run" / "stages" / stage.name
         stage_path.mkdir(parents=True)
         if prompts:
@@ -157,17 +157,17 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
         try:
             return run_attempt(attempt_settings)
         except StageFailed as error:  # quote the worker's log, because it is deleted with the temporary folder
-            problem, _, log_path = str(error).partition("; log: ")
+            failure_text, _, log_path = str(error).partition("; log: ")
             log_lines = Path(log_path).read_text(encoding="utf-8", errors="replace").split("\n") if log_path else []
             if last_line := next(filter(str.strip, reversed(log_lines)), ""):
-                raise StageFailed(f"{problem}; its log ends with: {last_line.strip()[:300]}") from error
+                raise StageFailed(f"{failure_text}; its log ends with: {last_line.strip()[:300]}") from error
             raise
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Follow the stages from which `stage` takes its model back to the first one, and return it; its external model has
-    the same architecture and tokenizer. Return `stage` if it starts from an external model itself, and None if the
-    architecture may differ or the external model of the first stage is not in one local folder."""
+    """Return the first stage in the chain of stages from which `stage` gets its model; the external model of the first
+    stage has the same architecture and tokenizer. Return `stage` if it starts from an external model itself, and None
+    if the architecture may differ or the external model of the first stage is not in one local folder."""
     original_stage = stage
     while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)

@@ -16,8 +16,8 @@ from cosmos_core.run.process import read_start_time
 
 
 class SupervisedProcess:
-    """Command under a supervisor in a separate session, with its output in a file and a folder for temporary files. It
-    ends by itself, after `stop` or `kill`, or when this process ends for any reason."""
+    """Command that runs under a supervisor in a separate session, with a log file and a folder for temporary files. The
+    supervisor ends the command after `stop` or `kill`, or when this process ends for any reason."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class SupervisedProcess:
         self.attempt_id = uuid.uuid4().hex
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock = processes.create_scratch_folder(self.attempt_id)
-        pipe_reader, self._pipe_writer = os.pipe()
+        pipe_read_end, self._pipe_write_end = os.pipe()
         supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
-        supervisor_command += ["--pipe", str(pipe_reader), "--grace", str(grace_seconds)]
+        supervisor_command += ["--pipe", str(pipe_read_end), "--grace", str(grace_seconds)]
         supervisor_command += [f"--inherit={descriptor}" for descriptor in inherited_descriptors]
         added_variables = {
             **environment, processes.ATTEMPT_VARIABLE: self.attempt_id,
@@ -43,42 +43,42 @@ class SupervisedProcess:
         }  # fmt: skip
         try:
             with cleanup_on_error(self._release_resources), open(log_path, "ab") as log_file:
-                self._process = subprocess.Popen(
+                self._supervisor_process = subprocess.Popen(
                     [*supervisor_command, "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
                     stdout=log_file, stderr=subprocess.STDOUT,
-                    pass_fds=(pipe_reader, self._scratch_lock, *inherited_descriptors),
+                    pass_fds=(pipe_read_end, self._scratch_lock, *inherited_descriptors),
                     env=add_log_silencing_variables({**inherited_environment, **added_variables}),
                 )  # fmt: skip
         finally:
-            os.close(pipe_reader)
-        self.pid = self._process.pid
+            os.close(pipe_read_end)
+        self.pid = self._supervisor_process.pid
         self.start_time = read_start_time(self.pid)
 
     def poll(self) -> int | None:
         """Return the exit code of the command, or None while it runs; clean up after a killed supervisor."""
-        exit_code = self._process.poll()
-        if exit_code is not None and self._pipe_writer >= 0:
+        exit_code = self._supervisor_process.poll()
+        if exit_code is not None and self._pipe_write_end >= 0:
             processes.kill_attempt(self.attempt_id)
             self._release_resources()
         return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Send SIGTERM to the command, and SIGKILL after the grace period; None: that of the constructor."""
-        if self._process.poll() is None:
-            if grace_seconds is not None and self._pipe_writer >= 0:
-                with suppress(OSError):  # the supervisor has ended, which closed its end of the pipe
-                    os.write(self._pipe_writer, f"{grace_seconds}\n".encode())
-            self._process.send_signal(signal.SIGTERM)
+        """Send SIGTERM to the command, and SIGKILL after `grace_seconds`; None: the grace period of the constructor."""
+        if self._supervisor_process.poll() is None:
+            if grace_seconds is not None and self._pipe_write_end >= 0:
+                with suppress(OSError):  # the pipe is closed after the end of the supervisor
+                    os.write(self._pipe_write_end, f"{grace_seconds}\n".encode())
+            self._supervisor_process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes of the command."""
         processes.kill_attempt(self.attempt_id)
-        self._process.wait()
+        self._supervisor_process.wait()
         self.poll()
 
     def _release_resources(self) -> None:
         """Close the descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary files."""
-        os.close(self._pipe_writer)
+        os.close(self._pipe_write_end)
         os.close(self._scratch_lock)
-        self._pipe_writer = self._scratch_lock = -1
+        self._pipe_write_end = self._scratch_lock = -1
         processes.remove_scratch_folder(self.attempt_id)

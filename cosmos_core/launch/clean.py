@@ -1,7 +1,7 @@
 """Run `cosmos clean`: select runs that can be removed, and remove them.
 
-A run is kept while it is running, while a kept run refers to it, and while its model is published. A run is first moved
-out of the folder atomically, so that no other process sees an incomplete run.
+A run is kept while it is running, while a kept run refers to it, and while its model is published. Any other run is
+first moved out of the folder atomically, so that no other process sees an incomplete run.
 """
 
 import json
@@ -52,10 +52,10 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
     paths_by_pipeline: dict[str, list[Path]] = {}
     for path, pipeline in pipeline_by_run.items():
         paths_by_pipeline.setdefault(pipeline, []).append(path)
-    reason = f"one of the newest {num_kept_runs} of its pipeline" if num_kept_runs > 1 else "the newest of its pipeline"
+    newest_text = f"one of the newest {num_kept_runs}" if num_kept_runs > 1 else "the newest"
     reasons_to_keep: dict[Path, str] = {}
     for paths in paths_by_pipeline.values() if num_kept_runs else ():
-        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], reason)
+        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], f"{newest_text} of its pipeline")
     age_by_run = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipeline_by_run}
     for path, age_seconds in age_by_run.items():
         if age_seconds < older_than_seconds:
@@ -74,7 +74,7 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
 
 
 def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Iterator[RetentionDecision]:
-    """Remove the runs without a reason to keep them, unless they run again; yield the decision about each of these."""
+    """Remove the runs without a reason to keep them that do not run again; yield the decision for each removed run."""
     trash_folder = output_dir / SHARED_FOLDER / _TRASH_FOLDER
     trash_folder.mkdir(parents=True, exist_ok=True)
     removed_run_ids = []
@@ -88,7 +88,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
         removed_run_ids.append(decision.path.name)
         yield decision
     _move_unused_downloads(output_dir, trash_folder)
-    for folder in trash_folder.iterdir():  # also folders that an earlier, killed call has left
+    for folder in trash_folder.iterdir():  # also remove what an earlier, killed call has left
         shutil.rmtree(folder, ignore_errors=True)
     _remove_shared_entries(output_dir, set(removed_run_ids))
 
@@ -97,13 +97,13 @@ def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
     """Move downloads to which no run refers to the trash folder; each retraining may have downloaded a model."""
     downloads_folder = output_dir / SHARED_FOLDER / DOWNLOADS_FOLDER
     for download_folder in filter(Path.is_dir, downloads_folder.glob("*")):
-        digest = download_folder.name.removesuffix(PARTIAL_DOWNLOAD_SUFFIX)
-        with FileLock(downloads_folder / f"{digest}.lock") as lock:
+        download_id = download_folder.name.removesuffix(PARTIAL_DOWNLOAD_SUFFIX)
+        with FileLock(downloads_folder / f"{download_id}.lock") as lock:
             if not lock.try_acquire():
-                continue  # another process holds the lock: the download is in progress
+                continue  # skip a download in progress: another process holds its lock
             # The pipelines are read under the lock, because a run that starts later downloads the files again.
             pipeline_files = output_dir.glob(f"*/{PIPELINE_FILE}")
-            if not any(digest in file.read_text(encoding="utf-8", errors="replace") for file in pipeline_files):
+            if not any(download_id in file.read_text(encoding="utf-8", errors="replace") for file in pipeline_files):
                 os.rename(download_folder, trash_folder / f"{download_folder.name}.{os.getpid()}")
 
 
@@ -127,8 +127,8 @@ def _may_be_running(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
                 return True
     for stage_path in (run_path / "stages").glob("*"):
         state = read_state(stage_path)
-        is_recently_alive = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
-        if state.state in ACTIVE_STATES and (is_recently_alive or is_alive(state.launcher_pid, state.launcher_started)):
+        has_new_heartbeat = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
+        if state.state in ACTIVE_STATES and (has_new_heartbeat or is_alive(state.launcher_pid, state.launcher_started)):
             return True
     return False
 
@@ -156,25 +156,25 @@ def _find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
     runs_by_target: dict[str, list[Path]] = {}
     for path in run_paths:
         for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
-            target, name = stage_table.get("target"), str(stage_table.get("name"))
-            result, stage_folders = read_result(path / "stages" / name), list_attempt_folders(path, name)
-            has_published = result is not None and "published" in result["info"]
-            has_published |= any((folder / PUBLICATION_FILE).is_file() for folder in stage_folders)
-            if isinstance(target, str) and target and has_published:
+            target, stage_name = stage_table.get("target"), str(stage_table.get("name"))
+            result, stage_folders = read_result(path / "stages" / stage_name), list_attempt_folders(path, stage_name)
+            has_published_model = result is not None and "published" in result["info"]
+            has_published_model |= any((folder / PUBLICATION_FILE).is_file() for folder in stage_folders)
+            if isinstance(target, str) and target and has_published_model:
                 runs_by_target.setdefault(target, []).append(path)
     return runs_by_target
 
 
 def _read_published_records(target: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return.
-    Raise UploadError if nothing is published there, which is false for a target to which runs have published: its disk
-    may not be mounted, or this shell may lack the credentials."""
+    Raise UploadError if the target has no published version although runs have published to it: its disk may not be
+    mounted, or this shell may lack the credentials."""
     publication_target: Any = open_target(target)
     if (current_record := publication_target.published()) is None:
         raise UploadError("it has no published version; mount its disk, or set its credentials")
     published_records = [current_record]
-    has_records = hasattr(publication_target, "history") and hasattr(publication_target, "record_of")
-    if has_records and len(version_names := publication_target.history()) > 1:
+    keeps_history = hasattr(publication_target, "history") and hasattr(publication_target, "record_of")
+    if keeps_history and len(version_names := publication_target.history()) > 1:
         with suppress(CosmosError):
             published_records.append(publication_target.record_of(version_names[-2]))
     return published_records
@@ -190,7 +190,7 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
         settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
         for path in [path for path in run_paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
-            escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # JSON files escape paths
+            escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # paths are escaped in JSON
             if any(escaped_prefix in settings_text for escaped_prefix in escaped_prefixes):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 pending_paths.append(path)

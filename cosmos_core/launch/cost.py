@@ -1,7 +1,7 @@
 """Estimate duration, GPU hours, price and memory of each stage for `cosmos plan --estimate`.
 
-The duration is that of an earlier run of the pipeline; without one, that of a training is computed from the
-floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
+The duration of a stage comes from an earlier run of the pipeline. Without one, the duration of a training is computed
+from the floating-point operations of its tokens and the rate of this or another machine (`launch.machine`).
 """
 
 import heapq
@@ -22,8 +22,8 @@ from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.run.directory import list_runs
 from cosmos_core.run.plan import StageDecision
 
-_GIB = 2**30
-_TERA = 1e12
+_BYTES_PER_GIB = 2**30
+_FLOPS_PER_TFLOP = 1e12
 _MAX_HISTORY_RUNS = 20
 _FORWARD_FLOPS, _INPUT_GRAD_FLOPS, _WEIGHT_GRAD_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
@@ -36,7 +36,7 @@ class StageCost:
     seconds: float | None
     gpus: int
     memory_fit: str
-    """Whether the peak memory fits that of the GPU or host: `yes`, `no: N GiB`, `?` (uncertain); empty: unknown."""
+    """Whether the peak memory fits into the GPU or host: `yes`, `no: N GiB`, or `?` if uncertain; empty: unknown."""
     time_source: str
     disk_bytes: int | None = None
     """Bytes that the stage leaves on disk; None: unknown."""
@@ -82,7 +82,7 @@ def estimate_costs(
     return stage_costs
 
 
-def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: MachineSpec | None) -> Table:
+def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], machine: MachineSpec | None) -> Table:
     """Return the costs of all stages as a table with totals; the total time is that of the longest chain of stages."""
     hourly_price = pipeline.config.price_per_gpu_hour
     table = Table("stage", title="time and cost")
@@ -93,54 +93,55 @@ def render_cost_table(pipeline: Pipeline, costs: Sequence[StageCost], machine: M
     table.add_column("known from")
 
     def make_row(gpus: str, seconds: float | None, gpu_hours: float | None, *, is_minimum: bool = False) -> list[str]:
-        bound_prefix = "> " if is_minimum else ""
-        cell_texts = [gpus, "?" if seconds is None else bound_prefix + formatting.format_duration(seconds)]
-        cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours:,.2f}")
+        minimum_prefix = "> " if is_minimum else ""
+        cell_texts = [gpus, "?" if seconds is None else minimum_prefix + formatting.format_duration(seconds)]
+        cell_texts.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours:,.2f}")
         if hourly_price is not None:
-            cell_texts.append("?" if gpu_hours is None else f"{bound_prefix}{gpu_hours * hourly_price:,.2f}")
+            cell_texts.append("?" if gpu_hours is None else f"{minimum_prefix}{gpu_hours * hourly_price:,.2f}")
         return cell_texts
 
-    for cost in costs:
+    for cost in stage_costs:
         row = make_row(str(cost.gpus), cost.seconds, cost.gpu_hours)
         disk_text = "" if cost.disk_bytes is None else formatting.format_bytes(cost.disk_bytes)
         table.add_row(cost.name, *row, disk_text, cost.memory_fit, cost.time_source)
-    is_minimum = any(cost.seconds is None for cost in costs)
-    gpu_hours = sum(cost.gpu_hours or 0.0 for cost in costs)
+    is_minimum = any(cost.seconds is None for cost in stage_costs)
+    gpu_hours = sum(cost.gpu_hours or 0.0 for cost in stage_costs)
     table.add_section()
-    row = make_row("", estimate_wall_seconds(pipeline, costs), gpu_hours, is_minimum=is_minimum)
-    table.add_row("all", *row, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in costs)), "", "")
+    row = make_row("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
+    table.add_row("all", *row, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in stage_costs)), "", "")
     if machine is not None and machine.name and not machine.gpu_type:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
 
 
-def estimate_wall_seconds(pipeline: Pipeline, costs: Sequence[StageCost]) -> float:
+def estimate_wall_seconds(pipeline: Pipeline, stage_costs: Sequence[StageCost]) -> float:
     """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
     available; unknown durations count as 0."""
-    seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in costs}
-    end_times: dict[str, float] = {}
-    idle_times_by_sweep: dict[str, list[float]] = {}
+    seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in stage_costs}
+    end_time_by_stage: dict[str, float] = {}
+    slot_times_by_sweep: dict[str, list[float]] = {}
     for stage in pipeline.stages:
-        start_time = max((end_times[name] for name in stage.after), default=0.0)
-        selector = pipeline.find_branch_selector(stage.name)
-        max_parallel = selector.sweep.max_parallel if selector is not None and selector.sweep is not None else None
-        if selector is not None and (max_parallel or not stage.work_pool):
-            slot_idle_times = idle_times_by_sweep.setdefault(selector.name, [0.0] * (max_parallel or 1))
-            start_time = max(start_time, heapq.heappop(slot_idle_times))
-            heapq.heappush(slot_idle_times, start_time + seconds_by_stage[stage.name])
-        end_times[stage.name] = start_time + seconds_by_stage[stage.name]
-    return max(end_times.values(), default=0.0)
+        start_time = max((end_time_by_stage[name] for name in stage.after), default=0.0)
+        select_stage = pipeline.find_branch_selector(stage.name)
+        sweep = select_stage.sweep if select_stage is not None else None
+        max_parallel = sweep.max_parallel if sweep is not None else None
+        if select_stage is not None and (max_parallel or not stage.work_pool):
+            slot_free_times = slot_times_by_sweep.setdefault(select_stage.name, [0.0] * (max_parallel or 1))
+            start_time = max(start_time, heapq.heappop(slot_free_times))
+            heapq.heappush(slot_free_times, start_time + seconds_by_stage[stage.name])
+        end_time_by_stage[stage.name] = start_time + seconds_by_stage[stage.name]
+    return max(end_time_by_stage.values(), default=0.0)
 
 
 def _estimate_disk_bytes(
     stage: StageConfig, size_estimate: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]
 ) -> int | None:
-    """Return the bytes that a stage leaves on disk, from `size_estimate` or from its newest result."""
+    """Return the bytes that a stage leaves on disk, from `size_estimate` or from its newest result in a run."""
     if size_estimate is not None:
         return int(size_estimate["disk"])
-    for record in (each for run in earlier_runs for each in run.stages if each.name == stage.name):
-        if record.result:
-            return sum(int(output["size"]) for output in record.result["outputs"])
+    for stage_record in (each for run in earlier_runs for each in run.stages if each.name == stage.name):
+        if stage_record.result:
+            return sum(int(output["size"]) for output in stage_record.result["outputs"])
     return None
 
 
@@ -151,22 +152,22 @@ def _estimate_from_history(
     description of the source; None if there is none. A stopped or killed training counts if it completed a step; it
     must have used GPUs of the type `gpu_type`."""
     for run in earlier_runs:
-        record = next((each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind), None)
-        if record is None or not record.seconds:
+        records = (each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind)
+        if (stage_record := next(records, None)) is None or not stage_record.seconds:
             continue
-        if gpu_type and record.kind.trains_model and not _has_used_gpu_type(record, gpu_type):
+        if gpu_type and stage_record.kind.trains_model and not _has_used_gpu_type(stage_record, gpu_type):
             continue
-        if pace := _measure_pace(record):
-            seconds = pace.estimate_seconds(num_steps or record.step_and_total[1] or pace.num_steps)
+        if pace := _measure_pace(stage_record):
+            seconds = pace.estimate_seconds(num_steps or stage_record.step_and_total[1] or pace.num_steps)
             return seconds, f"run {run.path.name}: {pace}"
-        if record.status == "done":
-            return record.seconds, f"run {run.path.name}"
+        if stage_record.status == "done":
+            return stage_record.seconds, f"run {run.path.name}"
     return None
 
 
 @dataclass(frozen=True)
 class _TrainingPace:
-    """Durations in an earlier training of a step, of a validation and of all other work, and how often they ran."""
+    """Durations of a step, of a validation and of all other work in an earlier training, and how often they ran."""
 
     num_steps: int
     seconds_per_step: float
@@ -191,7 +192,7 @@ def _measure_pace(stage_record: StageRecord) -> _TrainingPace | None:
     )
     if not step_times:
         return None
-    warm_step_times = step_times[1:] or step_times  # the first step includes compilation
+    warm_step_times = step_times[1:] or step_times  # leave out the first step, which includes compilation
     seconds_per_step = sum(warm_step_times) / len(warm_step_times)
     other_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
     other_seconds /= max(1, len(stage_record.state.spans))
@@ -199,9 +200,9 @@ def _measure_pace(stage_record: StageRecord) -> _TrainingPace | None:
     return _TrainingPace(len(step_times), seconds_per_step, num_validations, validation_seconds, other_seconds)
 
 
-def _has_used_gpu_type(record: StageRecord, gpu_type: str) -> bool:
-    gpu_names = [gpu_name.lower() for rank in record.ranks for gpu_name in rank.gpus]
-    # Match whole words, because `NVIDIA H200` contains `h20`, and an optional space, because of `RTX 4090`.
+def _has_used_gpu_type(stage_record: StageRecord, gpu_type: str) -> bool:
+    gpu_names = [gpu_name.lower() for rank in stage_record.ranks for gpu_name in rank.gpus]
+    # Match whole words, as `NVIDIA H200` contains `h20`. Allow a space before digits, as in `RTX 4090`.
     gpu_type_pattern = re.compile(rf"\b{re.sub('(?<=[a-z])(?=[0-9])', '[ -]?', gpu_type)}\b")
     return bool(gpu_names) and all(map(gpu_type_pattern.search, gpu_names))
 
@@ -219,13 +220,13 @@ def _estimate_from_flops(
     if size_estimate is None or size_estimate["tokens"] is None or machine is None:
         return None, "never run"
     recipe = pipeline.recipes[stage.name]
-    num_forwards = 1 + bool(recipe.policy.model_gradient_checkpointing)  # checkpointing repeats the forward pass
-    flops_per_weight = _FORWARD_FLOPS * num_forwards + _INPUT_GRAD_FLOPS
+    num_forward_passes = 1 + bool(recipe.policy.model_gradient_checkpointing)  # checkpointing repeats the forward pass
+    flops_per_weight = _FORWARD_FLOPS * num_forward_passes + _INPUT_GRAD_FLOPS
     flops_per_token = flops_per_weight * size_estimate["parameters"] + _WEIGHT_GRAD_FLOPS * size_estimate["trainable"]
     num_engine_gpus = recipe.num_gpus(has_rollouts=stage_kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
     num_ranks = 1 if machine.is_device_shared else max(1, gpu_counts.get(stage.name, 1) - num_engine_gpus)
     exclusion_note = ", without generation" if stage_kind.feed == "rollouts" else ""
-    seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * _TERA * num_ranks)
+    seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * _FLOPS_PER_TFLOP * num_ranks)
     return seconds, f"never run; counted at {machine.compute_rate_text}{exclusion_note}"
 
 
@@ -233,9 +234,9 @@ def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineS
     if size_estimate is None or machine is None or machine.memory_gib is None:
         return ""
     rollout_bytes = size_estimate["engine_weights"] + (size_estimate["kv_cache"] or 0)
-    has_own_gpus = rollout_mode == "disaggregated" and not machine.is_device_shared
-    rollout_bytes += 0 if has_own_gpus else size_estimate["memory"]["weights"]
-    peak_gib, limit_gib = max(size_estimate["peak"], rollout_bytes) / _GIB, machine.memory_gib
-    if peak_gib > limit_gib:
+    have_engines_own_gpus = rollout_mode == "disaggregated" and not machine.is_device_shared
+    rollout_bytes += 0 if have_engines_own_gpus else size_estimate["memory"]["weights"]
+    peak_gib, available_gib = max(size_estimate["peak"], rollout_bytes) / _BYTES_PER_GIB, machine.memory_gib
+    if peak_gib > available_gib:
         return f"no: {peak_gib:,.1f} GiB"
     return "?" if size_estimate["memory"]["activations"] is None or size_estimate["kv_cache"] is None else "yes"

@@ -32,15 +32,15 @@ class Diagnosis:
     is_healthy: bool = True
 
 
-def run_checks(output_dir: Path, client: Any) -> Iterator[Diagnosis]:
-    """Run all checks of a cluster and yield their results; `client` is a synchronous client of the Prefect server."""
+def run_checks(output_dir: Path, prefect_client: Any) -> Iterator[Diagnosis]:
+    """Run all checks of a cluster and yield their results, with a synchronous client of the Prefect server."""
     server_checks: dict[str, Callable[[Any], Iterator[Diagnosis]]] = {
         "server": _check_server, "pools": _check_pools, "workers": _check_workers, "cancellation": _check_cancellation,
         "deployments": _check_deployment_folders,
     }  # fmt: skip
     for name, check in server_checks.items():
         try:
-            yield from check(client)
+            yield from check(prefect_client)
         except Exception as error:  # noqa: BLE001 - an error of any type is a result of the check
             message = mask_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
             yield Diagnosis(name, message[:300], is_healthy=False)
@@ -50,11 +50,11 @@ def run_checks(output_dir: Path, client: Any) -> Iterator[Diagnosis]:
     yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_DISK_BYTES)
 
 
-def _check_server(client: Any) -> Iterator[Diagnosis]:
+def _check_server(prefect_client: Any) -> Iterator[Diagnosis]:
     from prefect import __version__
 
-    hello_response = client.hello()
-    server_version = client.api_version()  # unlike `client.hello`, this request needs credentials
+    hello_response = prefect_client.hello()
+    server_version = prefect_client.api_version()  # needs credentials, which `hello` does not check
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Diagnosis("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in hello_response.headers:
@@ -62,32 +62,32 @@ def _check_server(client: Any) -> Iterator[Diagnosis]:
         message = f"this machine is {clock_offset:+.0f} s from the server"
         yield Diagnosis("clock", message, abs(clock_offset) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
-    client.read_flow_runs(limit=1)
+    prefect_client.read_flow_runs(limit=1)
     read_seconds = time.monotonic() - start_time
     remedy = "" if read_seconds < _MAX_READ_SECONDS else "; PostgreSQL holds more workers than SQLite"
     yield Diagnosis("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _MAX_READ_SECONDS)
 
 
-def _check_pools(client: Any) -> Iterator[Diagnosis]:
-    pool_names = {deployment.work_pool_name for deployment in client.read_deployments()}
-    for pool in client.read_work_pools():
-        workers = client.read_workers_for_work_pool(pool.name)
+def _check_pools(prefect_client: Any) -> Iterator[Diagnosis]:
+    deployed_pool_names = {deployment.work_pool_name for deployment in prefect_client.read_deployments()}
+    for pool in prefect_client.read_work_pools():
+        workers = prefect_client.read_workers_for_work_pool(pool.name)
         live_worker_names = sorted(worker.name for worker in workers if is_worker_online(worker))
-        pool_usage_note = "its deployments wait" if pool.name in pool_names else "no deployment needs one"
+        pool_usage_note = "its deployments wait" if pool.name in deployed_pool_names else "no deployment needs one"
         message = f"{len(live_worker_names)} live workers: {', '.join(live_worker_names)}"
         message = message if live_worker_names else f"no live worker, and {pool_usage_note}"
         if pool.is_paused:
             message += "; the pool is paused"
-        is_healthy = bool(live_worker_names or pool.name not in pool_names) and not pool.is_paused
+        is_healthy = bool(live_worker_names or pool.name not in deployed_pool_names) and not pool.is_paused
         yield Diagnosis(f"pool {pool.name}", message, is_healthy)
-    for name in sorted(pool_names - {pool.name for pool in client.read_work_pools()} - {None}):
+    for name in sorted(deployed_pool_names - {pool.name for pool in prefect_client.read_work_pools()} - {None}):
         message = "deployments name it, and it is not there; cosmos bootstrap makes it"
         yield Diagnosis(f"pool {name}", message, is_healthy=False)
 
 
-def _check_workers(client: Any) -> Iterator[Diagnosis]:
+def _check_workers(prefect_client: Any) -> Iterator[Diagnosis]:
     local_versions, pools_with_reports = worker_report.read_versions(), set[str]()
-    for report, clock_offset in worker_report.read_recent_reports(client):
+    for report, clock_offset in worker_report.read_recent_reports(prefect_client):
         pools_with_reports.add(report["pool"])
         problems = [
             f"{key} {report[key]} there, {version} here"
@@ -100,31 +100,31 @@ def _check_workers(client: Any) -> Iterator[Diagnosis]:
         free_space = f"{report['free_bytes'] / 2**30:.0f} GiB are free in {report['output_dir']}"
         message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *problems])
         yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not problems)
-    for pool in client.read_work_pools():
-        has_live_worker = any(map(is_worker_online, client.read_workers_for_work_pool(pool.name)))
+    for pool in prefect_client.read_work_pools():
+        has_live_worker = any(map(is_worker_online, prefect_client.read_workers_for_work_pool(pool.name)))
         if has_live_worker and pool.type == "process" and pool.name not in pools_with_reports:
             message = "none was started by cosmos worker: after an outage of the server they stop no cancelled flow run"
             yield Diagnosis(f"workers of {pool.name}", message, is_healthy=False)
 
 
-def _check_cancellation(client: Any) -> Iterator[Diagnosis]:
+def _check_cancellation(prefect_client: Any) -> Iterator[Diagnosis]:
     from prefect.client.schemas.filters import FlowRunFilter
 
     cancelling_filter = FlowRunFilter.model_validate({"state": {"type": {"any_": ["CANCELLING"]}}})
-    for flow_run in client.read_flow_runs(flow_run_filter=cancelling_filter, limit=200):
+    for flow_run in prefect_client.read_flow_runs(flow_run_filter=cancelling_filter, limit=200):
         cancelling_seconds = (datetime.now(UTC) - flow_run.state.timestamp).total_seconds()
         if cancelling_seconds > _MAX_CANCELLING_SECONDS:
-            reason = f"no worker of {flow_run.work_pool_name} looks; restart it"
-            message = f"{flow_run.name} has been Cancelling for {cancelling_seconds:.0f} s: {reason}"
+            cancellation_problem = f"no worker of {flow_run.work_pool_name} looks; restart it"
+            message = f"{flow_run.name} has been Cancelling for {cancelling_seconds:.0f} s: {cancellation_problem}"
             yield Diagnosis("cancellation", message, is_healthy=False)
             return
     yield Diagnosis("cancellation", "no flow run waits for it")
 
 
-def _check_deployment_folders(client: Any) -> Iterator[Diagnosis]:
+def _check_deployment_folders(prefect_client: Any) -> Iterator[Diagnosis]:
     work_pools_by_folder: dict[str, list[str]] = {}
-    for deployment in client.read_deployments():
-        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # flows of users may run in any folder
+    for deployment in prefect_client.read_deployments():
+        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # a user's flow may run in any folder
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))

@@ -19,7 +19,7 @@ from cosmos_core.run.hub import replace_setting
 from cosmos_core.run.plan import StageDecision
 
 _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
-_GIB = 2**30
+_BYTES_PER_GIB = 2**30
 
 StageEstimate = dict[str, Any] | str
 """Estimate of a training stage: the fields of `cosmos_core.train.estimate.TrainingEstimate`, or the reason why there
@@ -38,14 +38,14 @@ def estimate_stages_in_worker(
         if not pipeline.recipes[stage.name].policy.modality.supports_cost_estimates:
             yield stage.name, "not estimated: this version estimates language models alone"
             continue
-        model = _find_start_model(pipeline, stage, decisions)
-        if not model:
+        start_model = _find_start_model(pipeline, stage, decisions)
+        if not start_model:
             missing_model_text = "it starts from a model that another stage will make; once that is made, ask again"
             yield stage.name, f"not estimated: {missing_model_text}"
             continue
-        prepared_path = _find_output_path(stage.data, "data", decisions)
+        data_path = _find_output_path(stage.data, "data", decisions)
         recipe = with_dp_shard_size(_use_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
-        result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=model, data=prepared_path, recipe=recipe)
+        result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=start_model, data=data_path, recipe=recipe)
         yield stage.name, result["info"]["estimate"]
 
 
@@ -53,8 +53,8 @@ def render_estimate_table(
     estimates: Sequence[tuple[str, StageEstimate]], gpu_counts: Mapping[str, int], gpus_per_node: int
 ) -> Table:
     """Return the estimates as a table with notes about unknown values; `gpu_counts` are numbers of GPUs by stage."""
-    title = "per GPU in GiB, at the peak of a train step"
-    table = Table("stage", "parameters", "trained", title=title, caption_justify="left")
+    table_title = "per GPU in GiB, at the peak of a train step"
+    table = Table("stage", "parameters", "trained", title=table_title, caption_justify="left")
     memory_columns = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
     for column in (*memory_columns, "row length", "steps", "tokens", "GPUs", "nodes"):
         table.add_column(column, justify="right")
@@ -74,13 +74,13 @@ def render_estimate_table(
 
 
 def _format_estimate_cells(estimate: dict[str, Any]) -> list[str]:
-    memory, num_steps, num_tokens = estimate["memory"], estimate["steps"], estimate["tokens"]
+    gpu_memory, num_steps, num_tokens = estimate["memory"], estimate["steps"], estimate["tokens"]
     rollout_bytes = None if estimate["kv_cache"] is None else estimate["engine_weights"] + estimate["kv_cache"]
-    weight_bytes = memory["weights"] + (memory["casts"] or 0) + memory["reference"] + memory["average"]
+    weight_bytes = gpu_memory["weights"] + (gpu_memory["casts"] or 0) + gpu_memory["reference"] + gpu_memory["average"]
     return [
         *map(_format_count, (estimate["parameters"], estimate["trainable"])),
-        *map(_format_gib, (weight_bytes, memory["gradients"], memory["optimizer"], memory["activations"])),
-        f"{'> ' if memory['activations'] is None else ''}{_format_gib(estimate['peak'])}",
+        *map(_format_gib, (weight_bytes, gpu_memory["gradients"], gpu_memory["optimizer"], gpu_memory["activations"])),
+        f"{'> ' if gpu_memory['activations'] is None else ''}{_format_gib(estimate['peak'])}",
         _format_gib(rollout_bytes),
         f"{estimate['sequence_length']:,}",
         "?" if num_steps is None else f"{'<= ' if estimate['is_steps_bound'] else ''}{num_steps:,}",
@@ -89,15 +89,15 @@ def _format_estimate_cells(estimate: dict[str, Any]) -> list[str]:
 
 
 def _format_gib(num_bytes: int | None) -> str:
-    return "?" if num_bytes is None else f"{num_bytes / _GIB:,.1f}"
+    return "?" if num_bytes is None else f"{num_bytes / _BYTES_PER_GIB:,.1f}"
 
 
-def _format_count(count: int) -> str:
+def _format_count(number: int) -> str:
     """Return a count with two decimals and a unit: 8,190,735,360 as 8.19B."""
-    for threshold, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= threshold:
-            return f"{count / threshold:.2f}{unit}"
-    return f"{count:,}"
+    for threshold, unit_suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= threshold:
+            return f"{number / threshold:.2f}{unit_suffix}"
+    return f"{number:,}"
 
 
 def _find_start_model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> str:
@@ -118,8 +118,8 @@ def _find_output_path(input_reference: str, output_key: str, decisions: Mapping[
     if (stage_name := referenced_stage(input_reference)) is None:
         return input_reference
     decision = decisions.get(stage_name)
-    output_name = decision.result["info"].get(output_key) if decision and decision.result else None
-    return str(decision.source / str(output_name)) if decision and decision.source and output_name else ""
+    output_file = decision.result["info"].get(output_key) if decision and decision.result else None
+    return str(decision.source / str(output_file)) if decision and decision.source and output_file else ""
 
 
 def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:

@@ -1,5 +1,5 @@
-"""Restart flow runs that died before their run had a directory, so that only the Prefect server knows them: their
-process started while the server restarted.
+"""Restart flow runs that died before their run had a directory, so that only the Prefect server knows them. A flow run
+dies so early if its process starts while the server restarts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def find_failed_flow_run(run_id: str) -> FlowRun | None:
     from prefect.client.schemas.sorting import FlowRunSort
 
     try:
-        with get_client(sync_client=True) as client:
-            flow_runs = client.read_flow_runs(
+        with get_client(sync_client=True) as prefect_client:
+            flow_runs = prefect_client.read_flow_runs(
                 flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=[_FLOW_NAME])),
                 flow_run_filter=filters.FlowRunFilter(deployment_id=filters.FlowRunFilterDeploymentId(is_null_=False)),
                 sort=FlowRunSort.EXPECTED_START_TIME_DESC,
@@ -45,8 +45,8 @@ def find_failed_flow_run(run_id: str) -> FlowRun | None:
             flow_run = next((each for each in flow_runs if each.parameters.get("run_id") == run_id), None)
             if flow_run is None or flow_run.state_type not in {StateType.CRASHED, StateType.FAILED}:
                 return None
-            id_filter = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run.id]))
-            return None if client.read_task_runs(flow_run_filter=id_filter, limit=1) else flow_run
+            flow_run_filter = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run.id]))
+            return None if prefect_client.read_task_runs(flow_run_filter=flow_run_filter, limit=1) else flow_run
     except httpx.HTTPError:
         return None
 
@@ -61,10 +61,10 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
     pool_name, has_warned, start_time = flow_run.work_pool_name, False, time.monotonic()
     run_label, latest_flow_run = f"run {flow_run.parameters['run_id']}", flow_run
     try:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
+        with get_client(sync_client=True) as prefect_client:
+            prefect_client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
             yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool_name}"
-            for latest_flow_run in _poll_until_ended(client, flow_run):
+            for latest_flow_run in _poll_until_ended(prefect_client, flow_run):
                 is_overdue = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
                 if latest_flow_run.state_type == "SCHEDULED" and is_overdue and not has_warned:
                     has_warned = True
@@ -78,13 +78,13 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
         raise CosmosError(f"{run_label}: its flow run {flow_run.name} {latest_flow_run.state_name}: {state_message}")
 
 
-def _poll_until_ended(client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
+def _poll_until_ended(prefect_client: SyncPrefectClient, flow_run: FlowRun) -> Iterator[FlowRun]:
     """Read a flow run from the server each second and yield it until it has ended; tolerate a restart of the server."""
     last_response_time, has_ended = time.monotonic(), False
     while not has_ended:
         time.sleep(_POLL_SECONDS)
         try:
-            polled_run = client.read_flow_run(flow_run.id)
+            polled_run = prefect_client.read_flow_run(flow_run.id)
         except httpx.HTTPError:
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise

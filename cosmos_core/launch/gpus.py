@@ -26,9 +26,9 @@ _VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 def count_local_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
-    num_reserved = count_reserved_gpus(stage_kind, recipe)
-    uses_ray = num_reserved > 1 or (stage_kind.feed == "rollouts" and recipe.num_engines > 0)
-    return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else num_reserved
+    num_reserved_gpus = count_reserved_gpus(stage_kind, recipe)
+    uses_ray = num_reserved_gpus > 1 or (stage_kind.feed == "rollouts" and recipe.num_engines > 0)
+    return 0 if os.environ.get("RAY_ADDRESS") and uses_ray else num_reserved_gpus
 
 
 def count_reserved_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
@@ -75,27 +75,27 @@ def hold_gpus(
     num_devices = len(uuid_by_device)
     min_gpus = min(num_gpus, num_devices)
     max_gpus = num_devices if should_hold_all_free else min_gpus
-    while not (locks := _lock_free_gpus(uuid_by_device, min_gpus, max_gpus)):
+    while not (gpu_locks := _lock_free_gpus(uuid_by_device, min_gpus, max_gpus)):
         report_waiting(f"waits for {num_gpus} of the {num_devices} GPUs of this machine, which other stages have")
     with ExitStack() as exit_stack:
-        for lock in locks.values():
-            exit_stack.callback(lock.release)
-        yield {_VISIBLE_DEVICES_VARIABLE: ",".join(locks)}, [lock.descriptor for lock in locks.values()]
+        for gpu_lock in gpu_locks.values():
+            exit_stack.callback(gpu_lock.release)
+        yield {_VISIBLE_DEVICES_VARIABLE: ",".join(gpu_locks)}, [gpu_lock.descriptor for gpu_lock in gpu_locks.values()]
 
 
 def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
     """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
-    locks: dict[str, FileLock] = {}
+    gpu_locks: dict[str, FileLock] = {}
     for device, uuid in uuid_by_device.items():
-        lock = FileLock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")
-        if len(locks) < max_gpus and lock.try_acquire():
-            locks[device] = lock
+        gpu_lock = FileLock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")
+        if len(gpu_locks) < max_gpus and gpu_lock.try_acquire():
+            gpu_locks[device] = gpu_lock
         else:
-            lock.release()
-    if len(locks) >= min_gpus:
-        return locks
-    for lock in locks.values():
-        lock.release()
+            gpu_lock.release()
+    if len(gpu_locks) >= min_gpus:
+        return gpu_locks
+    for gpu_lock in gpu_locks.values():
+        gpu_lock.release()
     return {}
 
 

@@ -1,5 +1,5 @@
-"""Compute rate and memory that the estimate of a training assumes: those of this machine, or of the GPU that `--on`
-names."""
+"""Compute rate and memory of the machine for which costs are estimated: this machine, or machines with the type of GPU
+that `cosmos plan --on` names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _GPU_SPECS = {
 }  # fmt: skip
 _UTILIZATION_OF_SPEC = 0.4
 _UTILIZATION_OF_MEASURED_RATE = 0.5  # fraction of the measured rate of large matrix products that a training reaches
-_TERA, _GIB = 1e12, 2**30
+_FLOPS_PER_TFLOP, _BYTES_PER_GIB = 1e12, 2**30
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ def find_machine_spec(config: PipelineConfig, gpu_name: str, stage_estimates: It
     if gpu_name:
         gpu_type = gpu_name.lower().replace("-", "").replace(" ", "")
         if gpu_type not in _GPU_SPECS:
-            remedy = "for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
-            raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_GPU_SPECS))}; {remedy}")
+            remedy_text = "for another GPU set pipeline.gpu_tflops and pipeline.gpu_memory"
+            raise ConfigError(f"--on {gpu_name}: known are {', '.join(sorted(_GPU_SPECS))}; {remedy_text}")
         peak_tflops, memory_gib = _GPU_SPECS[gpu_type]
         machine = MachineSpec(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, gpu_type=gpu_type)
     elif device_info := next((estimate["machine"] for estimate in stage_estimates if isinstance(estimate, dict)), None):
-        machine_name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _GIB
-        tflops = device_info["flops"] / _TERA * _UTILIZATION_OF_MEASURED_RATE
+        machine_name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _BYTES_PER_GIB
+        tflops = device_info["flops"] / _FLOPS_PER_TFLOP * _UTILIZATION_OF_MEASURED_RATE
         machine = MachineSpec(machine_name, tflops, memory_gib, is_device_shared=device_info["is_cpu"])
     if config.gpu_tflops is not None:
         known_memory_gib, gpu_type = (machine.memory_gib, machine.gpu_type) if machine else (None, "")

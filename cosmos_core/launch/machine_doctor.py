@@ -41,13 +41,13 @@ def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
         yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY_FOLDER).free)
     yield _check_open_file_limit()
     yield _check_loopback()
-    folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
-    yield check_file_locks(folder)
+    parent_folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
+    yield check_file_locks(parent_folder)
     yield check_file_locks(Path(tempfile.gettempdir()), "TMPDIR")
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(parent_folder).free
     has_enough_space = free_bytes >= _MIN_DISK_BYTES
     remedy = "" if has_enough_space else "; remove old runs with cosmos clean, or set pipeline.output_dir"
-    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {folder}{remedy}", has_enough_space)
+    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {parent_folder}{remedy}", has_enough_space)
 
 
 def check_packages(requirements: Iterable[str]) -> Iterator[Diagnosis]:

@@ -1,8 +1,8 @@
 """Reward service that is started for one stage, on a free port with a random token, and stopped after the stage.
 
-A service that dies is restarted at the same address, and the stage retries its requests; it ends with its launcher in
-any case. Or a Prefect block or the environment names a service that is already running. The health of the service is
-recorded at the end of the stage. The service itself is in `rewards/service`.
+A service that dies is restarted at the same address, and the stage retries its requests. The service always ends with
+its launcher. Instead, a Prefect block or the environment can name a service that is already running. The health of the
+service is recorded at the end of the stage. The service itself is in `rewards/service`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VA
 
 logger = logging.getLogger(__name__)
 
-_QUEUE_VARIABLE = "COSMOS_REWARD_QUEUE"
+_QUEUE_ID_VARIABLE = "COSMOS_REWARD_QUEUE"
 _LOAD_TIMEOUT_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _RESTART_DELAY_SECONDS = 1.0
@@ -56,8 +56,8 @@ def managed_reward_service(
         return
     service = _ServiceProcess(Path(config), folder, python or sys.executable, host)
     try:
-        url = f"{service.start(check_stop)}/api/reward"
-        service_variables = {ENQUEUE_URL_VARIABLE: f"{url}/enqueue", FETCH_URL_VARIABLE: f"{url}/pull"}
+        service_url = f"{service.start(check_stop)}/api/reward"
+        service_variables = {ENQUEUE_URL_VARIABLE: f"{service_url}/enqueue", FETCH_URL_VARIABLE: f"{service_url}/pull"}
         service_variables[TOKEN_VARIABLE] = service.token
         try:
             yield service_variables
@@ -80,16 +80,16 @@ def load_named_service(block_reference: str) -> dict[str, str]:
 class _ServiceProcess:
     """Reward service in a child process, with a thread that restarts the process when it ends."""
 
-    def __init__(self, config: Path, folder: Path, python: str, host: str) -> None:
+    def __init__(self, config: Path, work_dir: Path, python: str, host: str) -> None:
         self._config_path, self._python_path, self._host = config, python, host
-        self._log_path, self._ready_path = folder / "logs" / "reward_service.log", folder / "reward_service.url"
+        self._log_path, self._ready_path = work_dir / "logs" / "reward_service.log", work_dir / "reward_service.url"
         self.token = secrets.token_hex(32)
-        self._queue_id = uuid.uuid4().hex  # kept across restarts, so that no request is lost
+        self._queue_id = uuid.uuid4().hex  # a restarted service finds its queued requests by this id
         self.num_restarts = 0
         self._port = "0"
         self._stop_event = threading.Event()
         self._child: SupervisedProcess | None = None
-        self._thread = threading.Thread(target=self._restart_ended_child, name="reward service", daemon=True)
+        self._watcher_thread = threading.Thread(target=self._restart_ended_child, name="reward service", daemon=True)
 
     def start(self, check_stop: Callable[[], None]) -> str:
         """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward cannot
@@ -104,19 +104,19 @@ class _ServiceProcess:
                 error_class = RewardError if exit_code == EXIT_USAGE else StageFailed
                 raise error_class(f"the reward service of {self._config_path} ended: {self._read_last_log_line()}")
             if time.monotonic() > deadline:
-                problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
-                raise StageFailed(f"the reward service of {self._config_path} {problem}")
+                load_problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
+                raise StageFailed(f"the reward service of {self._config_path} {load_problem}")
             time.sleep(_POLL_SECONDS)
         url = self._ready_path.read_text(encoding="utf-8")
         self._port = url.rpartition(":")[2]
-        self._thread.start()
+        self._watcher_thread.start()
         return url
 
     def stop(self) -> None:
         """Stop the service; pending requests are dropped."""
         self._stop_event.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._watcher_thread.is_alive():
+            self._watcher_thread.join()
         if self._child is not None and self._child.poll() is None:
             self._child.kill()
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ class _ServiceProcess:
                 return
             try:
                 self._child = self._start_child()
-            except OSError as error:  # a full disk or a limit on processes may be transient
+            except OSError as error:  # try again: a full disk or a limit on processes may be transient
                 logger.warning("the reward service cannot be started: %s", error)
                 continue
             self.num_restarts += 1
@@ -144,7 +144,7 @@ class _ServiceProcess:
             token_variable = str(read_toml(self._config_path).get("token_env", TOKEN_VARIABLE))
         command = [self._python_path, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
-        environment = {token_variable: self.token, _QUEUE_VARIABLE: self._queue_id}
+        environment = {token_variable: self.token, _QUEUE_ID_VARIABLE: self._queue_id}
         return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=environment)
 
     def _read_last_log_line(self) -> str:

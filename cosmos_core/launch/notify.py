@@ -1,6 +1,6 @@
 """Notifications for `cosmos bootstrap --notify`: a block with the address, and an automation for each kind of event.
 
-The Prefect server sends them, also when the machine of the run has failed; its blocks hold the addresses, encrypted.
+The Prefect server sends notifications even if the machine of the run has failed; its blocks encrypt the addresses.
 """
 
 import json
@@ -22,7 +22,7 @@ EVENT_BY_SUBJECT = {
 """Name of the event for each kind of notification: one that `tasks.events` emits, or one of Prefect for a flow run that
 may have failed before it had a run or a stage."""
 _PIPELINE_TAGS: Any = [{"prefect.resource.id": "prefect.tag.cosmos"}, {"prefect.resource.id": "prefect.tag.pipeline"}]
-"""Tags of the deployments whose flow runs execute whole pipelines; a stage that crashes on a work pool is retried."""
+"""Tags of deployments of whole pipelines; the flow run of one stage sends no message, because a crash is retried."""
 _STATE_TEMPLATE = 'event.resource.name ~ ": {what}: " ~ event.payload.validated_state.message'
 _MESSAGE_TEMPLATE = (
     'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '
@@ -41,7 +41,7 @@ def parse_notification_channels(channel_options: Sequence[str]) -> dict[str, str
         channel, _, address = option.partition("=")
         url_scheme = "mailto" if channel == "email" else "http"
         if channel not in CHANNELS or not address.startswith(url_scheme) or "://" not in address:
-            # The text may be an address with a secret, so it is not shown.
+            # The message does not show the option, which may be an address with a secret.
             raise ConfigError(
                 f"--notify {channel if channel in CHANNELS else 'CHANNEL=URL'}: write slack=https://hooks.slack.com/"
                 "..., webhook=http://HOST/PATH or email=mailtos://USER:PASSWORD@SMTP_HOST?to=ADDRESS"

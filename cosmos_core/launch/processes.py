@@ -15,7 +15,7 @@ import psutil
 from cosmos_core.run.lock import create_locked_folder
 from cosmos_core.run.process import ATTEMPT_VARIABLE, is_running, locate_socket_folder
 
-MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as running if its heartbeat is not older
+MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as dead if its heartbeat is older
 _KILL_TIMEOUT_SECONDS = 5.0
 CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
 _SCRATCH_PREFIX = "cosmos-"
@@ -23,11 +23,11 @@ _SCRATCH_PATTERN = re.compile(rf"{_SCRATCH_PREFIX}[0-9a-f]{{12}}")
 
 
 def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
-    """Return the live processes, except this one, whose variable COSMOS_ATTEMPT begins with `attempt_id`."""
+    """Return the live processes, except this one, whose COSMOS_ATTEMPT in the environment begins with `attempt_id`."""
     assert attempt_id, "any mark begins with nothing"
     processes = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # skip processes of other users, zombies and ended processes
+        with suppress(psutil.Error):  # skip ended processes, zombies and processes of other users
             if process.pid != os.getpid() and process.environ().get(ATTEMPT_VARIABLE, "").startswith(attempt_id):
                 processes.append(process)
     return processes
@@ -58,8 +58,8 @@ def remove_orphans() -> None:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.name.startswith(CHECK_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-    any_socket_folder = locate_socket_folder("?" * 12)
-    for folder in any_socket_folder.parent.glob(any_socket_folder.name):
+    socket_folder_pattern = locate_socket_folder("?" * 12)
+    for folder in socket_folder_pattern.parent.glob(socket_folder_pattern.name):
         if not _is_locked(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -87,8 +87,8 @@ def scratch_folder(attempt_id: str) -> Path:
 def remove_scratch_folder(attempt_id: str) -> None:
     """Remove the temporary files of an attempt that has ended."""
     if attempt_id:
-        tmpdir, folder = Path(os.environ.get("TMPDIR", "")), scratch_folder(attempt_id)
-        shutil.rmtree(tmpdir if tmpdir.name == folder.name else folder, ignore_errors=True)
+        temporary_folder, folder = Path(os.environ.get("TMPDIR", "")), scratch_folder(attempt_id)
+        shutil.rmtree(temporary_folder if temporary_folder.name == folder.name else folder, ignore_errors=True)
         shutil.rmtree(locate_socket_folder(attempt_id), ignore_errors=True)
 
 

@@ -34,7 +34,7 @@ def reap(output_dir: Path) -> Iterator[str]:
     ]
     abandoned_run_ids = {run_path.name for run_path in abandoned_runs}
     for run_path in abandoned_runs:
-        run_holder = read_holder(run_path)
+        lock_holder = read_holder(run_path)
         for stage_path in sorted((run_path / "stages").glob("*")):
             state = read_state(stage_path)
             if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
@@ -42,8 +42,8 @@ def reap(output_dir: Path) -> Iterator[str]:
             is_heartbeat_recent = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
             if is_heartbeat_recent and state.launcher_host and state.launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
-                if run_holder is not None and run_holder.launcher_host == state.launcher_host:
-                    # The flow may still run there, because not every shared file system has locks across machines.
+                if lock_holder is not None and lock_holder.launcher_host == state.launcher_host:
+                    # The flow may still run on that machine, as some file systems have no locks across machines.
                     abandoned_run_ids.discard(run_path.name)
                 continue
             worker.reap_attempt(stage_path)
@@ -100,17 +100,17 @@ def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> I
 
 def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
     """Send SIGTERM to the process of a run on this machine, so that it saves a checkpoint and ends."""
-    run_holder, message = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
-    if run_holder and not run_holder.is_local:
-        yield f"{message}, but its process on {run_holder.launcher_host} goes on: reap there"
-    elif run_holder and run_holder.launcher_pid and is_alive(run_holder.launcher_pid, run_holder.launcher_started):
-        os.kill(run_holder.launcher_pid, signal.SIGTERM)
-        yield f"{message}; its process {run_holder.launcher_pid} is asked to save and end"
+    lock_holder, cancellation_text = read_holder(run_path), f"flow run {flow_run_name}: it was cancelled"
+    if lock_holder and not lock_holder.is_local:
+        yield f"{cancellation_text}, but its process on {lock_holder.launcher_host} goes on: reap there"
+    elif lock_holder and lock_holder.launcher_pid and is_alive(lock_holder.launcher_pid, lock_holder.launcher_started):
+        os.kill(lock_holder.launcher_pid, signal.SIGTERM)
+        yield f"{cancellation_text}; its process {lock_holder.launcher_pid} is asked to save and end"
 
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
-    run_files = [file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id]
-    newest_file = max(run_files, key=lambda file: file.stat().st_mtime, default=None)
+    id_files = [file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id]
+    newest_file = max(id_files, key=lambda file: file.stat().st_mtime, default=None)
     with suppress(ValueError):
         return UUID(newest_file.name) if newest_file else None
     return None

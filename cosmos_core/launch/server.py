@@ -48,7 +48,7 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
         _wait_for_server(url)
         yield lambda: None
         return
-    prefect_home, lock = _claim_prefect_home(folder)
+    prefect_home, home_lock = _claim_prefect_home(folder)
     server = _ServerProcess(prefect_home)
     old_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
@@ -61,47 +61,47 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
             if name in old_environment:
                 os.environ[name] = old_environment[name]
         server.close()
-        lock.release()
+        home_lock.release()
 
 
-def _wait_for_server(url: str) -> None:
-    """Wait until the Prefect server at `url` responds: it may be restarting, and gets more time if it is busy."""
+def _wait_for_server(api_url: str) -> None:
+    """Wait until the Prefect server at `api_url` responds: it may be restarting, and gets more time if it is busy."""
     start_time = time.monotonic()
     while True:
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            urllib.request.urlopen(f"{api_url}/health", timeout=5).close()
             return
         except urllib.error.HTTPError:
             return  # an error response shows that a server runs; Prefect reports wrong credentials later
         except (OSError, ValueError, HTTPException) as error:
-            cause = getattr(error, "reason", error)
-            if isinstance(cause, ssl.SSLError):
+            error_cause = getattr(error, "reason", error)
+            if isinstance(error_cause, ssl.SSLError):
                 return  # the server responds; Prefect verifies its certificate later, with other settings
-            wait_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
+            wait_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(error_cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
             if time.monotonic() > start_time + wait_seconds or not isinstance(error, OSError):
                 raise ConfigError(
-                    f"PREFECT_API_URL = {url!r}: no server answers there ({error}); "
+                    f"PREFECT_API_URL = {api_url!r}: no server answers there ({error}); "
                     "start it, or unset the variable to run with a server of our own"
                 ) from error
             time.sleep(0.5)
 
 
 def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
-    """Return a `PREFECT_HOME` that no other server uses, and its lock: SQLite allows one writer. The first free
-    numbered folder is used, because this folder is likely to have a database."""
-    number = 0
+    """Return a `PREFECT_HOME` that no other server uses, and its lock, because SQLite allows one writer. Take the first
+    free numbered folder, which is likely to have a database already."""
+    folder_number = 0
     while True:
-        number += 1
-        prefect_home = folder / f"server-{number}"
+        folder_number += 1
+        prefect_home = folder / f"server-{folder_number}"
         try:
-            lock = FileLock(prefect_home / "lock")
+            home_lock = FileLock(prefect_home / "lock")
         except PermissionError:
             if not prefect_home.is_dir():
                 raise
-            continue  # the folder of another user
-        if lock.try_acquire():
-            return prefect_home, lock
-        lock.release()
+            continue  # skip the folder of another user
+        if home_lock.try_acquire():
+            return prefect_home, home_lock
+        home_lock.release()
 
 
 def _locate_empty_database() -> Path:
@@ -176,7 +176,7 @@ class _ServerProcess:
 
     def start(self) -> None:
         database_path, template_path = self._database_path, _locate_empty_database()
-        # A damaged database is replaced: the run directory has the same information.
+        # Replace a damaged database, because the run directory has the same information.
         if database_path.exists() and not _is_database_intact(database_path):
             logger.warning("%s is damaged and is made anew", database_path)
             for file in database_path.parent.glob("prefect.db*"):
@@ -185,18 +185,18 @@ class _ServerProcess:
         self._start_child()
 
     def wait(self) -> None:
-        child = self._child
-        assert child is not None
+        server_child = self._child
+        assert server_child is not None
         deadline, num_starts = time.monotonic() + _START_TIMEOUT_SECONDS, 1
         # Check first whether the server has ended: another process may use the port and respond in its place.
-        while (has_ended := child.poll() is not None) or not self._is_responding():
+        while (has_ended := server_child.poll() is not None) or not self._is_responding():
             if time.monotonic() > deadline or (has_ended and num_starts == _MAX_SERVER_STARTS):
-                child.kill()
+                server_child.kill()
                 start_error = StageFailed(f"the Prefect server did not start; its log: {self._log_path}")
                 raise find_disk_error(self._log_path.parent) or start_error
             if has_ended:
                 num_starts += 1
-                child = self._start_child()
+                server_child = self._start_child()
             time.sleep(0.1)
         self._watcher_thread.start()
         if self._has_created_database:
@@ -207,7 +207,7 @@ class _ServerProcess:
         if self._watcher_thread.is_alive():
             self._watcher_thread.join()
         if self._child is not None:
-            self._child.kill()  # not gracefully, because the run directory has the same information
+            self._child.kill()  # at once, because the run directory has the same information
 
     def _start_child(self) -> SupervisedProcess:
         command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
@@ -226,7 +226,7 @@ class _ServerProcess:
             if self._child.poll() is None:
                 wait_seconds = _CHECK_INTERVAL_SECONDS
             else:  # the server has ended: restart it, with exponential backoff
-                with suppress(OSError):  # a full disk or a process limit may be transient
+                with suppress(OSError):  # try again: a full disk or a process limit may be transient
                     self._start_child()
                 wait_seconds = min(2 * wait_seconds, _MAX_RESTART_INTERVAL_SECONDS)
 
@@ -234,5 +234,5 @@ class _ServerProcess:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=1) as response:
                 return bool(response.status == 200)
-        except (OSError, HTTPException):  # another program may use the port
+        except (OSError, HTTPException):  # an HTTPException shows that another program uses the port
             return False

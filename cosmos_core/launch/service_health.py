@@ -1,6 +1,6 @@
 """Record the health of a reward service at the end of a stage, from its `/health` and `/metrics`, for the report.
 
-A reward service of Cosmos-RL has neither endpoint, and is reported as such. Errors here never make the stage fail.
+A reward service of Cosmos-RL has neither endpoint, and is reported as such. An error here never makes the stage fail.
 """
 
 import json
@@ -26,8 +26,7 @@ _RESPONSE_METRIC_PATTERN = re.compile(r'^reward_responses_total\{path="([^"]+)",
 
 
 def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int = 0) -> None:
-    """Write a file with the health of the reward services, whose URLs are in `environment`, and how often they were
-    restarted."""
+    """Write a file with the health of the reward services at the URLs in `environment`, and the number of restarts."""
     if services := fetch_service_health(environment.get(ENQUEUE_URL_VARIABLE, ""), environment.get(TOKEN_VARIABLE, "")):
         try:
             health_text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)
@@ -38,27 +37,27 @@ def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int
 
 def fetch_service_health(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
     """Return the health of each reward service in a comma-separated list of URLs."""
-    urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
-    return [_fetch_health(url.removesuffix(_ENQUEUE_PATH), token) for url in urls]
+    service_urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
+    return [_fetch_health(url.removesuffix(_ENQUEUE_PATH), token) for url in service_urls]
 
 
 def _fetch_health(url: str, token: str) -> dict[str, Any]:
     import httpx
 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    report: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
+    health: dict[str, Any] = {"url": url, "status": "does not respond", "rewards": {}, "refused": {}}
     try:
         tls_verify = make_tls_verify()
         response = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=tls_verify)
         body = response.json() if response.headers.get("Content-Type", "").startswith("application/json") else {}
-        report["status"] = str(body.get("status") or "tells nothing") if isinstance(body, dict) else "tells nothing"
+        health["status"] = str(body.get("status") or "tells nothing") if isinstance(body, dict) else "tells nothing"
         metrics_response = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=tls_verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
-        return report
+        return health
     if metrics_response.status_code == 200:
         for name, reward_name, value in _REWARD_METRIC_PATTERN.findall(metrics_response.text):
-            report["rewards"].setdefault(reward_name, {})[name] = float(value)
+            health["rewards"].setdefault(reward_name, {})[name] = float(value)
         for _, status, count in _RESPONSE_METRIC_PATTERN.findall(metrics_response.text):
-            if status not in {"200", "400"}:  # 400: the scores are not ready yet
-                report["refused"][status] = report["refused"].get(status, 0.0) + float(count)
-    return report
+            if status not in {"200", "400"}:  # status 400: the scores are not ready yet
+                health["refused"][status] = health["refused"].get(status, 0.0) + float(count)
+    return health

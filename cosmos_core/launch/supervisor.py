@@ -79,8 +79,8 @@ class Supervisor:
     def _reap_adopted_processes(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
         assert self.child is not None
-        wait_options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while (exited_process := os.waitid(os.P_ALL, 0, wait_options)) and exited_process.si_pid != self.child.pid:
+        waitid_options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (exited_process := os.waitid(os.P_ALL, 0, waitid_options)) and exited_process.si_pid != self.child.pid:
             os.waitpid(exited_process.si_pid, 0)
 
     def _watch_pipe(self) -> None:
@@ -92,7 +92,7 @@ class Supervisor:
             return
         if pipe_content := os.read(self.pipe_descriptor, 4096):
             self.grace_seconds = float(pipe_content.split()[-1])
-            if self.kill_time is not None:  # SIGTERM was sent before the new grace period arrived
+            if self.kill_time is not None:  # SIGTERM was sent before this grace period arrived
                 self.kill_time = time.monotonic() + self.grace_seconds
         else:
             self.is_orphaned = True

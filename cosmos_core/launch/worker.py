@@ -47,7 +47,7 @@ class _ChildRegistry:
 
     @contextmanager
     def register_active_run(self) -> Iterator[None]:
-        """Enclose one run: a call of `stop_all` stays in effect until the next run of this process begins."""
+        """Mark a run as active in the block; `stop_all` stays in effect until the next run of this process begins."""
         with self._lock:
             # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
             if self._num_active_runs == 0:
@@ -156,7 +156,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
             exit_code, kill_reason, stop_error = _wait_for_worker(settings, child, log_path, get_grace_seconds)
     finally:
         child.kill()
-        mask_file(log_path, settings.secrets)  # child processes of the worker may write secrets to the log
+        mask_file(log_path, settings.secrets)  # child processes of the worker may write unmasked secrets to the log
         end_time = time.time()
         attempt_times, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_progress_fields(stage_path)
         with warn_if_disk_full(f"the end of attempt {attempt_number} of {stage_path.name}"):
@@ -185,7 +185,7 @@ def reap_attempt(stage_path: Path) -> bool:
 
 
 def mask_log_of_killed_launcher(stage_path: Path, secret_names: Sequence[str] = ()) -> None:
-    """Mask secrets in the log of the last attempt if its launcher was killed before it did so."""
+    """Mask secrets in the log of the last attempt if its launcher was killed before it could mask them."""
     state = read_state(stage_path)
     log_path = _locate_log(stage_path, state.attempt)
     if state.spans and state.spans[-1][1] is None and log_path.is_file():
@@ -206,7 +206,7 @@ def _build_environment(settings: AttemptSettings) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compile_cache_folder)),
         # Passwords of the Prefect server are set to an empty value, so that user code cannot read them.
         **dict.fromkeys(("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"), ""),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch requires this for deterministic matrix products on a GPU
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by torch for deterministic matrix products on a GPU
         # Make CUDA number the GPUs like NVML, by which GPUs are selected; by default CUDA numbers them by speed.
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "PYTHONUNBUFFERED": "1",
@@ -222,7 +222,7 @@ def _wait_for_worker(
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `get_stop_error` (None if it requested no stop)."""
     kill_reason, stop_error = "", None
-    start_time, last_state_time = time.monotonic(), 0.0
+    start_time, last_state_update_time = time.monotonic(), 0.0
     log_forwarder, hang_detector = _LogForwarder(log_path), _HangDetector()
 
     def forward_line(line: str) -> None:
@@ -243,9 +243,9 @@ def _wait_for_worker(
         if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
             child.stop(get_grace_seconds())
-        if time.monotonic() - last_state_time > _STATE_UPDATE_SECONDS:
-            last_state_time, progress_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
-            _invoke_callback(lambda fields: update_state(settings.stage_path, **fields), progress_fields)
+        if time.monotonic() - last_state_update_time > _STATE_UPDATE_SECONDS:
+            last_state_update_time, state_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
+            _invoke_callback(lambda state_fields: update_state(settings.stage_path, **state_fields), state_fields)
     log_forwarder.forward_lines(forward_line, is_last_call=True)
     return exit_code, kill_reason, stop_error
 
@@ -277,10 +277,10 @@ class _HangDetector:
         return f"no sign of life for {silent_seconds:.0f} s in phase {self._last_progress.phase!r}: it hangs"
 
 
-def _invoke_callback(callback: Callable[[Any], object], argument: Any) -> None:
+def _invoke_callback(callback: Callable[[Any], object], callback_argument: Any) -> None:
     """Pass a value to a callback; log an error of the callback, which must not fail the training."""
     with log_errors(partial(logger.warning, "progress could not be shown: %s")):
-        callback(argument)
+        callback(callback_argument)
 
 
 def _read_progress_fields(stage_path: Path) -> dict[str, Any]:
@@ -288,12 +288,12 @@ def _read_progress_fields(stage_path: Path) -> dict[str, Any]:
     progress = read_progress(stage_path)
     if progress is None:
         return {"renewed": time.time()}
-    progress_fields = progress.model_dump(include={"heartbeat", "phase", "step", "total"})
+    state_fields = progress.model_dump(include={"heartbeat", "phase", "step", "total"})
     if progress.checkpoint_step is not None:
-        progress_fields["checkpoint_step"] = progress.checkpoint_step
+        state_fields["checkpoint_step"] = progress.checkpoint_step
     if progress.longest_step_seconds > read_state(stage_path).longest_step_seconds:
-        progress_fields["longest_step_seconds"] = progress.longest_step_seconds
-    return {"renewed": time.time(), **progress_fields}
+        state_fields["longest_step_seconds"] = progress.longest_step_seconds
+    return {"renewed": time.time(), **state_fields}
 
 
 def _read_attempt_result(stage_path: Path, exit_code: int, kill_reason: str, log_path: Path) -> Result:
@@ -318,16 +318,16 @@ def _read_attempt_result(stage_path: Path, exit_code: int, kill_reason: str, log
 class _LogForwarder:
     """Reader that forwards new lines of a log at a bounded rate; lines beyond the rate remain only in the file."""
 
-    def __init__(self, path: Path) -> None:
-        self._log_tail = FileTail(path)
-        self._num_lines_allowed, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
+    def __init__(self, log_path: Path) -> None:
+        self._log_tail = FileTail(log_path)
+        self._line_allowance, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
     def forward_lines(self, receive_line: Callable[[str], None], *, is_last_call: bool = False) -> None:
         """Pass new lines of the log to a callback, as the rate allows; with `is_last_call`, also an incomplete line."""
         now = time.monotonic()
-        num_lines_allowed = self._num_lines_allowed + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
-        self._num_lines_allowed, self._last_forward_time = min(_MAX_LINES_PER_SECOND, num_lines_allowed), now
+        new_allowance = self._line_allowance + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
+        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, new_allowance), now
         for line in filter(None, self._log_tail.read_lines(is_last_read=is_last_call)):
-            if self._num_lines_allowed >= 1:
-                self._num_lines_allowed -= 1
+            if self._line_allowance >= 1:
+                self._line_allowance -= 1
                 _invoke_callback(receive_line, line)

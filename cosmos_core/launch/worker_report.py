@@ -34,39 +34,39 @@ has no process, and if its process may be on another host."""
 
 def start_machine_reports(pool_name: str) -> None:
     """Start the thread that reports the properties of this machine, on which a worker of a work pool runs."""
-    from prefect.client.orchestration import get_client  # here, as two threads must not import Prefect at once
+    from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
 
     def report_periodically() -> None:
         first_seen_times: dict[UUID, float] = {}
         while True:
             # After an error, measure waiting times anew, because an outage of the server may delay live processes.
-            with log_errors(lambda _: first_seen_times.clear()), get_client(sync_client=True) as client:
-                report_machine(client, pool_name)
-                end_lost_flow_runs(client, pool_name, first_seen_times)
+            with log_errors(lambda _: first_seen_times.clear()), get_client(sync_client=True) as prefect_client:
+                report_machine(prefect_client, pool_name)
+                end_lost_flow_runs(prefect_client, pool_name, first_seen_times)
             time.sleep(_REPORT_INTERVAL_SECONDS)
 
     threading.Thread(target=report_periodically, daemon=True, name="worker-report").start()
 
 
-def report_machine(client: Any, pool_name: str) -> None:
-    """Write the Prefect variable with the properties of this machine; `client` is a synchronous Prefect client."""
+def report_machine(prefect_client: Any, pool_name: str) -> None:
+    """Write the Prefect variable with the properties of this machine, with a synchronous Prefect client."""
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
     from prefect.exceptions import ObjectAlreadyExists
 
     variable_name = REPORT_VARIABLE_PREFIX + re.sub(r"[^a-z0-9]+", "-", f"{pool_name}-{socket.gethostname()}".lower())
-    folder = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
+    output_dir = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute()
     machine_report = {
-        **read_versions(), "host": socket.gethostname(), "output_dir": str(folder),
-        "free_bytes": read_free_bytes(folder), "pool": pool_name,
-        "missing_folders": _list_missing_folders(client, pool_name), "time": time.time(),
+        **read_versions(), "host": socket.gethostname(), "output_dir": str(output_dir),
+        "free_bytes": read_free_bytes(output_dir), "pool": pool_name,
+        "missing_folders": _list_missing_folders(prefect_client, pool_name), "time": time.time(),
     }  # fmt: skip
     try:
-        client.create_variable(VariableCreate(name=variable_name, value=machine_report))
+        prefect_client.create_variable(VariableCreate(name=variable_name, value=machine_report))
     except ObjectAlreadyExists:
-        client.update_variable(VariableUpdate(name=variable_name, value=machine_report))
+        prefect_client.update_variable(VariableUpdate(name=variable_name, value=machine_report))
 
 
-def end_lost_flow_runs(client: Any, pool_name: str, first_seen_times: dict[UUID, float]) -> None:
+def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_times: dict[UUID, float]) -> None:
     """Set flow runs of a process pool that are Pending or Cancelling without a live process to Crashed or Cancelled.
     Prefect would leave them Pending, or Cancelling for five minutes. `first_seen_times` has the monotonic time at which
     an earlier call first saw each of these flow runs in its state."""
@@ -74,12 +74,12 @@ def end_lost_flow_runs(client: Any, pool_name: str, first_seen_times: dict[UUID,
     from prefect.client.schemas.objects import StateType
     from prefect.states import Cancelled, Crashed
 
-    if client.read_work_pool(pool_name).type != "process":
+    if prefect_client.read_work_pool(pool_name).type != "process":
         return
-    worker_hosts = {report["host"] for report, _ in read_recent_reports(client) if report["pool"] == pool_name}
-    end_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
-    state_filter = filters.FlowRunFilterStateType(any_=list(end_states))
-    flow_runs = client.read_flow_runs(
+    worker_hosts = {report["host"] for report, _ in read_recent_reports(prefect_client) if report["pool"] == pool_name}
+    final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
+    state_filter = filters.FlowRunFilterStateType(any_=list(final_states))
+    flow_runs = prefect_client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool_name])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=state_filter)),
     )
@@ -88,8 +88,9 @@ def end_lost_flow_runs(client: Any, pool_name: str, first_seen_times: dict[UUID,
     for flow_run in flow_runs:
         waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
         if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", worker_hosts):
-            state_message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
-            client.set_flow_run_state(flow_run.id, end_states[flow_run.state_type](message=state_message), force=True)
+            message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
+            final_state: Any = final_states[flow_run.state_type](message=message)
+            prefect_client.set_flow_run_state(flow_run.id, final_state, force=True)
 
 
 def max_seconds_without_process(pid: str, worker_hosts: Collection[str]) -> float:
@@ -102,11 +103,11 @@ def max_seconds_without_process(pid: str, worker_hosts: Collection[str]) -> floa
     return math.inf if read_start_time(int(pid)) is not None else _ENDED_PROCESS_TIMEOUT_SECONDS
 
 
-def read_recent_reports(client: Any) -> Iterator[tuple[dict[str, Any], float]]:
+def read_recent_reports(prefect_client: Any) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each report of the last five minutes, with the seconds by which its machine is ahead of the server."""
     request_body: dict[str, Any] = {"variables": {"name": {"like_": REPORT_VARIABLE_PREFIX}}, "offset": 0}
     # One response of the server has at most 200 variables.
-    while variables := client.request("POST", "/variables/filter", json=request_body).json():
+    while variables := prefect_client.request("POST", "/variables/filter", json=request_body).json():
         request_body |= {"offset": request_body["offset"] + len(variables)}
         for variable in (each for each in variables if each["name"].startswith(REPORT_VARIABLE_PREFIX)):
             updated_at = datetime.fromisoformat(variable["updated"])
@@ -131,11 +132,11 @@ def read_free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
 
-def _list_missing_folders(client: Any, pool_name: str) -> list[str]:
-    if client.read_work_pool(pool_name).type != "process":  # flow runs use the file system of a container image
+def _list_missing_folders(prefect_client: Any, pool_name: str) -> list[str]:
+    if prefect_client.read_work_pool(pool_name).type != "process":  # their folders are in a container image
         return []
     missing_folders = set[str]()
-    for deployment in [each for each in client.read_deployments() if each.work_pool_name == pool_name]:
+    for deployment in [each for each in prefect_client.read_deployments() if each.work_pool_name == pool_name]:
         flow_file = str(deployment.entrypoint).partition(":")[0]
         for step in deployment.pull_steps or []:
             folder = step.get(WORKING_DIRECTORY_STEP, {}).get("directory")

@@ -35,9 +35,9 @@ _UNCHECKED_LORA_SETTINGS = {
 _INITS_CHANGING_BASE = ("pissa", "olora", "corda", "loftq")
 
 
-def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> peft.LoraConfig:
-    """Return the settings of the saved adapter in the folder `lora_path`. A recipe may change only its dropout.
-    `tied_names` are the names of the modules of the model that share one weight.
+def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ()) -> peft.LoraConfig:
+    """Return the settings of the saved adapter in the folder `lora_path`. A recipe may change only the dropout.
+    `tied_module_names` are the names of the modules of the model that share one weight.
 
     Raises:
         ModelError: the adapter is missing, of an unsupported kind, or separates modules that share one weight.
@@ -61,10 +61,10 @@ def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
             f"fits no untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
         )
     modules_to_save = () if saved_config.ensure_weight_tying else tuple(saved_config.modules_to_save or ())
-    if untied_names := [name for name in tied_names if name.endswith(modules_to_save)]:
+    if separately_saved_names := [name for name in tied_module_names if name.endswith(modules_to_save)]:
         raise ModelError(
-            f"{error_prefix}: its modules_to_save trains {untied_names[0]!r} separately, whose weight is "
-            f"{' and '.join(tied_names)} in one; give a base model with tie_word_embeddings = false"
+            f"{error_prefix}: its modules_to_save trains {separately_saved_names[0]!r} separately, whose weight is "
+            f"{' and '.join(tied_module_names)} in one; give a base model with tie_word_embeddings = false"
         )
     default_lora_config = LoraConfig()
     for key, name in _PEFT_SETTING_NAMES.items():
@@ -78,44 +78,44 @@ def load_adapter_config(lora: LoraConfig, tied_names: Sequence[str] = ()) -> pef
     return saved_config
 
 
-def load_adapter_weights(model: PreTrainedModel, lora: LoraConfig) -> None:
+def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> None:
     """Load the weights in `lora_path` into the adapter of a model; if the model is on the meta device, only check them.
     Raise ModelError if they are missing or damaged, or belong to another model or adapter."""
-    file = _resolve_adapter_folder(lora) / "adapter_model.safetensors"
+    file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
     try:
-        saved_state = load_file(file)
+        saved_tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         is_pickled = not file.exists() and file.with_suffix(".bin").exists()
         remedy = "save the adapter as safetensors" if is_pickled else "copy it again"
         raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
-    model_state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    if saved_state.keys() != {PEFT_PREFIX + name for name in model_state}:  # translate names of older transformers
+    model_tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    if saved_tensors.keys() != {PEFT_PREFIX + name for name in model_tensors}:  # convert names of older transformers
         problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
         with convert_errors(lambda e: ModelError(f"{problem}: {str(e)[:200]}; it is of another model or damaged")):
-            saved_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_state)
-    saved_state = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved_state.items()}
-    if base_names := (saved_state.keys() - model_state.keys()) & model.state_dict().keys():
-        problem = f"has {min(base_names)}, which PEFT copied from its base model"
+            saved_tensors = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_tensors)
+    saved_tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved_tensors.items()}
+    if base_weight_names := (saved_tensors.keys() - model_tensors.keys()) & model.state_dict().keys():
+        problem = f"has {min(base_weight_names)}, which PEFT copied from its base model"
         raise ModelError(f"{_LORA_PATH_KEY}: {file} {problem}; save the adapter again with save_embedding_layers=False")
-    problems = {"no": model_state.keys() - saved_state.keys(), "the unknown": saved_state.keys() - model_state.keys()}
-    for problem, names in problems.items():
+    missing_names = model_tensors.keys() - saved_tensors.keys()
+    for problem, names in (("no", missing_names), ("the unknown", saved_tensors.keys() - model_tensors.keys())):
         if names:
             raise ModelError(f"{_LORA_PATH_KEY}: {file} has {problem} {min(names)}; it is of another model or adapter")
-    for name, tensor in saved_state.items():
-        if tensor.shape != model_state[name].shape:
+    for name, tensor in saved_tensors.items():
+        if tensor.shape != model_tensors[name].shape:
             raise ModelError(
                 f"{_LORA_PATH_KEY}: {file} has {name} of shape {tuple(tensor.shape)}, the model needs "
-                f"{tuple(model_state[name].shape)}; it is of another model"
+                f"{tuple(model_tensors[name].shape)}; it is of another model"
             )
         if not torch.isfinite(tensor).all():
             raise ModelError(f"{_LORA_PATH_KEY}: {file} holds NaN or infinity in {name}; take an undamaged adapter")
     if not next(model.parameters()).is_meta:
-        peft.set_peft_model_state_dict(model, saved_state)
+        peft.set_peft_model_state_dict(model, saved_tensors)
 
 
-def _resolve_adapter_folder(lora: LoraConfig) -> Path:
-    assert lora.lora_path is not None
-    return Path(os.path.expanduser(lora.lora_path))  # os.path, because Path.expanduser fails for an unknown user
+def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:
+    assert lora_config.lora_path is not None
+    return Path(os.path.expanduser(lora_config.lora_path))  # os.path, because Path.expanduser fails for an unknown user
 
 
 def _normalise_setting(setting_value: Any) -> Any:

@@ -22,9 +22,9 @@ from cosmos_core.errors import ConfigError
 
 _COEFFICIENT_KEY = "policy.aux_loss_coeff"
 SEQUENCE_INDEX_KEY = "sequence_of_token"
-"""Name of the input of `LogprobScorer` with the sequence index of each token; padding has the index R."""
+"""Name of the input of `LogprobScorer` with the sequence index of each token; padding has the index `num_sequences`."""
 NUM_SEQUENCES_KEY = "num_sequences"
-"""Name of the input of `LogprobScorer` with the number of sequences R."""
+"""Name of the input of `LogprobScorer` with the number of sequences."""
 LOAD_BALANCING_OUTPUT = "balance"
 """Name of the output of `LogprobScorer` with the load-balancing loss, summed over the sequences of a micro-batch."""
 

@@ -21,7 +21,7 @@ from cosmos_core.parallel.mesh import Mesh
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a model in training mode randomly zeroes activations or attention weights, or its routers choose
     experts at random."""
-    # Attributes are read, because some model families use `nn.functional.dropout` without an `nn.Dropout` module.
+    # Attributes are read, because some model families call `nn.functional.dropout` instead of an `nn.Dropout` module.
     return any(
         isinstance(value, float)
         and value > 0
@@ -97,20 +97,20 @@ class MicroBatchRunner(Protocol):
     def run(self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: OutputSpec, max_rows: int) -> None:
         """Run the forward pass of micro-batches and, if gradients are enabled, the backward pass.
 
-        `batches` are functions that build the micro-batches. `loss_fn` is called with each batch and its outputs, as in
-        `request`, on the ranks that have the last layer; `max_rows` is the maximum number of rows in the model at the
-        same time.
+        `batches` are functions that build the micro-batches, and `request` says which outputs are computed. On ranks
+        that have the last layer, `loss_fn` is called with each batch and its outputs. `max_rows` is the maximum number
+        of rows in the model at the same time.
         """
 
     def train(self, mode: bool) -> None:
         """Switch the model to training mode (with dropout) if `mode` is True, otherwise to evaluation mode."""
-        for root in self.root_modules:
-            root.train(mode)
+        for root_module in self.root_modules:
+            root_module.train(mode)
 
     def reshard(self) -> None:
         """Free the gathered weights that FSDP keeps after a forward pass without a backward pass."""
-        for root in self.root_modules:
-            reshard(root)
+        for root_module in self.root_modules:
+            reshard(root_module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ class ExportResult:
 
 
 class ModelAdapter(Protocol):
-    """Base class of a model that is sharded over the mesh: it converts samples to model inputs, and outputs to
-    micro-batches. Only subclasses handle tokens, images or latents."""
+    """Base class of adapters between the trainer and a model, which convert samples to model inputs, and outputs to
+    micro-batches. The model is sharded over the mesh. Only subclasses handle tokens, images or latents."""
 
     model: Any
     """Module of the model; with a mesh, this rank's shard of it."""

@@ -103,7 +103,7 @@ class CausalLM(ModelAdapter):
     def __init__(
         self,
         model: PreTrainedModel,
-        train: TrainConfig,
+        train_config: TrainConfig,
         input_processing: InputProcessing,
         mesh: Mesh | None = None,
         load_balancing: LoadBalancingSettings | None = None,
@@ -114,14 +114,14 @@ class CausalLM(ModelAdapter):
         self.device = torch.device(mesh.dp.device_type) if mesh else model.device
         self.meta_copy = copy_without_weights(model) if mesh else None
         self.tokenizer, self.image_reader = input_processing.tokenizer, input_processing.image_reader
-        self._train, self._pad_id, self._dtype = train, input_processing.pad_id, getattr(torch, train.logprob_dtype)
-        self._processor_files = input_processing.processor_files
-        is_packing_enabled = train.sequence_packing
+        self._train_config, self._logprob_dtype = train_config, getattr(torch, train_config.logprob_dtype)
+        self._pad_id, self._processor_files = input_processing.pad_id, input_processing.processor_files
+        is_packing_enabled = train_config.sequence_packing
         if is_packing_enabled is None:
-            is_packing_enabled = self.device.type == "cuda" or not train.compile
-        self._merges_prompts = False
-        self._is_packed = (is_packing_enabled and self.image_reader is None) or bool(mesh and mesh.cp)
-        if train.sequence_packing and self.image_reader is not None:
+            is_packing_enabled = self.device.type == "cuda" or not train_config.compile
+        self._has_merged_prompts = False
+        self._packs_rows = (is_packing_enabled and self.image_reader is None) or bool(mesh and mesh.cp)
+        if train_config.sequence_packing and self.image_reader is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner = self._parallelize()
         for scorer in (module for root in self.runner.root_modules for module in root.modules()):
@@ -132,7 +132,7 @@ class CausalLM(ModelAdapter):
         model = self.whole_model()
         if model is None:
             return None
-        # The CPU is used, because the verification needs a merged and a float32 copy, which may not fit on a GPU.
+        # The model moves to the CPU, because the verification needs two copies of it, which may not fit on a GPU.
         nn.Module.to(unpatch_liger(remove_fp8(model)), "cpu")
         export_model(model, self.tokenizer, export_folder, dtype=None, extra_files=self._processor_files)
         passed_checks = verify_export(model, export_folder, dtype=None, tokenizer=self.tokenizer)
@@ -142,7 +142,7 @@ class CausalLM(ModelAdapter):
         prestart_interpreter(verify_export.__module__)
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of a sample as its cost, so that micro-batches have rows of similar length."""
+        """Return the number of tokens of a sample, which is used as its cost in the arrangement of micro-batches."""
         return len(sample.input_ids)
 
     def batching_key(self, sample: Sample) -> int:
@@ -163,9 +163,9 @@ class CausalLM(ModelAdapter):
         """
         if any(samples[i].rollout_logprobs is None for i in sorted_indices):
             return None
-        if self._merges_prompts:
+        if self._has_merged_prompts:
             return merge_prompts(samples, sorted_indices, max_rows, num_ranks)
-        if self._is_packed or self.device.type != "cpu" or (self.mesh and self.mesh.pp):
+        if self._packs_rows or self.device.type != "cpu" or (self.mesh and self.mesh.pp):
             return None
         return split_by_length(samples, sorted_indices, max_rows, num_ranks, self._padded_row_length)
 
@@ -173,25 +173,25 @@ class CausalLM(ModelAdapter):
         collated_samples, device, pad_id = samples or [_mask_all_tokens(padding_sample)], self.device, self._pad_id
         token_ids = [sample.input_ids for sample in collated_samples]
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
-        prompt_groups = group_by_prompt(collated_samples) if self._merges_prompts and has_rollout_logprobs else []
+        prompt_groups = group_by_prompt(collated_samples) if self._has_merged_prompts and has_rollout_logprobs else []
         total_merged_tokens = sum(num_merged_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
         if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), total_merged_tokens):
             prompt_lengths = [prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups]
-            row_groups = list(zip(prompt_groups, prompt_lengths, strict=True))
-            rows = collate_shared_prompts(token_ids, row_groups, pad_id, self._padded_row_length)
+            shared_rows = list(zip(prompt_groups, prompt_lengths, strict=True))
+            rows = collate_shared_prompts(token_ids, shared_rows, pad_id, self._padded_row_length)
         else:
-            rows = collate_rows(token_ids, pad_id, packed=self._is_packed, padded_length_fn=self._padded_row_length)
+            rows = collate_rows(token_ids, pad_id, is_packed=self._packs_rows, padded_length_fn=self._padded_row_length)
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
-        indices_by_row = [np.add(*pair) for pair in zip(rows.target_starts, trained_positions, strict=True)]
+        scored_indices_by_row = [np.add(*pair) for pair in zip(rows.prediction_offsets, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
-        if not (self._is_packed or (self.mesh and self.mesh.pp)):
-            del inputs["position_ids"]  # the model computes its own positions, which may be 2-D or not begin at 0
+        if not (self._packs_rows or (self.mesh and self.mesh.pp)):
+            del inputs["position_ids"]  # the model computes positions itself, which may be 2-D or begin above 0
         if collated_samples[0].images:
             for name, tensor in self.image_reader.make_image_inputs(collated_samples, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
             inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
-        scored_N = torch.from_numpy(np.concatenate(indices_by_row)).to(device)
+        scored_N = torch.from_numpy(np.concatenate(scored_indices_by_row)).to(device)
         is_local_N: Tensor | None = None
         top_ids_NK = _concatenate_top_ids(collated_samples, device)
         if self.mesh and self.mesh.cp:
@@ -210,9 +210,9 @@ class CausalLM(ModelAdapter):
         """Convert outputs to a `MicroBatch` with tensors of shape BS, which are 0 for tokens that are not trained."""
         outputs = dict(outputs)
         load_balancing_loss = outputs.pop(LOAD_BALANCING_OUTPUT, None)
-        row_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
-        trained_indices = (row_indices_N, np.concatenate(batch.trained_positions))
-        trained_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in trained_indices)
+        sample_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
+        trained_index_arrays = (sample_indices_N, np.concatenate(batch.trained_positions))
+        trained_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in trained_index_arrays)
         padded_shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
@@ -230,14 +230,14 @@ class CausalLM(ModelAdapter):
 
     def attach_loss_derivative(self, batch: TokenBatch, loss: Callable[[MicroBatch], Tensor]) -> TokenBatch:
         num_trained_tokens = sum(map(len, batch.trained_positions))
-        logprobs_N = torch.zeros(num_trained_tokens, dtype=self._dtype, device=self.device, requires_grad=True)
+        logprobs_N = torch.zeros(num_trained_tokens, dtype=self._logprob_dtype, device=self.device, requires_grad=True)
         (gradient_N,) = torch.autograd.grad(loss(self.make_micro_batch(batch, {"logprobs": logprobs_N})), logprobs_N)
         return replace(batch, loss_gradient_N=gradient_N if batch.is_local_N is None else gradient_N[batch.is_local_N])
 
     def check_parallel_plan(self) -> None:
         """Check that the tensor-parallel plan of the model, if one is in use, covers all its operations."""
         if self.mesh and self.mesh.tp:
-            with forward_context(self._train, self.device) if self._should_autocast_blocks else nullcontext():
+            with forward_context(self._train_config, self.device) if self._should_autocast_blocks else nullcontext():
                 check_tp_plan(self.model, self.runner.root_modules, self.mesh.tp)
             self.runner.reshard()
 
@@ -249,34 +249,34 @@ class CausalLM(ModelAdapter):
         if mesh and mesh.tp:
             apply_tp(model, mesh.tp, shards_experts=mesh.ep is None)
         if mesh and mesh.ep:
-            apply_ep(model, mesh, self._train)
+            apply_ep(model, mesh, self._train_config)
         if mesh and mesh.pp:
-            runner: MicroBatchRunner = PipelineRunner(model, self._train, mesh, self._dtype)
+            runner: MicroBatchRunner = PipelineRunner(model, self._train_config, mesh, self._logprob_dtype)
         else:
             scorer = LogprobScorer(model)
-            runner = SequentialRunner(scorer, partial(self._score_batch, scorer), self._train, self.device)
+            runner = SequentialRunner(scorer, partial(self._score_batch, scorer), self._train_config, self.device)
         if mesh:
             for root in runner.root_modules:
-                module: Any = root
-                apply_fsdp(root, module.model, mesh, self._train)
+                stage_module: Any = root
+                apply_fsdp(root, stage_module.model, mesh, self._train_config)
             load_shards(model)
             for parameter in model.parameters() if mesh.fsdp is None else ():
-                if parameter.device.type != self.device.type:  # `init_on_meta` loaded the model on the CPU: move it
+                if parameter.device.type != self.device.type:  # move weights that `init_on_meta` loaded on the CPU
                     parameter.data = parameter.data.to(self.device)
-        if self._is_packed:
+        if self._packs_rows:
             self._enable_packed_rows(runner)
         if mesh and mesh.cp:
             apply_cp(model, mesh.cp, PACKED_ATTENTION, mesh.parallelism.tp_size)
         return runner
 
     def _score_batch(self, scorer: LogprobScorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
-        return scorer.score_batch(batch, request, self._dtype)
+        return scorer.score_batch(batch, request, self._logprob_dtype)
 
     def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
         """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
         parallelism needs packing."""
         mesh = self.mesh
-        compute_dtype = getattr(torch, self._train.param_dtype)
+        compute_dtype = getattr(torch, self._train_config.param_dtype)
         fsdp_roots = runner.root_modules if mesh else ()
         unsupported_reason = enable_packing(
             self.model, fsdp_roots, compute_dtype, gathers_in_compute_dtype=self._should_autocast_blocks
@@ -285,24 +285,24 @@ class CausalLM(ModelAdapter):
         if unsupported_reason and mesh and mesh.cp:
             raise ModelError(f"policy.parallelism.cp_size = {mesh.cp.size()}: {unsupported_reason}; set it to 1")
         if unsupported_reason:
-            log_level = logging.WARNING if self._train.sequence_packing else logging.INFO
+            log_level = logging.WARNING if self._train_config.sequence_packing else logging.INFO
             logger.log(log_level, "train.sequence_packing: rows are padded, because %s", unsupported_reason)
-            self._is_packed = False
+            self._packs_rows = False
             return
         is_model_parallel = mesh and (mesh.cp or mesh.pp or mesh.tp or mesh.ep)
-        if not (is_model_parallel or self.has_model_loss or self._train.compile):
-            dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
-            self._merges_prompts = can_merge_prompts(self.model, fsdp_roots, dtype)
+        if not (is_model_parallel or self.has_model_loss or self._train_config.compile):
+            probe_dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
+            self._has_merged_prompts = can_merge_prompts(self.model, fsdp_roots, probe_dtype)
             runner.reshard()
 
     @property
     def _should_autocast_blocks(self) -> bool:
         """Return True if FSDP gathers weights in `param_dtype`, so that blocks need autocast to this dtype."""
-        return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train)
+        return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train_config)
 
     def _padded_row_length(self, length: int) -> int:
         """Return the length to which rows of `length` tokens are padded, for kernels and context parallelism."""
-        length = kernel_padded_length(length, self.device, getattr(torch, self._train.param_dtype))
+        length = kernel_padded_length(length, self.device, getattr(torch, self._train_config.param_dtype))
         return length + -length % (self.mesh.cp.size() if self.mesh and self.mesh.cp else 1)
 
 

@@ -28,12 +28,12 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
         return
     if name not in CHAT_TEMPLATES:
         try:
-            template = Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
+            template_text = Path(os.path.expanduser(name)).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(CHAT_TEMPLATES)
             raise ConfigError(f"policy.chat_template = {name!r} is none of {names}, and no file: {error}") from None
-        check_template_text("policy.chat_template", name, template)
-        tokenizer.chat_template = template
+        check_template_text("policy.chat_template", name, template_text)
+        tokenizer.chat_template = template_text
         return
     required_tokens = ["<|im_start|>", "<|im_end|>"] if name == "chatml" else [tokenizer.eos_token or "eos_token"]
     if missing_tokens := [token for token in required_tokens if token not in tokenizer.get_vocab()]:
@@ -43,7 +43,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
 
 
 def check_template_text(key: str, name: str, text: str) -> None:
-    """Raise ConfigError if the text of a template file is empty or JSON, which would be written around each row."""
+    """Raise ConfigError if the text of a template file is empty, or is JSON, whose syntax would be in each row."""
     is_json = name.lower().endswith(".json")
     if is_json or not text.strip():
         problem = "is JSON; save the value of its chat_template" if is_json else "is empty; write a template"

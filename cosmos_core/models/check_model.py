@@ -26,8 +26,8 @@ from cosmos_core.observe.console import make_console
 
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _VELOCITY_TOLERANCE = 1e-4
-"""Maximum difference between the velocity that this package computes and that of the pipeline's call, as a fraction of
-the largest velocity."""
+"""Maximum difference between the velocities that this package and the pipeline compute, as a fraction of the largest
+velocity."""
 _FAILURE = "does not do what it should: "
 """Text with which the message of a failed check begins."""
 
@@ -75,8 +75,8 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     scheduler.set_timesteps(4)
     max_difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
     schedule_description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
-    mismatch = f"{_FAILURE}{schedule_description} is {max_difference:.2g} from {type(scheduler).__name__}"
-    return schedule_description if max_difference < 1e-3 else mismatch
+    failure_message = f"{_FAILURE}{schedule_description} is {max_difference:.2g} from {type(scheduler).__name__}"
+    return schedule_description if max_difference < 1e-3 else failure_message
 
 
 def _check_text_embedding(family: DiffusionModel) -> str:
@@ -107,9 +107,9 @@ def _check_media(family: DiffusionModel) -> str:
 
 def _check_prediction(family: DiffusionModel) -> str:
     """Check that this package's call of the denoiser predicts the same velocity as the pipeline's call."""
-    network = family.load_denoiser(torch.float32)
+    denoiser = family.load_denoiser(torch.float32)
     recorded_calls: list[tuple[dict[str, Any], Tensor]] = []
-    original_forward = network.forward
+    original_forward = denoiser.forward
     argument_names = list(inspect.signature(original_forward).parameters)
 
     def record_call(*args: Tensor, **kwargs: Any) -> Any:
@@ -117,36 +117,36 @@ def _check_prediction(family: DiffusionModel) -> str:
         recorded_calls.append((dict(zip(argument_names, args, strict=False)) | kwargs, output[0]))
         return output
 
-    network.forward = record_call
+    denoiser.forward = record_call
     probe_settings, generator, max_difference = family.probe_settings(), torch.Generator().manual_seed(0), 0.0
     with torch.no_grad():
-        family.pipeline.register_modules(**{family.denoiser_name: network})
+        family.pipeline.register_modules(**{family.denoiser_name: denoiser})
         family.pipeline(prompt=_PROBE_PROMPTS[:1], **probe_settings, generator=generator, output_type="pt")
-        network.forward = original_forward
+        denoiser.forward = original_forward
         text_inputs = family.text_embedding(_PROBE_PROMPTS[:1])
         num_frames = probe_settings.get("frames", probe_settings.get("num_frames", 1))
-        shape = family.latent_shape(probe_settings["height"], probe_settings["width"], num_frames)
+        latent_shape = family.latent_shape(probe_settings["height"], probe_settings["width"], num_frames)
         for arguments, expected_output in recorded_calls:
-            latents = family.latents_in(arguments[argument_names[0]], shape)
+            latents = family.latents_in(arguments[argument_names[0]], latent_shape)
             pure_noise_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
             timestep_scale = pure_noise_arguments["timestep"].flatten()[0]
             sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale).expand(len(latents))
-            velocity = family.predict(network, latents, sigma_B, text_inputs)
+            velocity = family.predict(denoiser, latents, sigma_B, text_inputs)
             velocity_difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
             max_difference = max(max_difference, float(velocity_difference / expected_output.abs().max()))
-    summary = f"{len(recorded_calls)} calls, largest difference {max_difference:.1g}"
+    comparison_text = f"{len(recorded_calls)} calls, largest difference {max_difference:.1g}"
     is_within_tolerance = bool(recorded_calls) and max_difference <= _VELOCITY_TOLERANCE
-    return summary if is_within_tolerance else f"{_FAILURE}{summary}, more than {_VELOCITY_TOLERANCE:g}"
+    return comparison_text if is_within_tolerance else f"{_FAILURE}{comparison_text}, more than {_VELOCITY_TOLERANCE:g}"
 
 
 def _check_gradient(family: DiffusionModel) -> str:
     """Check that the backward pass of a loss computes gradients of the denoiser's weights."""
-    network = family.load_denoiser(torch.float32)
-    _, shape = _random_pixels(family)
+    denoiser = family.load_denoiser(torch.float32)
+    _, latent_shape = _random_pixels(family)
     text_inputs = family.text_embedding(_PROBE_PROMPTS)
-    velocity = family.predict(network, torch.randn(2, *shape), torch.tensor([0.2, 0.8]), text_inputs)
+    velocity = family.predict(denoiser, torch.randn(2, *latent_shape), torch.tensor([0.2, 0.8]), text_inputs)
     velocity.square().mean().backward()  # type: ignore[no-untyped-call]
-    weights = list(network.parameters())
+    weights = list(denoiser.parameters())
     num_trained_weights = sum(weight.grad is not None for weight in weights)
     if not num_trained_weights or not torch.isfinite(velocity).all():
         return f"{_FAILURE}no weight has a gradient, or a prediction is not finite"
@@ -155,9 +155,9 @@ def _check_gradient(family: DiffusionModel) -> str:
 
 def _check_adapter(family: DiffusionModel) -> str:
     """Check that the LoRA target modules exist, and that the class of the pipeline can load an adapter."""
-    network = family.load_denoiser(torch.float32)
-    add_adapter(network, LoraConfig(r=2), family.lora_targets)
-    num_lora_factors = sum(parameter.requires_grad for parameter in network.parameters())
+    denoiser = family.load_denoiser(torch.float32)
+    add_adapter(denoiser, LoraConfig(r=2), family.lora_targets)
+    num_lora_factors = sum(parameter.requires_grad for parameter in denoiser.parameters())
     if not hasattr(family.folder.pipeline_class, "load_lora_weights"):
         return f"{_FAILURE}{family.folder.class_name} has no load_lora_weights; train all weights"
     return f"{num_lora_factors // 2} modules: {', '.join(family.lora_targets)}"
@@ -166,8 +166,8 @@ def _check_adapter(family: DiffusionModel) -> str:
 def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
     """Return a small image or clip with values in [-1, 1], and the shape of its latents."""
     image_size, num_frames = family.size_multiple * 2, family.pixels_per_latent[0] + 1 if family.is_video else 1
-    shape = (1, 3, *[num_frames] * family.is_video, image_size, image_size)
-    pixels = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    pixels_shape = (1, 3, *[num_frames] * family.is_video, image_size, image_size)
+    pixels = torch.rand(pixels_shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return pixels, family.latent_shape(image_size, image_size, num_frames)
 
 
@@ -179,9 +179,9 @@ def main() -> int:
     parsed_arguments = parser.parse_args()
     result_table = Table("check", "", "found", title=parsed_arguments.model)
     is_passed = True
-    for check in check_model(parsed_arguments.model, parsed_arguments.model_class):
-        result_table.add_row(check.name, "ok" if check.is_passed else "FAILED", check.message)
-        is_passed &= check.is_passed
+    for check_result in check_model(parsed_arguments.model, parsed_arguments.model_class):
+        result_table.add_row(check_result.name, "ok" if check_result.is_passed else "FAILED", check_result.message)
+        is_passed &= check_result.is_passed
     make_console().print(result_table)
     return EXIT_OK if is_passed else EXIT_REFUSED
 

@@ -25,14 +25,15 @@ def compile_blocks(model: nn.Module) -> None:
     logger.info("compiled %d blocks of type %s", len(blocks), ", ".join(class_names))
 
 
-def report_compilations(progress: ProgressWriter) -> None:
-    """Report the start and end of each torch compilation in this process to `progress`, which replaces the `progress`
-    of an earlier call. Compilations occur in the first steps, and later for shapes that no compiled graph supports."""
+def report_compilations(progress_writer: ProgressWriter) -> None:
+    """Report the start and end of each torch compilation in this process to `progress_writer`, and no longer to the
+    writer of an earlier call. Torch compiles in the first steps, and later for shapes that no compiled graph supports.
+    """
     callback_handler = torch._dynamo.callback.callback_handler
     if not _progress_writers:
         callback_handler.register_start_callback(lambda _: _progress_writers[-1].begin_compiling())
         callback_handler.register_end_callback(lambda _: _progress_writers[-1].end_compiling())
-    _progress_writers[:] = [progress]
+    _progress_writers[:] = [progress_writer]
 
 
 _progress_writers: list[ProgressWriter] = []

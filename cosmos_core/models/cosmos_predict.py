@@ -26,7 +26,7 @@ PIPELINES = ("Cosmos2_5_PredictBasePipeline",)
 CONDITIONING_NOISE_LEVEL = 0.0001
 """Noise level that the network expects for clean conditioning frames."""
 _DEFAULT_TRAIN_SHIFT = 5.0
-_NETWORK_MODULE = "diffusers.models.transformers.transformer_cosmos"
+_DENOISER_MODULE_NAME = "diffusers.models.transformers.transformer_cosmos"
 
 
 class GuardrailPlaceholder:
@@ -76,13 +76,13 @@ class CosmosPredict(SanaVideo):
         trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
         if trained_mask is None:
             trained_mask = latents.new_ones(len(latents), 1, latents.shape[2], 1, 1)
-        sigma = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
+        noise_level = sigma_B.to(latents.device).view(-1, 1, 1, 1, 1)
         height, width = latents.shape[-2:]
         pixels_per_position = self.pixels_per_latent[1]
         return {
             "hidden_states": latents,
             "condition_mask": (1 - trained_mask).expand(-1, -1, -1, height, width),
-            "timestep": (1 - trained_mask) * CONDITIONING_NOISE_LEVEL + trained_mask * sigma,
+            "timestep": (1 - trained_mask) * CONDITIONING_NOISE_LEVEL + trained_mask * noise_level,
             "encoder_hidden_states": text["prompt_embeds"],
             "padding_mask": latents.new_zeros(1, 1, height * pixels_per_position, width * pixels_per_position),
         }
@@ -101,12 +101,12 @@ class CosmosPredict(SanaVideo):
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
         clip_sharding = ClipSharding(mesh)
-        timestep_dims = {"embedded_timestep": 1, "temb": 1}
-        argument_dims = {**timestep_dims, "image_rotary_emb": 0, "extra_pos_emb": 1}
+        timestep_token_dims = {"embedded_timestep": 1, "temb": 1}
+        token_dims = {**timestep_token_dims, "image_rotary_emb": 0, "extra_pos_emb": 1}
         shard_blocks(
-            denoiser, clip_sharding, argument_dims,
+            denoiser, clip_sharding, token_dims,
             lambda arguments: clip_sharding.distribute_tokens(len(arguments["image_rotary_emb"][0])),
-            {"norm_out": timestep_dims},
+            {"norm_out": timestep_token_dims},
         )  # fmt: skip
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(UlyssesAttention(clip_sharding))
@@ -132,7 +132,7 @@ class CosmosPredict(SanaVideo):
 
     @classmethod
     def component_placeholders(cls) -> dict[str, Any]:
-        """Return a placeholder for the guardrail; without torchvision, a stub module is registered in its place."""
+        """Return a placeholder for the guardrail, and replace torchvision by a stub if it is not installed."""
         substitute_torchvision()
         return {"safety_checker": GuardrailPlaceholder()}
 
@@ -151,8 +151,8 @@ def substitute_torchvision() -> None:
         return functional.interpolate(image, size=size, mode="nearest")
 
     interpolation_modes = SimpleNamespace(NEAREST="nearest")
-    transforms = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=interpolation_modes)
-    importlib.import_module(_NETWORK_MODULE).__dict__.setdefault("transforms", transforms)
+    transforms_stub = SimpleNamespace(functional=SimpleNamespace(resize=resize), InterpolationMode=interpolation_modes)
+    importlib.import_module(_DENOISER_MODULE_NAME).__dict__.setdefault("transforms", transforms_stub)
 
 
 FAMILY = CosmosPredict

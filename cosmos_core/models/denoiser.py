@@ -43,26 +43,25 @@ class FlowBatch(Batch):
 
 
 class Denoiser(ModelAdapter):
-    """Denoiser of a diffusion pipeline, replicated or sharded over the mesh. `DiffusionModel` encodes its inputs."""
+    """Adapter of the denoiser of a diffusion pipeline, which is replicated or sharded over the mesh."""
 
     model_class: str | None = None
     """Import path of a user-defined model family that the recipe names; None: a built-in family."""
     default_outputs: RequestedOutputs = RequestedOutputs()
 
-    def __init__(self, model: Any, family: DiffusionModel, train: TrainConfig, mesh: Mesh | None = None) -> None:
-        """Shard the denoiser `model`, with its LoRA adapter if it has one, over the mesh and prepare it for
-        training."""
+    def __init__(self, model: Any, family: DiffusionModel, train_config: TrainConfig, mesh: Mesh | None = None) -> None:
+        """Shard the denoiser `model`, including a LoRA adapter, over the mesh and prepare the model for training."""
         self.model, self.family, self.mesh = model, family, mesh
         self.device = torch.device(mesh.dp.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.meta_copy = copy_without_weights(model) if mesh else None
-        self._train = train
+        self._train_config = train_config
         if mesh and mesh.cp:
             family.shard_tokens(model, mesh.cp)
-        root = FsdpRoot(model)
+        fsdp_root = FsdpRoot(model)
         if mesh:
-            apply_fsdp(root, model, mesh, train)
-        self.runner = SequentialRunner(root, self._compute_outputs, train, self.device)
+            apply_fsdp(fsdp_root, model, mesh, train_config)
+        self.runner = SequentialRunner(fsdp_root, self._compute_outputs, train_config, self.device)
 
     def predict(
         self,
@@ -84,7 +83,7 @@ class Denoiser(ModelAdapter):
 
         def predict_with_text(text_inputs: Mapping[str, Tensor]) -> Tensor:
             device_inputs = {name: value.to(self.device) for name, value in text_inputs.items()}
-            with forward_context(self._train, self.device):
+            with forward_context(self._train_config, self.device):
                 return self.family.predict(root, latents, sigma_B, device_inputs, num_conditioning_B, dtype=self.dtype)
 
         if negative_text is None:

@@ -28,7 +28,7 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 TextInputs = dict[str, Tensor]
 """Text inputs of a denoiser by name; the first dimension of each tensor is the number of prompts."""
 VelocityFn = Callable[..., Tensor]
-"""`DiffusionModel.predict` with a bound denoiser: `(latents, sigma_B, text, num_conditioning_B)` to the velocity."""
+"""Function from `(latents, sigma_B, text, num_conditioning_B)` to the velocity that a denoiser predicts."""
 
 _MAX_SIGMA_DIFFERENCE = 1e-5
 """Maximum difference between two tables of noise levels that counts as rounding."""
@@ -54,7 +54,7 @@ class DiffusionModel:
 
     def __init__(self, folder: PipelineFolder, config: DiffusersConfig, device: torch.device | str = "cpu") -> None:
         self.folder, self.config, self.device = folder, config, torch.device(device)
-        self.component_offload = ComponentOffload(self.device, is_offloaded=config.offload)
+        self.component_offload = ComponentOffload(self.device, should_offload=config.offload)
         if config.min_given_frames > self.max_conditioning_frames:
             raise ConfigError(
                 f"policy.diffusers.min_given_frames = {config.min_given_frames}: {type(self).__name__} can be given "
@@ -76,9 +76,9 @@ class DiffusionModel:
         [-1, 1]. The log-variance is None for a deterministic VAE."""
         with self._working("vae") as vae:
             posterior = vae.encode(pixels.to(self.device, torch.float32)).latent_dist
-            scale, shift = self._vae_scaling
-            mean = (posterior.mean - shift) * scale
-            return mean.cpu(), (posterior.logvar + 2 * torch.tensor(scale).log().item()).cpu()
+            latent_scale, latent_shift = self._vae_scaling
+            latent_mean = (posterior.mean - latent_shift) * latent_scale
+            return latent_mean.cpu(), (posterior.logvar + 2 * torch.tensor(latent_scale).log().item()).cpu()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode normalised latents to pixels (B, C, [F,] H, W) with values of approximately [-1, 1]."""
@@ -93,13 +93,13 @@ class DiffusionModel:
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
         """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64; raise
-        ConfigError if they are not those of a rectified flow, or do not fall from at most 1 to 0.
+        ConfigError if the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
 
         The levels are computed in float64 instead of from integer timesteps. If they differ from the scheduler's own
         float32 table, that table is returned.
         """
         if self.schedule == "karras":
-            # A missing setting becomes 1: the levels then differ from the scheduler's table, which is used instead.
+            # A missing sigma becomes 1. The computed levels then differ from the scheduler's table, which is returned.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
             exact_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
         else:
@@ -152,13 +152,13 @@ class DiffusionModel:
         None: the dtype of the latents.
         """
         sigma_B = sigma_B.to(latents.device, torch.float32)
-        arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
+        denoiser_arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         dtype = dtype or latents.dtype
         # Half precision cannot represent a timestep such as 961.3, so `timestep` stays float32.
-        for name, value in arguments.items():
+        for name, value in denoiser_arguments.items():
             if name != "timestep" and isinstance(value, Tensor) and value.is_floating_point():
-                arguments[name] = value.to(dtype)
-        velocity = self.velocity_of(denoiser(**arguments, return_dict=False)[0], latents).to(latents.dtype)
+                denoiser_arguments[name] = value.to(dtype)
+        velocity = self.velocity_of(denoiser(**denoiser_arguments, return_dict=False)[0], latents).to(latents.dtype)
         mask = self.trained_frames_mask(latents, num_conditioning_B)
         return velocity if mask is None else velocity * mask
 
@@ -188,7 +188,7 @@ class DiffusionModel:
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
-        """Call `sample`, a sampler that also returns log-probabilities of its steps; families may override this."""
+        """Call `sample`, a sampler that also returns log-probabilities of its steps. A family may override this."""
         return sample(predict, *args, **kwargs)
 
     @cached_property
@@ -200,11 +200,11 @@ class DiffusionModel:
     def schedule(self) -> str:
         """Return the name of the scheduler's formula for noise levels, a key of `flow.SCHEDULES`; raise ConfigError if
         the scheduler is not that of a rectified flow."""
-        scheduler_class_name, settings = str(self.scheduler.get("_class_name", "")), self.scheduler
+        scheduler_class_name, scheduler_config = str(self.scheduler.get("_class_name", "")), self.scheduler
         if scheduler_class_name.startswith("FlowMatch"):
             return "euler"
-        if settings.get("use_flow_sigmas") and settings.get("prediction_type") == "flow_prediction":
-            if settings.get("use_karras_sigmas"):
+        if scheduler_config.get("use_flow_sigmas") and scheduler_config.get("prediction_type") == "flow_prediction":
+            if scheduler_config.get("use_karras_sigmas"):
                 return "karras"
             return "unipc" if scheduler_class_name.startswith("UniPC") else "dpm"
         raise self._config_error(
@@ -230,8 +230,8 @@ class DiffusionModel:
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
         """Return the VAE's compression factors: frames per latent frame, and pixels per latent position (both axes)."""
-        settings = self.folder.settings("vae")
-        block_channels = settings.get("block_out_channels") or settings.get("encoder_block_out_channels") or (1,)
+        vae_config = self.folder.settings("vae")
+        block_channels = vae_config.get("block_out_channels") or vae_config.get("encoder_block_out_channels") or (1,)
         return 1, 2 ** (len(block_channels) - 1)
 
     @property
@@ -255,15 +255,15 @@ class DiffusionModel:
                 f"policy.diffusers.inference_frames = {num_frames} must be 1 more than a multiple of {temporal_factor}"
             )
         latent_size = (height // pixels_per_position, width // pixels_per_position)
-        settings = self.folder.settings(self.denoiser_name)
-        max_positions, patch_size = settings.get("pos_embed_max_size"), settings.get("patch_size") or 1
+        denoiser_config = self.folder.settings(self.denoiser_name)
+        max_positions, patch_size = denoiser_config.get("pos_embed_max_size"), denoiser_config.get("patch_size") or 1
         if max_positions and max(latent_size) // patch_size > max_positions:
             raise ConfigError(
                 f"policy.diffusers.inference_size = {[height, width]}: the model has position embeddings for at most "
                 f"{max_positions * patch_size * pixels_per_position} pixels a side; lower it"
             )
-        num_latent_frames = [(num_frames - 1) // temporal_factor + 1] * self.is_video
-        return (self.num_channels, *num_latent_frames, *latent_size)
+        latent_frame_dims = [(num_frames - 1) // temporal_factor + 1] * self.is_video
+        return (self.num_channels, *latent_frame_dims, *latent_size)
 
     @property
     def num_channels(self) -> int:
@@ -275,8 +275,8 @@ class DiffusionModel:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
         component_names = set(inspect.signature(pipeline_class).parameters) & set(self.folder.components)
-        excluded_names = {self.denoiser_name, "vae", *self.component_placeholders()}
-        components = {name: self._load_component(name) for name in sorted(component_names - excluded_names)}
+        unloaded_names = {self.denoiser_name, "vae", *self.component_placeholders()}
+        components = {name: self._load_component(name) for name in sorted(component_names - unloaded_names)}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
 
     @cached_property
@@ -307,8 +307,8 @@ class DiffusionModel:
     @classmethod
     def load_pipeline(cls, folder: PipelineFolder, dtype: torch.dtype) -> Any:
         """Load a whole pipeline with `from_pretrained`, as a user would, except for the `component_placeholders`."""
-        entries = folder.model_index.items()
-        disabled_components = {name: None for name, entry in entries if isinstance(entry, list) and not any(entry)}
+        index_items = folder.model_index.items()
+        disabled_components = {name: None for name, entry in index_items if isinstance(entry, list) and not any(entry)}
         pipeline = folder.pipeline_class.from_pretrained(
             str(folder.path), dtype=dtype, local_files_only=True, **disabled_components | cls.component_placeholders()
         )
@@ -339,8 +339,8 @@ class DiffusionModel:
 
     @property
     def _vae_scaling(self) -> tuple[float, float]:
-        settings = self.folder.settings("vae")
-        return float(settings.get("scaling_factor") or 1.0), float(settings.get("shift_factor") or 0.0)
+        vae_config = self.folder.settings("vae")
+        return float(vae_config.get("scaling_factor") or 1.0), float(vae_config.get("shift_factor") or 0.0)
 
     def _load_component(self, name: str) -> Any:
         dtype = torch.float32 if name == "vae" else getattr(torch, self.config.dtype)
@@ -354,8 +354,8 @@ class DiffusionModel:
     @contextmanager
     def _working(self, *names: str) -> Iterator[Any]:
         """Move pipeline components to the device during the block, disable gradients, and yield the last component.
-        With `policy.diffusers.offload` they return to host memory after the block, or at the end of an enclosing
-        `component_offload.keep_on_device`."""
+        With `policy.diffusers.offload` the components return to host memory after the block, or at the end of an
+        enclosing block of `component_offload.keep_on_device`."""
         optional_components = [self.vae if name == "vae" else getattr(self.pipeline, name, None) for name in names]
         components = [component for component in optional_components if component is not None]
         with torch.no_grad(), self.component_offload.on_device(components):

@@ -13,23 +13,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cosmos_core.errors import StageFailed
 from cosmos_core.run.files import replace_folder
 
-# ENOSPC: the disk is full; EFBIG: a file exceeds the size limit; EDQUOT: a quota is used up. Free space helps.
+# Errors that freeing space resolves: disk full (ENOSPC), file size limit exceeded (EFBIG), quota used up (EDQUOT).
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 @contextmanager
 def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -> Iterator[None]:
-    """Convert disk errors of the block, which writes the file `name`, to a `StageFailed` of one line with the result of
-    `describe_intact_files()`, a text about the files that are still intact."""
+    """Convert disk errors of the block, which writes the file `name`, to a `StageFailed` of one line. The message has
+    the text that `describe_intact_files()` returns about the files that are still intact."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         if (error_number := _find_errno(error)) is None:
             raise
-        cause, remedy = os.strerror(error_number), "mend that"
+        reason, remedy = os.strerror(error_number), "mend that"
         if error_number in _DISK_FULL_ERRORS:
-            cause, remedy = "disk full", "free space"
-        raise StageFailed(f"{cause} while saving {name}; {describe_intact_files()}; {remedy} and run again") from error
+            reason, remedy = "disk full", "free space"
+        raise StageFailed(f"{reason} while saving {name}; {describe_intact_files()}; {remedy} and run again") from error
 
 
 @contextmanager
@@ -38,9 +38,9 @@ def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Pat
     missing. `extra_files`, the content of files by path in the folder, are written last."""
     with translate_disk_errors(f"export {target}", lambda: "nothing is left of it"), replace_folder(target) as folder:
         yield folder
-        for name, content in extra_files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(content)
+        for relative_path, content in extra_files.items():
+            (folder / relative_path).parent.mkdir(exist_ok=True)
+            (folder / relative_path).write_bytes(content)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import build_glob_alternation
 
 from cosmos_core.models.disk import write_export
-from cosmos_core.models.generation_config import default_generation_config, save_generation_config
+from cosmos_core.models.generation_config import save_generation_config, use_default_generation_config
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter, merge_adapter, merged_state_dict, save_adapter
 from cosmos_core.models.quantized_base import disable_requantization
 
@@ -36,9 +36,9 @@ def export_model(
     broken.
     """
     with write_export(export_folder, extra_files) as staging_folder:
-        with merge_adapter(model), default_generation_config(model), disable_requantization(model):
+        with merge_adapter(model), use_default_generation_config(model), disable_requantization(model):
             model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)
-        _export_config(model, dtype).save_pretrained(staging_folder)
+        _make_export_config(model, dtype).save_pretrained(staging_folder)
         save_generation_config(model, tokenizer, staging_folder)
         tokenizer.init_kwargs.pop("auto_map", None)
         tokenizer.save_pretrained(staging_folder)
@@ -46,36 +46,36 @@ def export_model(
             save_adapter(model, staging_folder / ADAPTER_FOLDER)
 
 
-def make_float32_test(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Return a function that tells by its name whether a weight stays float32 in a model of `dtype`, as in
-    transformers: rounded to 16 bits, the bias of a router would select other experts."""
-    patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
-    search = build_glob_alternation(patterns)[0].search if patterns else None
-    return lambda name: search is not None and search(name) is not None
+def make_float32_predicate(model: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return a function that returns True for the name of a weight that transformers keeps in float32 in a model of
+    `dtype`. An example is the bias of a router: rounded to 16 bits, it would select other experts."""
+    float32_patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
+    search_pattern = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
+    return lambda name: search_pattern is not None and search_pattern(name) is not None
 
 
 def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
     """Return the addresses of the weights that stay float32 in an export in `dtype`."""
-    is_float32 = make_float32_test(model, dtype)
+    is_float32 = make_float32_predicate(model, dtype)
     return {tensor.data_ptr() for name, tensor in merged_state_dict(model).items() if is_float32(name)}
 
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return the state dict of a model in `dtype`. Tied weights share memory, so that transformers writes them once."""
-    weights, float32_weights = merged_state_dict(model), find_float32_weights(model, dtype)
+    state_dict, float32_addresses = merged_state_dict(model), find_float32_weights(model, dtype)
     if dtype is None:
-        return weights
+        return state_dict
     cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    for tensor in weights.values():
+    for tensor in state_dict.values():
         if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
-            is_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_weights
-            cast_tensors[storage_key] = tensor.to("cpu", dtype if is_cast else None)
-    return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in weights.items()}
+            should_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_addresses
+            cast_tensors[storage_key] = tensor.to("cpu", dtype if should_cast else None)
+    return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
 
 
-def _export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
+def _make_export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
-    vars(config).pop("auto_map", None)  # auto_map names the model's own code, which the export does not need
+    vars(config).pop("auto_map", None)  # auto_map names code of the base model, which the export does not need
     for model_config in filter(None, [config, *(getattr(config, name) for name in config.sub_configs)]):
         if dtype is not None:
             model_config.dtype = dtype

@@ -42,15 +42,15 @@ def export_pipeline(
     the contents of further files by path in the folder.
     """
     with write_export(export_folder, extra_files) as staging_folder:
-        for file in untrained_files(family.folder, family.denoiser_name):
-            (staging_folder / file).parent.mkdir(parents=True, exist_ok=True)
-            copy_file(family.folder.path / file, staging_folder / file)
+        for relative_path in untrained_files(family.folder, family.denoiser_name):
+            (staging_folder / relative_path).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(family.folder.path / relative_path, staging_folder / relative_path)
         with merge_adapter(model):
             denoiser_folder = staging_folder / family.denoiser_name
             denoiser_folder.mkdir(exist_ok=True)
-            settings = json.loads(model.to_json_string())
-            settings.pop("_name_or_path", None)  # a folder of this machine, which differs between runs
-            write_json(denoiser_folder / model.config_name, settings)
+            denoiser_config = json.loads(model.to_json_string())
+            denoiser_config.pop("_name_or_path", None)  # `_name_or_path` is a local folder, which differs between runs
+            write_json(denoiser_folder / model.config_name, denoiser_config)
             save_torch_state_dict(
                 export_state_dict(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,
                 metadata={"format": "pt"},
@@ -75,12 +75,12 @@ def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
     Without the settings, diffusers would use the rank as alpha on loading, and so change the scale of the adapter. The
     dropout is written as 0, because diffusers would apply it, and each call of the pipeline would return another image.
     """
-    adapter_state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
+    adapter_state_dict = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"
-    settings = model.peft_config[_ADAPTER_NAME].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
-    json_settings = {key: sorted(value) if isinstance(value, (set, list)) else value for key, value in settings.items()}
+    adapter_settings = model.peft_config[_ADAPTER_NAME].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
+    json_settings = {k: sorted(v) if isinstance(v, (set, list)) else v for k, v in adapter_settings.items()}
     arguments = {
-        "lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state.items()},
+        "lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state_dict.items()},
         "lora_adapter_metadata": json.loads(json.dumps(json_settings, default=str, sort_keys=True)),
     }
     folder.mkdir(parents=True)

@@ -27,29 +27,29 @@ def open_pipeline(model: str, policy: PolicyConfig, device: torch.device | str =
 
 def find_family_class(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
     """Return the family class for a pipeline: the user-defined `model_class`, or the family that supports the
-    pipeline's class. Raise ModelError if there is none, ConfigError if `model_class` is no `DiffusionModel`."""
+    pipeline's class. Raise ModelError if no family does, ConfigError if `model_class` is no `DiffusionModel`."""
     if model_class is not None:
         cls = import_user_code(model_class)
         if not (isinstance(cls, type) and issubclass(cls, DiffusionModel)):
             base_class_name = f"{DiffusionModel.__module__}.{DiffusionModel.__name__}"
             raise ConfigError(f"policy.model_class = {model_class!r} must be a subclass of {base_class_name}")
         return cls
-    module_names = pipeline_modules()
-    if folder.class_name not in module_names:
-        similar_names = suggest_names(folder.class_name, list(module_names))
+    module_by_pipeline_class = find_pipeline_modules()
+    if folder.class_name not in module_by_pipeline_class:
+        suggestion = suggest_names(folder.class_name, list(module_by_pipeline_class))
         raise ModelError(
-            f"{MODEL_RECIPE_KEY} = {folder.model!r}: {folder.class_name} is of no family here{similar_names}; write "
+            f"{MODEL_RECIPE_KEY} = {folder.model!r}: {folder.class_name} is of no family here{suggestion}; write "
             f"one of your own and name it in policy.model_class"
         )
-    return importlib.import_module(f"cosmos_core.models.{module_names[folder.class_name]}").FAMILY
+    return importlib.import_module(f"cosmos_core.models.{module_by_pipeline_class[folder.class_name]}").FAMILY
 
 
 @cache
-def pipeline_modules() -> dict[str, str]:
-    """Return, by the name of each supported pipeline class, the name of the module here that implements its family."""
-    module_names: dict[str, str] = {}
+def find_pipeline_modules() -> dict[str, str]:
+    """Return for the name of each supported pipeline class the name of the module that implements its family."""
+    module_by_pipeline_class: dict[str, str] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PIPELINES":
-                module_names |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
-    return module_names
+                module_by_pipeline_class |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
+    return module_by_pipeline_class

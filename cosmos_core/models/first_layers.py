@@ -23,7 +23,7 @@ class FirstLayers(NamedTuple):
     num_layers: int
 
 
-def num_fitting_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory_bytes: int) -> FirstLayers | None:
+def select_first_layers(model: PreTrainedModel, dtype: torch.dtype | None, memory_bytes: int) -> FirstLayers | None:
     """Return the largest number of first layers, at least one, whose float32 copies fit into `memory_bytes` bytes; None
     if all layers fit. Another process needs one copy. If the exported weights are not all float32, this process needs
     a copy too; `dtype` is the dtype of the export, None if the export has the dtypes of the model."""
@@ -61,7 +61,7 @@ def truncate_config(config: PretrainedConfig, first_layers: FirstLayers | None) 
         text_config = config.get_text_config()
         text_config.num_hidden_layers = first_layers.num_first_layers
         for name, value in list(vars(text_config).items()):
-            if isinstance(value, list) and len(value) == first_layers.num_layers:  # a list with one value per layer
+            if isinstance(value, list) and len(value) == first_layers.num_layers:  # truncate lists of values per layer
                 setattr(text_config, name, value[: first_layers.num_first_layers])
     return config
 
@@ -80,7 +80,7 @@ def find_layers_path(model: PreTrainedModel) -> str | None:
     num_layers, blocks = getattr(config, "num_hidden_layers", 0), set(transformer_blocks(model))
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
-        has_embedding = any(child is embedding for child in module.children())
+        has_embedding = any(child_module is embedding for child_module in module.children())
         for child_name, layers in module.named_children() if has_embedding else ():
             if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and set(layers) <= blocks:
                 return f"{name}.{child_name}" if name else child_name

@@ -18,9 +18,9 @@ class TrainFlops:
     """Counter of the FLOPs of a forward and backward pass: one multiplication and one addition per element of a weight
     matrix and token.
 
-    Weights that are not trained need no weight gradient; only the experts that process a token count; an embedding
-    lookup costs nothing. Attention over the causal half of a sequence is included, recomputation is not (PaLM, arXiv
-    2204.02311, appendix B).
+    Weights that are not trained need no weight gradient. Of the experts of a layer, only those that process a token are
+    counted. An embedding lookup costs nothing. Attention over the causal half of a sequence is included, recomputation
+    is not (PaLM, arXiv 2204.02311, appendix B).
     """
 
     def __init__(self, model: nn.Module) -> None:

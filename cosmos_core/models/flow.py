@@ -19,7 +19,7 @@ from torch import Tensor
 
 _MODE_SCHEME_SCALE = 1.29
 _NUM_TRAIN_NOISE_LEVELS = 1000
-"""Number of noise levels with which diffusers' schedulers describe training."""
+"""Number of noise levels that diffusers' schedulers use in training (`num_train_timesteps`)."""
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma_B: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def estimate_noise(x: Tensor, v: Tensor, sigma_B: Tensor) -> Tensor:
 
 
 def broadcast_per_sample(values_B: Tensor, latents: Tensor) -> Tensor:
-    """Return values per sample, or a scalar, in the dtype of the latents `latents` and broadcastable over them."""
+    """Return values per sample, or a scalar, in the dtype of `latents` and a shape that broadcasts over `latents`."""
     return values_B.to(latents).reshape(-1, *[1] * (latents.ndim - 1)) if values_B.ndim else values_B.to(latents)
 
 
@@ -94,20 +94,20 @@ def sample_noise_levels(
     else:
         sigmas_N = torch.rand(num_samples, generator=generator, dtype=torch.float64)
         if scheme == "mode":
-            mode_shift_N = torch.cos(math.pi * sigmas_N / 2) ** 2 - 1 + sigmas_N
-            sigmas_N = 1 - sigmas_N - _MODE_SCHEME_SCALE * mode_shift_N
+            mode_offset_N = torch.cos(math.pi * sigmas_N / 2) ** 2 - 1 + sigmas_N
+            sigmas_N = 1 - sigmas_N - _MODE_SCHEME_SCALE * mode_offset_N
     return shift_sigmas(sigmas_N, shift)
 
 
-def loss_weights(sigma_B: Tensor, scheme: str) -> Tensor:
+def loss_weights(sigma_B: Tensor, weighting_scheme: str) -> Tensor:
     """Return the loss weight of each sample at its noise level, by the name of a weighting scheme.
 
     The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other
     schemes, which weight noise levels by the density from which `sample_noise_levels` samples.
     """
-    if scheme == "sigma_sqrt":  # clamped, because the weight is unbounded at 0 (diffusers has no levels below 1 / 1000)
+    if weighting_scheme == "sigma_sqrt":  # sigma is clamped, because the weight is unbounded at sigma = 0
         return sigma_B.clamp(min=1 / _NUM_TRAIN_NOISE_LEVELS) ** -2
-    if scheme == "cosmap":
+    if weighting_scheme == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigma_B + 2 * sigma_B**2))
     return torch.ones_like(sigma_B)
 

@@ -22,7 +22,7 @@ from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents
 _PURE_NOISE_SIGMA = 0.999
 """Noise level above which latents count as pure noise."""
 _MIN_LIMITED_SIGMA = 0.99
-"""Noise level above which the noise of a long first step is limited; the code of FlowGRPO does not limit it."""
+"""Noise level above which the noise of a long first step is limited, unlike in the code of FlowGRPO."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class NoiseLevels:
     sigma: Tensor
     next_sigma: Tensor
     second_schedule_sigma: Tensor
-    """Second noise level of the schedule; it replaces sigma = 1, at which 1 / (1 - sigma) is infinite."""
+    """Second noise level of the schedule. It replaces a sigma of 1, for which 1 / (1 - sigma) would be infinite."""
 
 
 class StepDistribution(NamedTuple):
@@ -43,7 +43,7 @@ class StepDistribution(NamedTuple):
     """Standard deviation of the elements of the latents, one value per sample or one for all samples; 0: the step is
     deterministic."""
     noise_rate: Tensor
-    """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma); the KL is divided by it."""
+    """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma), by which the KL is scaled."""
     has_log_density: bool = True
     """Whether `log_prob` is the log-density of the Gaussian; False: minus the mean squared distance (FlowCPS)."""
 
@@ -52,7 +52,7 @@ StochasticStep = Callable[[Tensor, Tensor, NoiseLevels, float], StepDistribution
 """Function from latents, velocity, noise levels and noise strength to the distribution after a step."""
 
 
-def flow_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+def flow_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
     """Return the stochastic step of FlowGRPO (arXiv 2505.05470).
 
     The noise rate is noise_strength sqrt(sigma / (1 - sigma)), and the drift preserves the distribution of latents at
@@ -60,10 +60,10 @@ def flow_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: fl
     noise rate is unbounded; or sigma is above 0.99 and the first step is longer than 1 - sigma, so that its noise would
     be larger than the latents.
     """
-    sigma, sigma_change = sigmas.sigma, sigmas.next_sigma - sigmas.sigma
-    is_first_step = (sigma > sigmas.second_schedule_sigma) & (sigma > _MIN_LIMITED_SIGMA)
+    sigma, sigma_change = noise_levels.sigma, noise_levels.next_sigma - noise_levels.sigma
+    is_first_step = (sigma > noise_levels.second_schedule_sigma) & (sigma > _MIN_LIMITED_SIGMA)
     is_sigma_replaced = (sigma > _PURE_NOISE_SIGMA) | (is_first_step & (1 - sigma < -sigma_change))
-    bounded_sigma = torch.where(is_sigma_replaced, sigmas.second_schedule_sigma, sigma)
+    bounded_sigma = torch.where(is_sigma_replaced, noise_levels.second_schedule_sigma, sigma)
     noise_rate = noise_strength * torch.sqrt(sigma / (1 - bounded_sigma))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
@@ -71,9 +71,9 @@ def flow_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: fl
     return StepDistribution(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
-def dance_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+def dance_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
     """Return the stochastic step of DanceGRPO (arXiv 2505.07818): constant noise rate, drift along the score."""
-    sigma, sigma_change = sigmas.sigma, sigmas.next_sigma - sigmas.sigma
+    sigma, sigma_change = noise_levels.sigma, noise_levels.next_sigma - noise_levels.sigma
     clean_latents = estimate_clean_latents(x, v, sigma)
     score = (broadcast_per_sample(1 - sigma, x) * clean_latents - x) / broadcast_per_sample(sigma**2, x)
     score_factor = broadcast_per_sample(0.5 * noise_strength**2 * sigma_change, x)
@@ -82,24 +82,24 @@ def dance_grpo_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: f
     return StepDistribution(mean, noise_rate * torch.sqrt(-sigma_change), noise_rate)
 
 
-def flow_cps_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+def flow_cps_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(noise_strength pi / 2)
     of the noise is new. The total noise after the step is exactly that of the next noise level."""
-    new_noise_std = sigmas.next_sigma * math.sin(noise_strength * math.pi / 2)
-    kept_noise_std = torch.sqrt((sigmas.next_sigma**2 - new_noise_std**2).clamp(min=0))
-    clean_latents, noise = estimate_clean_latents(x, v, sigmas.sigma), estimate_noise(x, v, sigmas.sigma)
-    clean_scale = broadcast_per_sample(1 - sigmas.next_sigma, x)
+    new_noise_std = noise_levels.next_sigma * math.sin(noise_strength * math.pi / 2)
+    kept_noise_std = torch.sqrt((noise_levels.next_sigma**2 - new_noise_std**2).clamp(min=0))
+    clean_latents, noise = estimate_clean_latents(x, v, noise_levels.sigma), estimate_noise(x, v, noise_levels.sigma)
+    clean_scale = broadcast_per_sample(1 - noise_levels.next_sigma, x)
     mean = clean_scale * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
     return StepDistribution(mean, new_noise_std, new_noise_std, has_log_density=False)
 
 
-def ddim_step(x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float) -> StepDistribution:
+def ddim_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float) -> StepDistribution:
     """Return the step of DDIM (arXiv 2010.02502) for a flow. Noise strength 0 is the Euler step, and noise strength 1
     the posterior of the forward process."""
-    sigma, next_sigma = sigmas.sigma, sigmas.next_sigma
+    sigma, next_sigma = noise_levels.sigma, noise_levels.next_sigma
     clean_ratio = (1 - sigma) / (1 - next_sigma)
-    variance = (sigma**2 - (clean_ratio * next_sigma) ** 2).clamp(min=0)
-    std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(variance), next_sigma)
+    noise_variance = (sigma**2 - (clean_ratio * next_sigma) ** 2).clamp(min=0)
+    std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(noise_variance), next_sigma)
     kept_noise_std = torch.sqrt(next_sigma**2 - std**2)
     clean_latents, noise = estimate_clean_latents(x, v, sigma), estimate_noise(x, v, sigma)
     mean = broadcast_per_sample(1 - next_sigma, x) * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
@@ -113,12 +113,12 @@ STOCHASTIC_STEPS: dict[str, StochasticStep] = {
 
 
 def compute_step_distribution(
-    name: str, x: Tensor, v: Tensor, sigmas: NoiseLevels, noise_strength: float
+    solver: str, x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: float
 ) -> StepDistribution:
     """Return the distribution of the latents after a stochastic step from the latents `x` with the predicted velocity
-    `v`; `name` is a key of `STOCHASTIC_STEPS`, `noise_strength` the strength of the noise."""
+    `v`; `solver` is a key of `STOCHASTIC_STEPS`, `noise_strength` the strength of the noise."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return STOCHASTIC_STEPS[name](x.to(dtype), v.to(dtype), sigmas, noise_strength)
+    return STOCHASTIC_STEPS[solver](x.to(dtype), v.to(dtype), noise_levels, noise_strength)
 
 
 def log_prob(distribution: StepDistribution, next_latents: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def euler_step(x: Tensor, v: Tensor, sigma: Tensor, next_sigma: Tensor) -> Tenso
 
 
 class DpmSolver2M:
-    """DPM-Solver++(2M) (arXiv 2211.01095) on a flow: each step also uses the clean estimate of the previous step.
+    """DPM-Solver++(2M) (arXiv 2211.01095) on a flow: a step also uses the previous estimate of the clean latents.
 
     The first step, the second step if sampling starts from pure noise, and the last step are of order 1, because
     log((1 - sigma) / sigma) is infinite at sigma 0 and 1.
@@ -157,12 +157,12 @@ class DpmSolver2M:
         self._previous_clean_latents = clean_latents
         if previous_clean_latents is None or next_sigma == 0 or self._sigmas_N[step_index - 1] >= 1:
             return euler_step(x, v, sigma, next_sigma)
-        log_snr = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[step_index - 1], sigma, next_sigma)]
-        log_snr_step, previous_log_snr_step = log_snr[2] - log_snr[1], log_snr[1] - log_snr[0]
-        latents_slope = (clean_latents - previous_clean_latents) / (previous_log_snr_step / log_snr_step)
+        log_snrs = [torch.log((1 - s) / s).item() for s in (self._sigmas_N[step_index - 1], sigma, next_sigma)]
+        log_snr_step, previous_log_snr_step = log_snrs[2] - log_snrs[1], log_snrs[1] - log_snrs[0]
+        clean_latents_slope = (clean_latents - previous_clean_latents) / (previous_log_snr_step / log_snr_step)
         clean_scale = (1 - next_sigma).item() * math.expm1(-log_snr_step)
-        return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * latents_slope
+        return (next_sigma / sigma).item() * x - clean_scale * clean_latents - 0.5 * clean_scale * clean_latents_slope
 
     def reset(self) -> None:
-        """Discard the stored clean estimate, for example after a stochastic step; the next step is of order 1."""
+        """Discard the stored clean latents, for example after a stochastic step; the next step is of order 1."""
         self._previous_clean_latents = None

@@ -27,19 +27,19 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
             of these settings, or the weights are quantized in a format that is not dequantized.
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
-    quantization = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
-    # Without `trainable_pattern`, quantized weights are trained too; `trainable_map` may name some of them.
-    names_trained_weights = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
-    if quantization and quantization not in DEQUANTIZED_FORMATS and not names_trained_weights:
+    quant_format = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
+    # Quantized weights cannot be trained. Only a recipe with `trainable_pattern` alone can leave all of them untrained.
+    trains_only_named_weights = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
+    if quant_format and quant_format not in DEQUANTIZED_FORMATS and not trains_only_named_weights:
         raise ConfigError(
-            f"policy.model_name_or_path: the model's weights are quantized ({quantization}): they are not trained, and "
+            f"policy.model_name_or_path: the model's weights are quantized ({quant_format}): they are not trained, and "
             f"no adapter can be merged into them, as engines and the export need; take the model without quantization, "
             f"or name other weights in policy.trainable_pattern alone"
         )
     if not keys and policy.lora is None:
         return
-    # Undo a setting of gradient checkpointing, so that the backward pass ends at the first trained layer.
-    # Non-reentrant checkpoints do not need embeddings whose output requires a gradient.
+    # Gradient checkpointing makes embeddings return outputs that require gradients. Non-reentrant checkpoints do not
+    # need this. Without it, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
@@ -54,21 +54,21 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
         for pattern in patterns or ():
             _set_requires_grad(model, f"policy.{key}", pattern, pattern, key == "trainable_pattern")
     for name, is_trained in sorted((policy.trainable_map or {}).items(), key=lambda item: len(item[0])):
-        # The longest name comes last, so that the setting of an inner module takes precedence.
+        # The longest name is applied last, so that the setting of an inner module takes precedence.
         _set_requires_grad(model, "policy.trainable_map", name, rf"^{re.escape(name)}(\.|\Z)", is_trained)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"policy.{keys[-1]} leaves no weight to train; name fewer in it")
 
 
-def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, regex: str, is_trained: bool) -> None:
-    weights = dict(model.named_parameters(remove_duplicate=False))  # includes all names of a tied weight
-    parameters = [parameter for name, parameter in weights.items() if re.search(regex, name)]
-    if not parameters:
-        prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in weights})  # cut names before the layer number
+def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, name_regex: str, is_trained: bool) -> None:
+    parameter_by_name = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under all its names
+    matching_parameters = [parameter for name, parameter in parameter_by_name.items() if re.search(name_regex, name)]
+    if not matching_parameters:
+        prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in parameter_by_name})  # names up to the layer number
         raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggest_names(name_or_pattern, prefixes)}")
-    if is_trained and not all(parameter.is_floating_point() for parameter in parameters):
+    if is_trained and not all(parameter.is_floating_point() for parameter in matching_parameters):
         raise ConfigError(f"{key}: {name_or_pattern!r} matches quantized weights, which are not trained; name others")
-    for parameter in parameters:
+    for parameter in matching_parameters:
         parameter.requires_grad_(is_trained)
 
 

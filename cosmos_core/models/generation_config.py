@@ -25,12 +25,12 @@ def load_generation_config(model: str, revision: str | None = None) -> Generatio
     """Load the generation config of a model, such as its end tokens; return None if the model has no such file, and
     raise ModelError if the file is not a JSON object. Settings that transformers refuses are left out with a
     warning."""
-    if (settings := _read_generation_config(model, revision)) is None:
+    if (generation_settings := _read_generation_config(model, revision)) is None:
         return None
-    config, refused_names = _split_refused_settings(settings)
+    config, refused_names = _split_refused_settings(generation_settings)
     if refused_names:
-        names = ", ".join(refused_names)
-        logger.warning("%s of %s: transformers refuses to load %s, left out", GENERATION_CONFIG, model, names)
+        refused_text = ", ".join(refused_names)
+        logger.warning("%s of %s: transformers refuses to load %s, left out", GENERATION_CONFIG, model, refused_text)
     return config
 
 
@@ -42,7 +42,7 @@ def find_refused_generation_settings(model: str, revision: str | None = None) ->
 
 def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the generation config of a model without transformers' validation, which refuses some values. The end token
-    of the tokenizer, which rows teach and engines obey, is added if `generate` would not stop at it."""
+    of the tokenizer, with which training rows end, is added if it is missing, so that `generate` stops at it."""
     config, end_token_id = copy.copy(model.generation_config), tokenizer.eos_token_id
     end_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if end_token_id is not None and end_token_id not in end_token_ids:
@@ -51,7 +51,7 @@ def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 @contextmanager
-def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
+def use_default_generation_config(model: PreTrainedModel) -> Iterator[None]:
     """Replace the generation config of a model by the default during the block, so that the model can be saved."""
     original_config, model.generation_config = model.generation_config, GenerationConfig()
     try:
@@ -80,10 +80,10 @@ def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConf
 
 
 def _try_build_generation_config(settings: Mapping[str, Any]) -> GenerationConfig | None:
-    """Return a generation config with the settings `settings`; None if transformers cannot load or write them."""
+    """Return a generation config with these settings; None if transformers cannot load or write the settings."""
     try:
         config = GenerationConfig.from_dict(dict(settings))
-        GenerationConfig.from_dict(config.to_dict())  # transformers repeats this conversion when it loads a model
+        GenerationConfig.from_dict(config.to_dict())  # tests the round trip that transformers makes on loading a model
         config.to_json_string()
         eos_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise any error

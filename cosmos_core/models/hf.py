@@ -79,16 +79,16 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         if not (model_source / "config.json").is_file():
             remedy = "give a folder in Hugging Face format"
             config_files = [
-                file for depth in (1, 2, 3) for file in sorted(model_source.glob("*/" * depth + "config.json"))
+                file for level in (1, 2, 3) for file in sorted(model_source.glob("*/" * level + "config.json"))
             ]
-            if config_files:  # such as a folder of checkpoints or a cache of the Hub
+            if config_files:  # `model` may be a folder of checkpoints or a cache of the Hub
                 remedy += f", such as {' or '.join(str(file.parent) for file in config_files[:3])}"
             if has_adapter:
                 remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
             elif (model_source / "model_index.json").is_file():
                 remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
             raise model_error(model, f"the folder has no config.json; {remedy}")
-        if has_adapter:  # refused, because `from_pretrained` would load the adapter, but `load_shards` would ignore it
+        if has_adapter:  # refused, because `from_pretrained` would load an adapter, but `load_shards` would ignore it
             problem = "the folder has a model and an adapter (adapter_config.json)"
             raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
     for name in ("config.json", "generation_config.json"):
@@ -115,18 +115,18 @@ def load_model(
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
-        _build_empty_model(config, model, dtype)  # so that a wrong config.json raises the error of `init_on_meta`
+        _build_empty_model(config, model, dtype)  # raises the same errors for config.json as `init_on_meta`
     cls = find_model_class(config)
     if generation_config := load_generation_config(model, revision):
         load_options["generation_config"] = generation_config
-    load_options |= (dequantization := make_dequantize_options(config))
+    load_options |= (dequantize_options := make_dequantize_options(config))
     with translate_load_errors("weights", model):
         loaded_model, loading_info = cls.from_pretrained(
             str(model_source), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
             **load_options, **_select_attention_implementation(cls, config),
         )  # fmt: skip
-    if dequantization and dequantization["quantization_config"].quant_method == MXFP4:
-        loaded_model.__dict__.pop("_weight_conversions")  # with these conversions, transformers would save no experts
+    if dequantize_options and dequantize_options["quantization_config"].quant_method == MXFP4:
+        loaded_model.__dict__.pop("_weight_conversions")  # weight conversions would make transformers save no experts
     check_loaded_tensors(loaded_model, loading_info, model)
     for name, tensor in loaded_model.state_dict().items():
         if problem := describe_nonfinite_values(name, tensor):
@@ -141,10 +141,10 @@ def load_model(
 def model_without_weights(
     model: str, *, revision: str | None = None, dtype: torch.dtype, gradient_checkpointing: RecomputeMode = False
 ) -> PreTrainedModel:
-    """Build the model that `load_model` would return from its config.json, without weights, for the meta device or fake
-    mode; raise ModelError if its config.json is wrong, or its architecture does not generate text."""
+    """Build the model of `load_model` from its config.json without reading weights, on the meta device or in fake
+    tensor mode. Raise ModelError if its config.json is wrong, or its architecture does not generate text."""
     empty_model = _build_empty_model(load_config(model, revision), model, dtype)
-    empty_model.tie_weights()  # `from_pretrained` ties weights during the initialisation, which is skipped here
+    empty_model.tie_weights()  # weights are tied explicitly, because the initialisation that would tie them is skipped
     recompute_activations(empty_model, gradient_checkpointing)
     return empty_model.eval()
 
@@ -168,16 +168,16 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
 
 def check_rows(
     config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel],
-    *, completed_splits: Sequence[str] = (),
+    *, splits_to_complete: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Refuse prepared rows in `folder` that a model cannot process. Return a warning if rows exceed the model's
-    positions, otherwise an empty string. `build_model` is called only if shapes of weights are needed.
-    `completed_splits` are the splits whose prompts an engine completes.
+    """Raise an error if a model cannot process the prepared rows in `folder`. Return a warning if a row has more tokens
+    than the model has positions, otherwise an empty string. `build_model` is called only if shapes of weights are
+    needed. `splits_to_complete` are the splits whose prompts an engine completes.
 
     Raises:
         DataError: a token has no embedding.
         ModelError: a row has more tokens than the model has learned position embeddings, or a prompt to complete
-            has so many that no position is left for a completion: engines use none beyond the model's.
+            leaves no position of the model for a completion.
     """
     text_config = config.get_text_config()
     try:
@@ -187,7 +187,7 @@ def check_rows(
         check_token_ids(folder, embedding.weight.shape[0])
     max_row_tokens = find_longest_row_length(folder)
     max_positions = getattr(text_config, "max_position_embeddings", None)
-    prompt_lengths = [find_longest_row_length(folder, "prompt_ids", name) for name in completed_splits]
+    prompt_lengths = [find_longest_row_length(folder, "prompt_ids", name) for name in splits_to_complete]
     max_prompt_tokens = max(prompt_lengths, default=0)
     if max_positions and max_prompt_tokens >= max_positions:
         raise ModelError(
@@ -199,8 +199,8 @@ def check_rows(
     problem = f"rows of up to {max_row_tokens:,} tokens are longer than the {max_positions:,} positions of the model"
     model, remedy = build_model(), "lower policy.model_max_length"
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    num_embeddings = {module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()}
-    if not num_embeddings.isdisjoint({max_positions, max_positions + 2}):
+    embedding_sizes = {module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()}
+    if not embedding_sizes.isdisjoint({max_positions, max_positions + 2}):
         raise ModelError(f"{problem}; {remedy}")
     return f"{problem} (max_position_embeddings), so it learns positions that it never saw; {remedy}"
 
@@ -215,12 +215,12 @@ def iter_checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tenso
 def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:
     _check_architecture(config, model)
     cls = find_model_class(config)
-    build_model = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
+    model_constructor = cls.from_config if cls is AutoModelForCausalLM else cls._from_config
     # Skip initialisations that read weights, because meta tensors have no values.
     with translate_load_errors("architecture", model), no_init_weights():
-        empty_model = build_model(config, dtype=dtype, **_select_attention_implementation(cls, config))
-    is_encoder = {getattr(each, "is_decoder", None) for each in (type(config), empty_model.config)} == {False}
-    if is_encoder and "encoder_hidden_states" in inspect.signature(empty_model.forward).parameters:  # such as BERT
+        empty_model = model_constructor(config, dtype=dtype, **_select_attention_implementation(cls, config))
+    is_encoder = {getattr(c, "is_decoder", None) for c in (type(config), empty_model.config)} == {False}
+    if is_encoder and "encoder_hidden_states" in inspect.signature(empty_model.forward).parameters:
         problem = "config.json has is_decoder = false or no such key, so that tokens attend to the tokens after them"
         raise model_error(model, f"{problem}; write true there if it was trained so, or give a causal language model")
     return empty_model
@@ -248,8 +248,8 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
         ):
             problem = f"tokens of {cls.__name__} attend to the tokens after them, which they would learn to copy"
             raise model_error(model, f"{problem}; give a causal language model")
-        is_vision_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls  # registered for it
-        if config_class and not (is_vision_class or any(isinstance(c, config_class) for c in (config, text_config))):
+        is_image_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is cls
+        if config_class and not (is_image_class or any(isinstance(c, config_class) for c in (config, text_config))):
             raise model_error(
                 model, f"{architectures_text} and model_type = {config.model_type!r}, which do not belong together"
             )
@@ -285,7 +285,7 @@ def _select_attention_implementation(cls: Any, config: PretrainedConfig) -> dict
 def check_loaded_tensors(loaded_model: PreTrainedModel, loading_info: dict[str, Any], model: str) -> None:
     """Raise ModelError if tensors are missing, unexpected, of another shape, or not tied although config.json ties
     them. In these cases, transformers only logs a warning."""
-    mismatched_names = {entry[0] for entry in loading_info["mismatched_keys"]}
+    mismatched_names = {mismatch[0] for mismatch in loading_info["mismatched_keys"]}
     tied_names = loaded_model.get_expanded_tied_weights_keys(all_submodels=True).keys()
     names_by_problem = {
         "missing from the files": set(loading_info["missing_keys"]) - mismatched_names,
@@ -308,7 +308,7 @@ def describe_nonfinite_values(name: str, tensor: Tensor) -> str:
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
     if tensor.element_size() == 1:
-        tensor = tensor.bfloat16()  # torch computes no minimum of 8-bit floats
+        tensor = tensor.bfloat16()  # converted, because torch computes no minimum of 8-bit floats
     # Minimum and maximum are finite only if all values are; isfinite() on the tensor would need more memory.
     if torch.stack(tensor.aminmax()).isfinite().all():
         return ""

@@ -28,7 +28,7 @@ _HOPPER_MAJOR_VERSION = 9
 _FP8_SIZE_MULTIPLE = 16
 """Number by which the input and output features of a linear layer must be divisible for fp8 products."""
 
-_unpatched_namespaces: dict[str, dict[str, Any]] = {}
+_original_namespaces: dict[str, dict[str, Any]] = {}
 """Original content of the modules of transformers in which Liger has replaced functions, by name of the module."""
 
 
@@ -40,16 +40,16 @@ def patch_with_liger(model: PreTrainedModel) -> None:
     model_type = model.config.model_type
     if model_type not in patch_functions:
         raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {model_type}; leave it out")
-    _unpatched_namespaces.setdefault(type(model).__module__, dict(vars(sys.modules[type(model).__module__])))
+    _original_namespaces.setdefault(type(model).__module__, dict(vars(sys.modules[type(model).__module__])))
     patch_functions[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `patch_with_liger`, because Liger's kernels need a GPU, and return the model; without a patch, no change."""
-    vars(sys.modules[type(model).__module__]).update(_unpatched_namespaces.pop(type(model).__module__, {}))
+    """Undo `patch_with_liger` if it was called, because Liger's kernels need a GPU, and return the model."""
+    vars(sys.modules[type(model).__module__]).update(_original_namespaces.pop(type(model).__module__, {}))
     for module in model.modules():
-        for name, method in list(vars(module).items()):
-            if str(getattr(method, "__module__", "")).startswith("liger_kernel"):
+        for name, patched_method in list(vars(module).items()):
+            if str(getattr(patched_method, "__module__", "")).startswith("liger_kernel"):
                 delattr(module, name)
     return model
 
@@ -79,7 +79,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = Fa
     def should_convert(module: nn.Module, name: str) -> bool:
         return (
             type(module) is nn.Linear  # a subclass of nn.Linear may be a router, which must not be converted
-            and any(name.startswith(f"{block}.") for block in block_names)
+            and any(name.startswith(f"{block_name}.") for block_name in block_names)
             and not module.in_features % _FP8_SIZE_MULTIPLE
             and not module.out_features % _FP8_SIZE_MULTIPLE
         )
@@ -92,9 +92,9 @@ def remove_fp8(model: PreTrainedModel) -> PreTrainedModel:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Float8Linear" and isinstance(child, nn.Linear):
-                layer = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
-                layer.weight, layer.bias = child.weight, child.bias
-                setattr(module, name, layer)
+                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                linear.weight, linear.bias = child.weight, child.bias
+                setattr(module, name, linear)
     return model
 
 
@@ -119,12 +119,12 @@ def autocast_experts(experts: Any, hidden_states: Tensor, *routing_arguments: Te
     if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
     dtype = torch.get_autocast_dtype(device_type)
-    cast_weights = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
-    experts.__dict__.update(cast_weights)  # instance attributes take precedence over parameters of the same name
+    autocast_weights = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
+    experts.__dict__.update(autocast_weights)  # attributes with cast weights take precedence over the parameters
     try:
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
     finally:
-        for name in cast_weights:
+        for name in autocast_weights:
             del experts.__dict__[name]
 
 

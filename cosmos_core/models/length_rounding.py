@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def round_up_length(length: int) -> int:
@@ -19,7 +19,7 @@ def round_up_length(length: int) -> int:
 def kernel_padded_length(length: int, device: torch.device, dtype: torch.dtype) -> int:
     """Return the length to which rows of `length` tokens are padded for a computation in `dtype` on `device`. The
     length is rounded up if the device compiles a kernel for each shape, otherwise unchanged."""
-    return round_up_length(length) if device.type == "cpu" and dtype in _HALF_DTYPES else length
+    return round_up_length(length) if device.type == "cpu" and dtype in _HALF_PRECISION_DTYPES else length
 
 
 def pad_for_kernel(tensor: Tensor, dim: int) -> Tensor:

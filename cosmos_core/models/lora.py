@@ -30,10 +30,10 @@ from cosmos_core.models.adapter import PEFT_PREFIX, load_adapter_config, load_ad
 from cosmos_core.models.lora_targets import (
     ExactTargetLora,
     adapted_layers,
+    adapted_layers_by_peft_name,
     describe_adapter,
     find_inseparable_layers,
     find_lora_targets,
-    layers_by_pattern_name,
     make_portable_config,
     possible_target_names,
     resolve_saved_targets,
@@ -71,11 +71,11 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     modules_to_save = tuple(lora.modules_to_save or ())
     _check_targets("target_modules", targets, possible_target_names(model), r"(^|.*\.){}")
     _check_targets("modules_to_save", modules_to_save, [name for name, _ in model.named_modules() if name], r".*{}")
-    tied_names, inseparable_layers = _find_tied_modules(model), find_inseparable_layers(model)
+    tied_module_names, inseparable_layers = _find_tied_modules(model), find_inseparable_layers(model)
     if lora.lora_path is None:
-        config = _build_peft_config(model, lora, any(name.endswith(modules_to_save) for name in tied_names))
+        config = _build_peft_config(model, lora, any(name.endswith(modules_to_save) for name in tied_module_names))
     else:
-        config = load_adapter_config(lora, tied_names)
+        config = load_adapter_config(lora, tied_module_names)
         resolve_saved_targets(config, model)
     config.base_model_name_or_path = getattr(model, "name_or_path", None)
     config.revision = getattr(model.config, "_commit_hash", None)
@@ -89,18 +89,18 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         key = "policy.lora" + f".lora_path = '{lora.lora_path}'" * bool(lora.lora_path)
         raise ConfigError(f"{key}: PEFT refuses {type(model).__name__}: {' '.join(str(error).split())}") from error
     layers_by_name: Mapping[str, Any] = adapted_layers(model)
-    if tied_targets := [name for name in tied_names if name in layers_by_name]:
-        setting = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
+    if tied_targets := [name for name in tied_module_names if name in layers_by_name]:
+        setting_name = f"lora_path = '{lora.lora_path}'" if lora.lora_path else "target_modules"
         raise ConfigError(
-            f"policy.lora.{setting} names {tied_targets[0]!r}, whose weight is {' and '.join(tied_names)} in one; "
-            f"name it in modules_to_save{' of a new adapter' if lora.lora_path else ''}, which trains it whole"
+            f"policy.lora.{setting_name} names {tied_targets[0]!r}, whose weight is {' and '.join(tied_module_names)} "
+            f"in one; name it in modules_to_save{' of a new adapter' if lora.lora_path else ''}, which trains it whole"
         )
-    if names := [name for name in layers_by_name if name in inseparable_layers]:
+    if refused_names := [name for name in layers_by_name if name in inseparable_layers]:
         remedy = "leave it out of target_modules" if lora.lora_path is None else "train a new adapter"
-        raise ConfigError(f"policy.lora changes {names[0]!r}, {inseparable_layers[names[0]]}; {remedy}")
+        raise ConfigError(f"policy.lora changes {refused_names[0]!r}, {inseparable_layers[refused_names[0]]}; {remedy}")
     logger.info("policy.lora: %s", describe_adapter(model, lora.target_modules))
     for key, patterns in (("r_pattern", lora.r_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        _check_targets(key, patterns or {}, layers_by_pattern_name(model), r"(.*\.)?({})", True)
+        _check_targets(key, patterns or {}, adapted_layers_by_peft_name(model), r"(.*\.)?({})", True)
     write_pattern_per_layer(model, config)
     # Dropout on the output head is refused: the head runs again in the backward pass, with another dropout mask.
     if lora.lora_dropout and isinstance(_embedding_and_head(model)[1], LoraLayer):
@@ -140,8 +140,8 @@ def has_changed_base(model: nn.Module) -> bool:
 
 @contextmanager
 def merge_adapter(model: nn.Module) -> Iterator[None]:
-    """Merge the adapter of a model, or of one layer, into the base weights during the block; without an adapter, do
-    nothing.
+    """Merge the adapter of a model, or of one layer, into the base weights during the block. Do nothing if there is no
+    adapter.
 
     After the block, the base weights are restored from a copy: subtracting the adapter would leave rounding errors.
     """
@@ -151,13 +151,13 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for layer in layers:
                 layer.merge(safe_merge=True)  # safe_merge writes to a new tensor instead of the base weights
-        # transformers looks up parameters by the names that they have without an adapter (`revert_weight_conversion`).
+        # `revert_weight_conversion` of transformers gets parameters by the names that they have without an adapter.
         vars(model)["get_parameter"] = lambda name: merged_state_dict(model)[name]
         yield
     finally:
         vars(model).pop("get_parameter", None)
-        for parameter, data in base_weights.items():
-            parameter.data = data
+        for parameter, original_weight in base_weights.items():
+            parameter.data = original_weight
         for layer in layers:
             layer.merged_adapters.clear()
 
@@ -214,67 +214,67 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         if isinstance(module_names := getattr(config, name), (set, list)):
             setattr(config, name, sorted(module_names))
-    lora_state = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
+    lora_tensors = peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER_NAME, save_embedding_layers=False)
     if has_changed_base(model):
-        lora_state = _rebase_adapter_on_original(model, lora_state, config)
+        lora_tensors = _rebase_adapter_on_original(model, lora_tensors, config)
     folder.mkdir(parents=True)
     # Each tensor is copied, because safetensors refuses tensors that share memory, such as tied weights.
-    tensors = {PEFT_PREFIX + name: t.detach().to("cpu", copy=True).contiguous() for name, t in lora_state.items()}
+    tensors = {PEFT_PREFIX + name: t.detach().to("cpu", copy=True).contiguous() for name, t in lora_tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
 
-def _build_peft_config(model: Any, lora: LoraConfig, should_keep_ties: bool) -> peft.LoraConfig:
-    targets = find_lora_targets(model, lora.target_modules)
-    if targets.parameters and needs_base_weights(lora):
+def _build_peft_config(model: Any, lora_config: LoraConfig, should_tie_weights: bool) -> peft.LoraConfig:
+    adapter_targets = find_lora_targets(model, lora_config.target_modules)
+    if adapter_targets.parameters and needs_base_weights(lora_config):
         raise ConfigError(
-            f"policy.lora.init_lora_weights = {lora.init_lora_weights!r} starts from linear layers, and "
-            f"{targets.parameters[0]} is none; use true, or leave it out of target_modules"
+            f"policy.lora.init_lora_weights = {lora_config.init_lora_weights!r} starts from linear layers, and "
+            f"{adapter_targets.parameters[0]} is none; use true, or leave it out of target_modules"
         )
-    rank_pattern, alpha_pattern = dict(lora.r_pattern or {}), dict(lora.alpha_pattern or {})
-    double_rank_names = targets.double_rank_names
-    if rank_pattern or alpha_pattern:  # list each layer, which may have its own rank or alpha
+    rank_pattern, alpha_pattern = dict(lora_config.r_pattern or {}), dict(lora_config.alpha_pattern or {})
+    double_rank_names = adapter_targets.double_rank_names
+    if rank_pattern or alpha_pattern:  # list all layers, because each may have its own rank or alpha
         double_rank_names = [name for name in possible_target_names(model) if name.endswith(tuple(double_rank_names))]
     # Two stacked projections need twice the rank, at an unchanged scale: alpha / r, or alpha / sqrt(r).
-    alpha_factor = math.sqrt(2) if lora.use_rslora else 2
+    alpha_factor = math.sqrt(2) if lora_config.use_rslora else 2
     rank_overrides, alpha_overrides = dict[str, int](), dict[str, float]()
     for name in double_rank_names:
-        rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora.r)
-        alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora.lora_alpha)
+        rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora_config.r)
+        alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora_config.lora_alpha)
         rank_overrides[f".*{re.escape(name)}"], alpha_overrides[f".*{re.escape(name)}"] = 2 * rank, alpha_factor * alpha
     config_class: Any = peft.LoraConfig  # Any, because PEFT's type annotations are too narrow
     return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
-        r=lora.r,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=targets.modules,
-        target_parameters=targets.parameters or None,
-        exclude_modules=targets.excluded_modules or None,
-        use_rslora=lora.use_rslora,
-        modules_to_save=list(lora.modules_to_save) if lora.modules_to_save else None,
-        ensure_weight_tying=should_keep_ties,
+        r=lora_config.r,
+        lora_alpha=lora_config.lora_alpha,
+        lora_dropout=lora_config.lora_dropout,
+        target_modules=adapter_targets.modules,
+        target_parameters=adapter_targets.parameters or None,
+        exclude_modules=adapter_targets.excluded_modules or None,
+        use_rslora=lora_config.use_rslora,
+        modules_to_save=list(lora_config.modules_to_save) if lora_config.modules_to_save else None,
+        ensure_weight_tying=should_tie_weights,
         alpha_pattern=alpha_overrides | alpha_pattern,
         rank_pattern=rank_overrides | rank_pattern,
         # True is the default initialisation. The meta device needs it, because PiSSA reads the values of weights.
-        init_lora_weights=next(model.parameters()).is_meta or lora.init_lora_weights,
+        init_lora_weights=next(model.parameters()).is_meta or lora_config.init_lora_weights,
     )
 
 
 def _check_targets(
     key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_targets_regexes: bool = False
 ) -> None:
-    """Check that each of `targets`, inserted into the regular expression `pattern_template`, matches at least one
-    module name."""
-    for target in targets:
-        pattern = pattern_template.format(target if are_targets_regexes else re.escape(target))
+    """Raise ConfigError if no module name matches one of the `targets`, inserted into the regular expression
+    `pattern_template`."""
+    for target_name in targets:
+        pattern = pattern_template.format(target_name if are_targets_regexes else re.escape(target_name))
         if not any(re.fullmatch(pattern, name) for name in names):
-            similar_names = suggest_names(target, sorted({name.rpartition(".")[2] for name in names}))
-            raise ConfigError(f"policy.lora.{key} = {target!r} matches no module{similar_names}")
+            suggestion = suggest_names(target_name, sorted({name.rpartition(".")[2] for name in names}))
+            raise ConfigError(f"policy.lora.{key} = {target_name!r} matches no module{suggestion}")
 
 
 def _embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
-    """Return the input embedding and the output head of a language model; None for a missing one."""
+    """Return the input embedding and the output head of a language model; None for a missing module."""
     if not isinstance(model, PreTrainedModel):
         return None, None
     return model.get_input_embeddings(), model.get_output_embeddings()
@@ -302,22 +302,22 @@ def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
     return ".".join(kept_components)
 
 
-def _rebase_adapter_on_original(model: nn.Module, lora_state: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _rebase_adapter_on_original(model: nn.Module, lora_tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
     weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
-    buffers = dict(model.named_buffers())
-    rebased_state = {}
-    for name, tensor in lora_state.items():
+    buffer_by_name = dict(model.named_buffers())
+    rebased_tensors = {}
+    for name, tensor in lora_tensors.items():
         layer_name, factor_name = split_factor_key(name)
-        initial_factor = buffers.get(f"{layer_name}.initial_{factor_name}")
-        if initial_factor is not None:  # None for a weight in `modules_to_save`, which is not a LoRA factor
+        initial_factor = buffer_by_name.get(f"{layer_name}.initial_{factor_name}")
+        if initial_factor is not None:  # None: a weight in `modules_to_save`, not a LoRA factor
             is_factor_a = factor_name == "A"
             tensor = torch.cat([tensor, initial_factor if is_factor_a else -initial_factor], 0 if is_factor_a else 1)
-        rebased_state[name] = tensor
+        rebased_tensors[name] = tensor
     # alpha grows with the rank, so that the scale of the adapter, alpha / r or alpha / sqrt(r), does not change.
     alpha_factor = math.sqrt(2) if config.use_rslora else 2.0
     config.r, config.lora_alpha = 2 * config.r, alpha_factor * config.lora_alpha
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: alpha_factor * alpha for name, alpha in config.alpha_pattern.items()}
     config.init_lora_weights = True
-    return rebased_state
+    return rebased_tensors

@@ -33,7 +33,7 @@ ALL_LINEAR = "all-linear"
 _EXPERT_PROJECTIONS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Names of the projections that a stacked parameter of experts contains, for each naming scheme of checkpoints.
 Checkpoints store each projection separately."""
-_ADAPTER_COMPONENTS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
+_ADAPTER_NAME_COMPONENTS = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
 
 
 class AdapterTargets(NamedTuple):
@@ -107,9 +107,9 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
 
 
 def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
-    """Return the linear layers whose adapter could not be exported, by name, each with a text of the reason: layers
-    share the weight, into which all their adapters would be merged, or PEFT would not find the adapter on loading,
-    because it changes the names of the tensors."""
+    """Return a text for each linear layer, by name, that says why its adapter could not be exported. Either several
+    layers share the weight, into which all their adapters would be merged, or PEFT would not find the adapter on
+    loading, because it changes the names of the adapter's tensors."""
     linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
     keys = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
@@ -124,13 +124,13 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
 
 def possible_target_names(model: nn.Module) -> list[str]:
     """Return all names that `target_modules` may contain: modules, stacked parameters, and their projections."""
-    names = [name for name, _ in model.named_modules() if name]
+    target_names = [name for name, _ in model.named_modules() if name]
     for name in _find_stacked_parameters(model):
         parent_name, _, child_name = name.rpartition(".")
-        names.append(name)
+        target_names.append(name)
         projections = itertools.chain(*_EXPERT_PROJECTIONS.get(child_name, ()))
-        names += [f"{parent_name}.{projection}" for projection in projections]
-    return names
+        target_names += [f"{parent_name}.{projection}" for projection in projections]
+    return target_names
 
 
 def make_portable_config(config: Any, model: nn.Module) -> Any:
@@ -152,20 +152,20 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
     num_adapted_by_name = Counter(map(name_within_layer, layers))
     for name, layer in layers.items():
         if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in rewritten_targets):
-            short_name = name_within_layer(name)
-            are_all_adapted = num_modules_by_name[short_name] == num_adapted_by_name[short_name]
-            parameter_names.add(f"{short_name if are_all_adapted else name}.weight")
+            name_in_layer = name_within_layer(name)
+            are_all_adapted = num_modules_by_name[name_in_layer] == num_adapted_by_name[name_in_layer]
+            parameter_names.add(f"{name_in_layer if are_all_adapted else name}.weight")
             (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
             if (rank, alpha) != (config.r, config.lora_alpha):
-                pattern = f"{re.escape(name)}(\\.weight)?"
-                config.rank_pattern[pattern], config.alpha_pattern[pattern] = rank, alpha
+                layer_pattern = f"{re.escape(name)}(\\.weight)?"
+                config.rank_pattern[layer_pattern], config.alpha_pattern[layer_pattern] = rank, alpha
     config.target_parameters, config.lora_dropout = parameter_names, 0.0  # PEFT refuses dropout for adapted parameters
     return config
 
 
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
-    """Change the configuration of a saved adapter so that it names layers of `model` as `find_lora_targets` does.
-    Linear layers that `make_portable_config` listed as parameters are listed as modules again."""
+    """Change the configuration of a saved adapter so that the layers of `model` have the names that
+    `find_lora_targets` uses. Linear layers that `make_portable_config` listed as parameters become modules again."""
     saved_parameters = set(config.target_parameters or ())
     matches_by_layer = {
         name: {target for target in saved_parameters if _has_name_suffix(f"{name}.weight", target)}
@@ -174,10 +174,10 @@ def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     }
     config.target_parameters = saved_parameters.difference(*matches_by_layer.values())
     if not isinstance(config.target_modules, str):
-        targets = find_lora_targets(model, sorted(config.target_modules or ()))
-        linear_names = (name for name, matches in matches_by_layer.items() if matches)
-        config.target_modules = {*(targets.modules or ()), *linear_names}
-        config.target_parameters |= set(targets.parameters)
+        adapter_targets = find_lora_targets(model, sorted(config.target_modules or ()))
+        linear_names = (name for name, matching_targets in matches_by_layer.items() if matching_targets)
+        config.target_modules = {*(adapter_targets.modules or ()), *linear_names}
+        config.target_parameters |= set(adapter_targets.parameters)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
@@ -185,8 +185,8 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def layers_by_pattern_name(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the adapted layers by the name that PEFT matches with patterns, of a stacked parameter or else a layer."""
+def adapted_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return the adapted layers by the name that PEFT matches with patterns: that of a stacked parameter or a layer."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
         for name, layer in adapted_layers(model).items()
@@ -197,7 +197,7 @@ def write_pattern_per_layer(model: Any, config: Any) -> None:
     """Give each layer its own rank and alpha pattern if the order of the patterns in `config` matters. The first
     pattern that matches a layer counts, and PEFT sorts the patterns of a saved adapter."""
     if any(list(patterns) != sorted(patterns) for patterns in (config.rank_pattern, config.alpha_pattern)):
-        layers = {re.escape(name): layer for name, layer in layers_by_pattern_name(model).items()}
+        layers = {re.escape(name): layer for name, layer in adapted_layers_by_peft_name(model).items()}
         config.rank_pattern = {name: next(iter(layer.r.values())) for name, layer in layers.items()}
         config.alpha_pattern = {name: next(iter(layer.lora_alpha.values())) for name, layer in layers.items()}
 
@@ -207,20 +207,20 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
     num_adapted_by_type = Counter(map(_describe_layer, layers.values(), layers))
-    description = "LoRA on " + ", ".join(f"{count} {layer_type}" for layer_type, count in num_adapted_by_type.items())
+    adapter_text = "LoRA on " + ", ".join(f"{count} {layer_type}" for layer_type, count in num_adapted_by_type.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
-        return description
+        return adapter_text
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     num_unadapted_by_type: Counter[str] = Counter()
     for name, module in model.named_modules():
-        is_adapter_module = any(component in name for component in _ADAPTER_COMPONENTS)
+        is_adapter_module = any(name_component in name for name_component in _ADAPTER_NAME_COMPONENTS)
         if is_adapter_module or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
             module_type = "the head" if module is head else type(module).__name__
             num_unadapted_by_type[f"{name_within_layer(name)} ({module_type})"] += 1
     unadapted_description = ", ".join(f"{count} {layer_type}" for layer_type, count in num_unadapted_by_type.items())
-    return description + f"; not on {unadapted_description}" * bool(num_unadapted_by_type)
+    return adapter_text + f"; not on {unadapted_description}" * bool(num_unadapted_by_type)
 
 
 def name_within_layer(name: str) -> str:
@@ -236,10 +236,10 @@ def is_plain_linear(layer: nn.Linear) -> bool:
         return True
     weight = layer.weight
     try:
-        output = layer(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
+        layer_output = layer(torch.zeros(1, layer.in_features, dtype=weight.dtype, device=weight.device))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
-    return isinstance(output, Tensor) and output.shape == (1, layer.out_features)
+    return isinstance(layer_output, Tensor) and layer_output.shape == (1, layer.out_features)
 
 
 def _find_bypassed_layers(model: nn.Module) -> Iterator[str]:
@@ -248,10 +248,10 @@ def _find_bypassed_layers(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         linear_names = [child_name for child_name, child in module.named_children() if isinstance(child, nn.Linear)]
         source = _read_source(cast(Any, type(module))) if linear_names and isinstance(model, PreTrainedModel) else ""
-        for child in linear_names:
-            is_weight_read = re.search(rf"self\.{child}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
-            if is_weight_read and (hasattr(module, "conv1d") or f"self.{child}(" not in source):
-                yield f"{name}.{child}"
+        for linear_name in linear_names:
+            is_weight_read = re.search(rf"self\.{linear_name}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
+            if is_weight_read and (hasattr(module, "conv1d") or f"self.{linear_name}(" not in source):
+                yield f"{name}.{linear_name}"
 
 
 @cache
@@ -282,7 +282,7 @@ def _find_stacked_parameters(model: nn.Module) -> list[str]:
 
 
 def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
-    """Return the part of a parameter name after the layer number, or the whole name if a target is longer than it."""
+    """Return the part of a parameter name after the layer number; return the whole name if a target is longer."""
     unnumbered_name = name_within_layer(name)
     return unnumbered_name if all(len(target) <= len(unnumbered_name) for target in targets) else name
 

@@ -16,8 +16,8 @@ _MAX_OVERHEAD_TOKENS, _TOKENS_PER_OVERHEAD_TOKEN = 32, 64
 _MIN_SAVED_TOKEN_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
 _MIN_PROMPT_TOKENS = 8
-"""Minimum number of tokens of a prompt to share, because the attention of completions of shared prompts runs in more,
-smaller batches."""
+"""Minimum number of tokens of a shared prompt. Sharing a shorter prompt would cost more time than it saves, because
+attention runs in more, smaller batches."""
 
 
 def split_by_length(
@@ -46,8 +46,8 @@ def split_by_length(
     min_costs, batch_starts = [0], [0]
     for end in range(1, len(lengths) + 1):
         candidate_starts = range(max(0, end - max_rows), end)
-        min_cost, start = min((min_costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in candidate_starts)
-        min_costs.append(min_cost)
+        batch_cost, start = min((min_costs[i] + lengths[i] * (end - i) + overhead_tokens, i) for i in candidate_starts)
+        min_costs.append(batch_cost)
         batch_starts.append(start)
     batch_boundaries = [len(lengths)]
     while batch_boundaries[-1]:
@@ -73,7 +73,7 @@ def prompt_length(sample: Sample) -> int:
 
 
 def saves_enough_tokens(num_tokens: float, total_merged_tokens: float) -> bool:
-    """Return True if it is worth while to share prompts, which reduces `num_tokens` tokens to `total_merged_tokens`."""
+    """Return True if sharing prompts, which reduces `num_tokens` to `total_merged_tokens`, saves enough tokens."""
     return total_merged_tokens <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
 
 

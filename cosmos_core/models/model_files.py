@@ -34,22 +34,22 @@ def model_error(model: str, problem: str) -> ModelError:
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
     """Return the folder `model` and an empty dictionary if the folder exists, otherwise the Hub id `model` and the
     arguments to fetch its files; raise ModelError if `model` is neither."""
-    path = Path(os.path.expanduser(model))  # os.path, because Path.expanduser raises an error for some invalid names
-    if os.path.isdir(path):
-        return path, {}
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(path):
-        problem = "is a file, not a folder" if os.path.exists(path) else "does not exist"
-        raise model_error(model, f"{path} {problem}; give a folder in Hugging Face format or a Hub id")
+    model_path = Path(os.path.expanduser(model))  # os.path, because Path.expanduser fails for some invalid names
+    if os.path.isdir(model_path):
+        return model_path, {}
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(model_path):
+        problem = "is a file, not a folder" if os.path.exists(model_path) else "does not exist"
+        raise model_error(model, f"{model_path} {problem}; give a folder in Hugging Face format or a Hub id")
     return model, {"revision": revision, "local_files_only": not is_hub_reachable()}
 
 
-def translate_load_errors(component: str, model: str) -> AbstractContextManager[None]:
-    """Return a context manager for a block that reads `component` of `model`. It converts errors of libraries to a
+def translate_load_errors(component_name: str, model: str) -> AbstractContextManager[None]:
+    """Return a context manager for a block that reads `component_name` of `model`. It converts errors of libraries to a
     `ModelError` of one line; errors of memory, disk and network, and each `CosmosError`, are raised unchanged."""
 
     def convert_error(error: Exception) -> Exception:
         is_transient = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
-        return error if is_transient else _describe_load_error(component, model, error)
+        return error if is_transient else _describe_load_error(component_name, model, error)
 
     return convert_errors(convert_error)
 
@@ -110,15 +110,15 @@ def _find_local_files(folder: Path, model: str) -> list[Path]:
 
 def _weight_files_in_index(file: Path, model: str) -> list[Path]:
     weights_index = read_json(file, model)
-    names = weights_index.get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    weight_map = weights_index.get("weight_map")
+    if not (isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values())):
         raise model_error(model, f"{file} has no weight_map from tensors to files; copy it again")
     if not isinstance(weights_index.get("metadata"), dict):  # transformers fails on an index without metadata
         raise model_error(model, f"{file} has no metadata; copy it again")
-    for name in sorted(set(names.values())):
+    for name in sorted(set(weight_map.values())):
         if is_outside_folder(name):
             raise model_error(model, f"{file} names {name!r}, which lies outside of its folder; copy it there")
-    return [file.parent / name for name in sorted(set(names.values()))]
+    return [file.parent / name for name in sorted(set(weight_map.values()))]
 
 
 def _check_safetensors(file: Path, model: str) -> None:
@@ -133,8 +133,8 @@ def _check_safetensors(file: Path, model: str) -> None:
 
 def _check_pickled_weights(file: Path, model: str) -> None:
     problem = f"{file} is damaged, or holds more than tensors, which could run any code when read"
-    damage_error = model_error(model, f"{problem}; copy it again, or save the model as safetensors")
-    with convert_errors(lambda error: error if is_machine_error(error) else damage_error):
+    damaged_file_error = model_error(model, f"{problem}; copy it again, or save the model as safetensors")
+    with convert_errors(lambda error: error if is_machine_error(error) else damaged_file_error):
         state_dict = load_state_dict(file)  # load_state_dict maps the file into memory without reading tensors
     if not isinstance(state_dict, dict):
         raise model_error(model, f"{file} holds no tensors by name; save the model as safetensors")

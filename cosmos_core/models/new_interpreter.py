@@ -23,7 +23,7 @@ from cosmos_core.parent import kill_with_parent
 T = TypeVar("T")
 _POLL_SECONDS = 2.0
 _prestarted_pools: list[ProcessPool] = []
-"""At most one pool, which `open_interpreter_pool` returns next."""
+"""List with no pool, or with the pool that the next call of `open_interpreter_pool` returns."""
 
 
 def prestart_interpreter(module_name: str) -> None:
@@ -55,12 +55,12 @@ def call_in_interpreter(
     stopped.
     """
     failure_prefix = f"export {export_folder} failed the check 'reload'"
-    future = pool.schedule(function, arguments, timeout=timeout_seconds)
+    result_future = pool.schedule(function, arguments, timeout=timeout_seconds)
     with cleanup_on_error(pool.stop):
-        while not wait([future], _POLL_SECONDS).done:
+        while not wait([result_future], _POLL_SECONDS).done:
             on_poll()
     try:
-        return future.result()
+        return result_future.result()
     except TimeoutError:
         raise StageFailed(f"{failure_prefix}: not loaded after {timeout_seconds:g} s") from None
     except Exception as error:

@@ -22,18 +22,18 @@ def activations_on_cpu() -> saved_tensors_hooks:
         is_kept_on_device = isinstance(base_tensor, nn.Parameter) or tensor.numel() < MIN_OFFLOADED_ELEMENTS
         return tensor if is_kept_on_device else offload_hooks.pack_hook(tensor)
 
-    def restore_tensor(saved_value: Any) -> Tensor:
-        return saved_value if isinstance(saved_value, Tensor) else offload_hooks.unpack_hook(saved_value)
+    def restore_tensor(packed_tensor: Any) -> Tensor:
+        return packed_tensor if isinstance(packed_tensor, Tensor) else offload_hooks.unpack_hook(packed_tensor)
 
     return saved_tensors_hooks(offload_tensor, restore_tensor)
 
 
 class ComponentOffload:
-    """Offloading of pipeline components to host memory, from which they move to the device for their use."""
+    """Offloading of pipeline components: they are stored in host memory and moved to the device when they are used."""
 
-    def __init__(self, device: torch.device, *, is_offloaded: bool) -> None:
-        """Store the device. `is_offloaded`: whether components return to host memory after their use."""
-        self._device, self._is_offloaded, self._is_offload_deferred = device, is_offloaded, False
+    def __init__(self, device: torch.device, *, should_offload: bool) -> None:
+        """Store the device. `should_offload`: whether components return to host memory after their use."""
+        self._device, self._should_offload, self._is_offload_deferred = device, should_offload, False
         self._weights_on_device: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         """Components that are on the device, each with the list of its parameters and their tensors in host memory."""
 
@@ -60,7 +60,7 @@ class ComponentOffload:
             self._move_to_host()
 
     def _move_to_host(self) -> None:
-        for component, weights in self._weights_on_device.items() if self._is_offloaded else ():
+        for component, weights in self._weights_on_device.items() if self._should_offload else ():
             for weight, host_tensor in weights:
                 weight.data = host_tensor  # weights of components never change, so they are not copied back
             component.to("cpu")

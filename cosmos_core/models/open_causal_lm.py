@@ -37,14 +37,14 @@ def open_model(stage: Stage) -> CausalLM:
     torch.use_deterministic_algorithms(train.deterministic)
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # any token id can pad, because masks are built from positions
+        tokenizer.pad_token = tokenizer.eos_token  # any token can pad, because masks are built from positions
     image_reader = open_image_reader(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh = open_mesh(policy.parallelism, device.type)
-    load_fn = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
-    if mesh and load_fn is load_model:
+    load_function = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
+    if mesh and load_function is load_model:
         logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
-    model = load_fn(
+    model = load_function(
         stage.model,
         revision=policy.model_revision,
         dtype=getattr(torch, train.master_dtype),
@@ -54,13 +54,13 @@ def open_model(stage: Stage) -> CausalLM:
     move_buffers(model, device)
     check_row_length(model.config, policy.model_max_length)
     prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
-    context = StageContext(stage.recipe, stage.kind)
-    has_validation_completions = context.measures_held_out_rows and stage.recipe.has_validation_completions
-    splits = ("train",) * (stage.kind.feed == "rollouts") + ("validation",) * has_validation_completions
+    stage_context = StageContext(stage.recipe, stage.kind)
+    has_validation_completions = stage_context.measures_held_out_rows and stage.recipe.has_validation_completions
+    splits_to_complete = ("train",) * (stage.kind.feed == "rollouts") + ("validation",) * has_validation_completions
     if prepared_folder is not None and (
-        warning := check_rows(model.config, prepared_folder, lambda: model, completed_splits=splits)
+        rows_warning := check_rows(model.config, prepared_folder, lambda: model, splits_to_complete=splits_to_complete)
     ):
-        logger.warning("%s", warning)
+        logger.warning("%s", rows_warning)
     enable_flash_attention_3()
     if policy.enable_liger_kernel:
         patch_with_liger(model)
@@ -73,9 +73,9 @@ def open_model(stage: Stage) -> CausalLM:
         report_compilations(stage.progress)
         compile_blocks(model)
     pixel_limits = image_settings(stage.recipe).pixels if image_reader else ()
-    extra_files = processor_files(stage.model, policy.model_revision, policy.chat_template, pixel_limits)
+    processor_contents = processor_files(stage.model, policy.model_revision, policy.chat_template, pixel_limits)
     load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
-    input_processing = make_input_processing(tokenizer, model, image_reader, extra_files)
+    input_processing = make_input_processing(tokenizer, model, image_reader, processor_contents)
     return CausalLM(model, train, input_processing, mesh, load_balancing)
 
 

@@ -77,10 +77,10 @@ def enable_packing(
     if is_without_weight_data(model):
         _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         return ""
-    dtypes = {} if gathers_in_compute_dtype else {model.dtype: None}
+    probe_dtypes = {} if gathers_in_compute_dtype else {model.dtype: None}
     if compute_dtype and (gathers_in_compute_dtype or _compute_device(model).type == _VARLEN_DEVICE):
-        dtypes[compute_dtype] = None
-    for dtype in dtypes:
+        probe_dtypes[compute_dtype] = None
+    for dtype in probe_dtypes:
         _set_attention_function(model, attention_name)
         is_packing_inexact = not _is_packing_exact(model, root_modules, attention_name, dtype)
         # All ranks must take the same decision, although each pipeline rank has tested only its own layers.
@@ -94,9 +94,9 @@ def enable_packing(
 def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype: torch.dtype) -> bool:
     """Return True if several sequences of a packed row may share one copy of their prompt. Call `enable_packing` first.
 
-    Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout, which would be the same
-    for all sequences. A probe compares the outputs in `dtype` with those of separate prompts. `root_modules` are the
-    modules to call instead of a sharded model; all ranks must call this function.
+    Sharing requires `PACKED_ATTENTION` without windows in all layers, a CPU, and no dropout: all sequences would have
+    the same dropout in the prompt. A probe compares the outputs in `dtype` with those of separate prompts.
+    `root_modules` are the modules to call instead of a sharded model; all ranks must call this function.
     """
     config = model.config.get_text_config()
     has_window_layers = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
@@ -105,13 +105,13 @@ def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype
     if _compute_device(model).type != "cpu" or is_without_weight_data(model) or has_dropout(model):
         return False
     prompt, *continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
-    token_rows = [np.concatenate([prompt, continuation]) for continuation in continuations]
-    merged_row = collate_shared_prompts(token_rows, [((0, 1), len(prompt))], 0, lambda length: length)
+    id_rows = [np.concatenate([prompt, continuation]) for continuation in continuations]
+    merged_row = collate_shared_prompts(id_rows, [((0, 1), len(prompt))], 0, lambda length: length)
     with _evaluation_mode(model, dtype):
-        separate_outputs = _compute_probe_outputs(model, root_modules, collate_rows(token_rows, 0, packed=True).inputs)
+        separate_outputs = _compute_probe_outputs(model, root_modules, collate_rows(id_rows, 0, is_packed=True).inputs)
         merged_outputs = _compute_probe_outputs(model, root_modules, merged_row.inputs)
-    first_length = len(token_rows[0])
-    expected_outputs = torch.cat([separate_outputs[:first_length], separate_outputs[first_length + len(prompt) :]])
+    row_length = len(id_rows[0])
+    expected_outputs = torch.cat([separate_outputs[:row_length], separate_outputs[row_length + len(prompt) :]])
     return is_close(merged_outputs, expected_outputs, dtype)
 
 
@@ -159,8 +159,8 @@ def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout
         return f"its kernel takes values as wide as keys, and these have {value.shape[-1]} and {head_size}"
     if dropout_rate:
         return f"its kernel knows no dropout, and attention_dropout is {dropout_rate}"
-    if query.is_cuda and (capability := torch.cuda.get_device_capability(query.device)) < _VARLEN_MIN_CAPABILITY:
-        return f"its kernel needs capability {_VARLEN_MIN_CAPABILITY}, and this GPU has {capability}"
+    if query.is_cuda and (gpu_capability := torch.cuda.get_device_capability(query.device)) < _VARLEN_MIN_CAPABILITY:
+        return f"its kernel needs capability {_VARLEN_MIN_CAPABILITY}, and this GPU has {gpu_capability}"
     return ""
 
 
@@ -169,20 +169,20 @@ def _log_fallback_once(fallback_reason: str) -> None:
     logger.info("packed attention runs over groups of sequences, because %s", fallback_reason)
 
 
-def _cast_to_autocast(state: Tensor) -> Tensor:
+def _cast_to_autocast(qkv_state: Tensor) -> Tensor:
     """Cast queries, keys or values to the dtype of autocast, which casts the inputs of `sdpa` but not of `varlen_attn`.
     The cast is needed because a norm of queries or keys returns them in the dtype of its weights."""
-    device_type = state.device.type
-    return state.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else state
+    device_type = qkv_state.device.type
+    return qkv_state.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else qkv_state
 
 
 def _varlen_attention(qkv_states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
     """Compute the attention of all sequences with one call of `varlen_attn`; shapes as in `packed_attention`."""
     window_size, cu_seq_lens, max_length = kwargs.get("sliding_window"), kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    query_PKD, key_PKD, value_PKD = (state.transpose(1, 2).squeeze(0) for state in qkv_states)
+    query_PKD, key_PKD, value_PKD = (qkv_state.transpose(1, 2).squeeze(0) for qkv_state in qkv_states)
     output_PKD = varlen_attn(
         query_PKD, key_PKD, value_PKD, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=kwargs.get("scaling"),
-        window_size=(window_size - 1 if window_size else -1, 0),  # visible keys before and after each query; -1: all
+        window_size=(window_size - 1 if window_size else -1, 0),  # number of keys before and after each query; -1: all
         **(_GQA_OPTIONS if query_PKD.shape[1] != key_PKD.shape[1] else {})
     )  # fmt: skip
     assert isinstance(output_PKD, Tensor)
@@ -200,9 +200,9 @@ def packed_eager_attention(
         return eager_attention(module, query, key, value, attention_mask, **kwargs)[0], None
 
     def compute_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length, min_value = query.shape[2], torch.finfo(query.dtype).min
+        length, min_logit = query.shape[2], torch.finfo(query.dtype).min
         is_visible = _sliding_window_mask(length, window_size or length, query.device)
-        mask = query.new_zeros(length, length).masked_fill(~is_visible, min_value)
+        mask = query.new_zeros(length, length).masked_fill(~is_visible, min_logit)
         return eager_attention(module, query, key, value, mask[None, None], **kwargs)[0]
 
     return _per_sequence_attention(sequence_bounds, compute_attention, query, key, value), None
@@ -225,7 +225,7 @@ def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callabl
     if bounds is None:
         return attention_fn(*qkv)
     lengths, prompt_indices = np.diff(bounds.boundaries).tolist(), bounds.prompt_indices
-    split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # tensors of shape (K, sequence length, D)
+    split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # per sequence: (heads, tokens, head size)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         length, prompt_index = lengths[index], prompt_indices[index]
@@ -234,20 +234,20 @@ def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callabl
         padded_length = 1 << (length - 1).bit_length() if is_padded_to_power_of_2 else round_up_length(length)
         prompt_length = lengths[prompt_index] if prompt_index >= 0 else 0
         indices_by_lengths.setdefault((padded_length, prompt_length), []).append(index)
-    outputs: dict[int, Tensor] = {}
+    output_by_index: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
-        batch = [_pad_and_stack([slices[i] for i in indices], padded_length) for slices in split_states]
+        batched_qkv = [_pad_and_stack([slices[i] for i in indices], padded_length) for slices in split_states]
         if prompt_length:  # prepend the keys and values of the shared prompts
-            prompts = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in split_states[1:]]
-            batch[1:] = [torch.cat(key_or_value, dim=2) for key_or_value in zip(prompts, batch[1:], strict=True)]
-        outputs |= zip(indices, attention_fn(*batch).unbind(0), strict=True)
-    return torch.cat([outputs[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
+            prompt_states = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in split_states[1:]]
+            batched_qkv[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_states, batched_qkv[1:], strict=True)]
+        output_by_index |= zip(indices, attention_fn(*batched_qkv).unbind(0), strict=True)
+    return torch.cat([output_by_index[index][:length] for index, length in enumerate(lengths)]).unsqueeze(0)
 
 
-def _pad_and_stack(states: Sequence[Tensor], length: int) -> Tensor:
+def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
     """Pad queries, keys or values (heads, tokens, features) of sequences to `length` tokens, and stack them. The
     sequences are sorted by length."""
-    stacks = [torch.stack(list(group)) for _, group in groupby(states, key=lambda state: state.shape[1])]
+    stacks = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
     stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
 
@@ -269,15 +269,15 @@ def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
     whose packed attention ignores the window."""
-    modules: list[Any] = [model.config.get_text_config(), *model.modules()]
-    window_sizes = [(module, getattr(module, "sliding_window", None)) for module in modules]
-    window_sizes = [(module, size) for module, size in window_sizes if size]
+    config_and_modules: list[Any] = [model.config.get_text_config(), *model.modules()]
+    windowed_modules = [(module, getattr(module, "sliding_window", None)) for module in config_and_modules]
+    windowed_modules = [(module, size) for module, size in windowed_modules if size]
     try:
-        for module, _ in window_sizes:
+        for module, _ in windowed_modules:
             module.sliding_window = _PROBE_SLIDING_WINDOW
         yield
     finally:
-        for module, window_size in window_sizes:
+        for module, window_size in windowed_modules:
             module.sliding_window = window_size
 
 
@@ -293,13 +293,13 @@ def _evaluation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[Non
         model.train(was_training)
 
 
-def _random_rows(model: PreTrainedModel, lengths: Sequence[int]) -> list[np.ndarray]:
+def _random_rows(model: PreTrainedModel, row_lengths: Sequence[int]) -> list[np.ndarray]:
     generator, vocab_size = torch.Generator().manual_seed(0), int(model.config.get_text_config().vocab_size)
-    return [torch.randint(vocab_size, (length,), generator=generator).numpy() for length in lengths]
+    return [torch.randint(vocab_size, (row_length,), generator=generator).numpy() for row_length in row_lengths]
 
 
 def _compute_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which the model computes. Shards may be on the CPU, so it is the device of their mesh."""
+    """Return the device on which the model computes: for shards, which may be on the CPU, the device of their mesh."""
     sharded_parameter = next((parameter for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
     return model.device if sharded_parameter is None else torch.device(sharded_parameter.device_mesh.device_type)
 
@@ -310,33 +310,33 @@ def _is_packing_exact(
 ) -> bool:
     """Return True if packed rows have the same outputs (see `_compute_probe_outputs`) as separate rows.
 
-    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. Afterwards packed attention
-    is enabled.
+    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. The function leaves packed
+    attention enabled.
     """
-    token_rows = _random_rows(model, _PROBE_LENGTHS)
+    id_rows = _random_rows(model, _PROBE_LENGTHS)
 
-    def compute_outputs(token_rows: Sequence[Any], *, packed: bool) -> Tensor:
-        inputs = collate_rows(token_rows, 0, packed=packed).inputs
-        if not packed:  # the model computes its own positions, which may not begin at 0
-            del inputs["position_ids"]
-        return _compute_probe_outputs(model, root_modules, inputs)
+    def compute_outputs(id_rows: Sequence[Any], *, packed: bool) -> Tensor:
+        probe_inputs = collate_rows(id_rows, 0, is_packed=packed).inputs
+        if not packed:  # the model computes positions itself, which may begin above 0
+            del probe_inputs["position_ids"]
+        return _compute_probe_outputs(model, root_modules, probe_inputs)
 
     with _shorten_sliding_windows(model), _evaluation_mode(model, dtype):
-        separate_outputs = torch.cat([compute_outputs([row], packed=False) for row in token_rows])
+        separate_outputs = torch.cat([compute_outputs([row], packed=False) for row in id_rows])
         _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
-            packed_outputs = compute_outputs(token_rows, packed=True)
+            packed_outputs = compute_outputs(id_rows, packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # a model family may refuse packed inputs
             return False
     return is_close(packed_outputs, separate_outputs, dtype)
 
 
-def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], inputs: dict[str, Any]) -> Tensor:
-    """Return the logits of the first row or, if there are `root_modules`, its hidden states from each of them."""
-    inputs = to_device(inputs, _compute_device(model))
+def _compute_probe_outputs(model: PreTrainedModel, root_modules: Sequence[Any], probe_inputs: dict[str, Any]) -> Tensor:
+    """Return the logits of the first row or, with `root_modules`, the concatenated hidden states that they compute."""
+    probe_inputs = to_device(probe_inputs, _compute_device(model))
     if root_modules:
-        return torch.cat([root.probe_hidden_states(inputs)[0] for root in root_modules], dim=-1)
-    return model(**inputs, use_cache=False).logits[0]
+        return torch.cat([root_module.probe_hidden_states(probe_inputs)[0] for root_module in root_modules], dim=-1)
+    return model(**probe_inputs, use_cache=False).logits[0]
 
 
 def is_close(outputs: Tensor, expected_outputs: Tensor, dtype: torch.dtype) -> bool:

@@ -12,8 +12,8 @@ from cosmos_core.models.model_files import locate_model, model_error, read_json,
 
 MODEL_INDEX = "model_index.json"
 _COMPONENT_LIBRARIES = ("diffusers", "transformers")
-_VARIANT_FILE = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model(?:-[-\dof]+)?\.([a-z]\w*)[-.].*(?:safetensors|bin)")
-"""Name of a file with weights of a variant, such as `model.fp16.safetensors`; its group is the variant."""
+_VARIANT_REGEX = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model(?:-[-\dof]+)?\.([a-z]\w*)[-.].*(?:safetensors|bin)")
+"""Pattern of weight files of a variant, such as `model.fp16.safetensors`; its group is the name of the variant."""
 
 
 class PipelineFolder:
@@ -35,10 +35,10 @@ class PipelineFolder:
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
             raise model_error(model, f"the folder has no {MODEL_INDEX} that names a pipeline; {remedy}")
         for name in self.components:
-            files = [file.name for file in (self.path / name).glob("*") if file.suffix in {".safetensors", ".bin"}]
-            if files and all(map(_VARIANT_FILE.fullmatch, files)):
-                variant = _VARIANT_FILE.sub(r"\1", files[0])
-                problem = f"of {name!r} the folder has {files[0]} alone, the weights of a variant; save it anew"
+            file_names = [file.name for file in (self.path / name).glob("*") if file.suffix in {".safetensors", ".bin"}]
+            if file_names and all(map(_VARIANT_REGEX.fullmatch, file_names)):
+                variant = _VARIANT_REGEX.sub(r"\1", file_names[0])
+                problem = f"of {name!r} the folder has {file_names[0]} alone, the weights of a variant; save it anew"
                 remedy = f"DiffusionPipeline.from_pretrained(..., variant={variant!r}).save_pretrained(FOLDER)"
                 raise model_error(model, f"{problem}: {remedy}")
 

@@ -29,17 +29,18 @@ class StageModule(nn.Module):
     """Pipeline stage as a module; its inputs are the index of a micro-batch and the previous stage's output."""
 
     def __init__(
-        self, model: PreTrainedModel, stage_index: int, is_last_stage: bool, train: TrainConfig, dtype: torch.dtype
+        self, model: PreTrainedModel, stage_index: int, is_last_stage: bool, config: TrainConfig, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.scorer = LogprobScorer(model)
-        self.stage_index, self.is_last_stage, self._train, self._dtype = stage_index, is_last_stage, train, dtype
+        self.stage_index, self.is_last_stage = stage_index, is_last_stage
+        self._train_config, self._logprob_dtype = config, dtype
         self.hidden_dtype = model.dtype
         """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
         self.batches: Sequence[Any] = ()
         """Micro-batches of the current call of `PipelineRunner.run`."""
         self.request, self.num_tokens = LOGPROBS_ONLY, 0
-        """Outputs to compute for these micro-batches, and number of tokens P of the longest one."""
+        """Outputs to compute for the current micro-batches, and number of tokens P of the longest micro-batch."""
         self.output_names: list[str] = []
         """Names of the outputs of the last pipeline stage, stored because torch's schedules pass only tensors."""
 
@@ -55,29 +56,29 @@ class StageModule(nn.Module):
     def forward(self, *hidden_PH: Tensor, batch_index: Tensor) -> Any:
         """Return the hidden states PH or, from the last pipeline stage, the outputs of the scorer."""
         batch = self.batches[int(batch_index)]
-        shape = batch.inputs["input_ids"].shape
+        ids_shape = batch.inputs["input_ids"].shape
         inputs = dict(batch.inputs)
         if hidden_PH:
-            inputs["inputs_embeds"] = hidden_PH[0][: shape.numel()].view(*shape, -1)
-        with forward_context(self._train, batch.scored_N.device):
+            inputs["inputs_embeds"] = hidden_PH[0][: ids_shape.numel()].view(*ids_shape, -1)
+        with forward_context(self._train_config, batch.scored_N.device):
             if self.is_last_stage:
-                outputs = self.scorer.score_batch(batch, self.request, self._dtype, inputs)
+                outputs = self.scorer.score_batch(batch, self.request, self._logprob_dtype, inputs)
                 self.output_names = list(outputs)
                 return tuple(outputs.values())
             hidden_BTH = self.scorer.compute_hidden_states(inputs)
-        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, self.num_tokens - shape.numel())).to(self.hidden_dtype)
+        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, self.num_tokens - ids_shape.numel())).to(self.hidden_dtype)
 
 
 class PipelineRunner(MicroBatchRunner):
     """Runner of micro-batches through the pipeline stages of this rank."""
 
-    def __init__(self, model: PreTrainedModel, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pp is not None
         self._model, self._parallelism = model, mesh.parallelism
-        self._device = torch.device(mesh.dp.device_type)  # shards of the model may be on the CPU (`fsdp_offload`)
+        self._device = torch.device(mesh.dp.device_type)  # with `fsdp_offload`, `model.device` is the CPU
         self._pipeline_group, self._num_stages = mesh.pp.get_group(), num_stages(model, mesh.parallelism)
         self.root_modules: list[StageModule] = [
-            StageModule(extract_pipeline_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, train, dtype)
+            StageModule(extract_pipeline_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, config, dtype)
             for i in stages_of_rank(model, mesh.parallelism, mesh.pp.get_local_rank())
         ]
 
@@ -99,20 +100,20 @@ class PipelineRunner(MicroBatchRunner):
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
         batches_per_pass = len(micro_batches) // self._num_pipeline_passes(len(micro_batches), max_rows)
 
-        def compute_loss(outputs: Any, batch_index: Tensor) -> Tensor | None:
-            tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-            named_outputs = dict(zip(self.root_modules[-1].output_names, tensors, strict=True))
+        def compute_loss(stage_outputs: Any, batch_index: Tensor) -> Tensor | None:
+            output_tensors = stage_outputs if isinstance(stage_outputs, tuple) else (stage_outputs,)
+            named_outputs = dict(zip(self.root_modules[-1].output_names, output_tensors, strict=True))
             return loss_fn(micro_batches[int(batch_index)], named_outputs)
 
-        for stage in self.root_modules:
-            stage.batches, stage.request, stage.num_tokens = micro_batches, request, num_tokens
+        for stage_module in self.root_modules:
+            stage_module.batches, stage_module.request, stage_module.num_tokens = micro_batches, request, num_tokens
         # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
         schedule = self._build_schedule(batches_per_pass, num_tokens, compute_loss)
         run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
         for batch_indices in torch.arange(len(micro_batches)).split(batches_per_pass):
             run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
-        for stage in self.root_modules:
-            stage.batches = ()
+        for stage_module in self.root_modules:
+            stage_module.batches = ()
 
     def _num_pipeline_passes(self, num_batches: int, max_rows: int) -> int:
         return -(-num_batches // self._round_up_to_ranks(-(-max_rows // self.rows_per_micro_batch(max_rows))))
@@ -125,17 +126,17 @@ class PipelineRunner(MicroBatchRunner):
         self, num_batches: int, num_tokens: int, loss_fn: Callable[[Any, Tensor], Tensor | None]
     ) -> Any:
         """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
-        dtype, hidden_size = self.root_modules[0].hidden_dtype, self._model.config.hidden_size
-        meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        hidden_dtype, hidden_size = self.root_modules[0].hidden_dtype, self._model.config.hidden_size
+        meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=hidden_dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
-                stage, stage.stage_index, self._num_stages, self._device, group=self._pipeline_group,
-                input_args=(meta_hidden_PH,) if stage.stage_index else (),
-                output_args=(meta_hidden_PH,) * (1 + stage.is_last_stage)
+                stage_module, stage_module.stage_index, self._num_stages, self._device, group=self._pipeline_group,
+                input_args=(meta_hidden_PH,) if stage_module.stage_index else (),
+                output_args=(meta_hidden_PH,) * (1 + stage_module.is_last_stage)
             )
-            for stage in self.root_modules
+            for stage_module in self.root_modules
         ]  # fmt: skip
-        options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss_fn, "scale_grads": False}
+        schedule_options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss_fn, "scale_grads": False}
         if self._parallelism.pp_schedule == "Interleaved1F1B":
-            return ScheduleInterleaved1F1B(stages, **options)
-        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](stages[0], **options)
+            return ScheduleInterleaved1F1B(stages, **schedule_options)
+        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](stages[0], **schedule_options)

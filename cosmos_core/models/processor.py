@@ -44,23 +44,23 @@ def processor_files(
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,  # offline, a file outside the cache counts as missing
     }
-    # An export writes its chat template to `chat_template.jinja`, but transformers prefers this file if both exist.
-    names = [name for name in PROCESSOR_FILES if chat_template is None or name != "chat_template.json"]
-    paths = {name: cached_file(str(model_source), name, **load_options) for name in names}
-    contents = {name: Path(path).read_bytes() for name, path in paths.items() if path is not None}
-    if chat_template is not None and b'"chat_template"' in (content := contents.get(PROCESSOR_FILES[0], b"")):
+    # chat_template.json is left out: transformers would prefer it to the `chat_template.jinja` of an export.
+    file_names = [name for name in PROCESSOR_FILES if chat_template is None or name != "chat_template.json"]
+    path_by_name = {name: cached_file(str(model_source), name, **load_options) for name in file_names}
+    content_by_name = {name: Path(path).read_bytes() for name, path in path_by_name.items() if path is not None}
+    if chat_template is not None and b'"chat_template"' in (content := content_by_name.get(PROCESSOR_FILES[0], b"")):
         settings = json.loads(content)
         settings.pop("chat_template", None)
-        contents[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
+        content_by_name[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
     if pixel_limits and (processor := load_processor(model, revision, pixel_limits)) is not None:
-        size = {key: getattr(processor.image_processor.size, key) for key in _PIXEL_LIMIT_KEYS.values()}
-        for name in contents.keys() & PROCESSOR_FILES[:2]:
-            settings = json.loads(contents[name])
-            # Settings of the image processor are in a table of the first file, or in a file of their own.
+        size_settings = {key: getattr(processor.image_processor.size, key) for key in _PIXEL_LIMIT_KEYS.values()}
+        for name in content_by_name.keys() & PROCESSOR_FILES[:2]:
+            settings = json.loads(content_by_name[name])
+            # The image settings are a table of processor_config.json, or the whole of preprocessor_config.json.
             image_settings = settings if name == PROCESSOR_FILES[1] else settings.get("image_processor", {})
-            image_settings |= {"size": size, **{key: limit for key, limit in pixel_limits if key in image_settings}}
-            contents[name] = json.dumps(settings, indent=2).encode()
-    return contents
+            image_settings |= {"size": size_settings} | {key: n for key, n in pixel_limits if key in image_settings}
+            content_by_name[name] = json.dumps(settings, indent=2).encode()
+    return content_by_name
 
 
 def load_processor(model: str, revision: str | None = None, pixel_limits: PixelLimits = ()) -> ProcessorMixin | None:
@@ -82,14 +82,14 @@ def load_processor(model: str, revision: str | None = None, pixel_limits: PixelL
             processor = AutoProcessor.from_pretrained(str(model_source), **load_options)
     if getattr(processor, "image_processor", None) is None:
         return None
-    if processor.chat_template is None:  # older checkpoints have a template only in tokenizer_config.json
+    if processor.chat_template is None:  # older models have the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
-    for key, num_pixels in pixel_limits:
+    for key, pixel_limit in pixel_limits:
         # Only processors with `merge_size` interpret pixel limits as numbers of pixels; others as lengths of edges.
         if not hasattr(processor.image_processor, "merge_size"):
             name = type(processor).__name__
-            raise ConfigError(f"custom.vision.{key} = {num_pixels}: {name} has no such setting; leave it out")
-        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], num_pixels)
+            raise ConfigError(f"custom.vision.{key} = {pixel_limit}: {name} has no such setting; leave it out")
+        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], pixel_limit)
     return processor
 
 
@@ -107,16 +107,16 @@ def _load_processor_without_video(cls: Any, model_source: str, load_options: dic
 
     overridden_methods = {
         "check_argument_for_proper_class": check_component,
-        "apply_chat_template": ProcessorMixin.apply_chat_template,  # that of SmolVLM reads the video processor
+        "apply_chat_template": ProcessorMixin.apply_chat_template,  # the method of SmolVLM reads its video processor
     }
     subclass: Any = type(cls.__name__, (cls,), overridden_methods)
-    settings, _ = cls.get_processor_dict(model_source, **load_options)
-    components_by_name = {
+    processor_settings, _ = cls.get_processor_dict(model_source, **load_options)
+    component_by_name = {
         "image_processor": AutoImageProcessor.from_pretrained(model_source, **load_options),
         "tokenizer": AutoTokenizer.from_pretrained(model_source, **load_options),
         "video_processor": None,
     }
-    return subclass.from_args_and_dict([components_by_name[name] for name in cls.get_attributes()], settings)
+    return subclass.from_args_and_dict([component_by_name[name] for name in cls.get_attributes()], processor_settings)
 
 
 class ImageReader:
@@ -127,12 +127,12 @@ class ImageReader:
         if processor.tokenizer.pad_token_id is None:
             processor.tokenizer.pad_token = processor.tokenizer.eos_token
 
-    def batching_key(self, row: Sample) -> int:
+    def batching_key(self, sample: Sample) -> int:
         """Return the key of a row; only rows with equal keys form a micro-batch. Rows with and without images are
         separate, because all ranks must enter the vision tower together. In a model with cross-attention to images,
         tokens before the first image attend to all images of the batch, so the key is the number of images."""
         is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
-        return len(row.images) if is_cross_attending else min(len(row.images), 1)
+        return len(sample.images) if is_cross_attending else min(len(sample.images), 1)
 
     def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token. A policy may sample image tokens although there is
@@ -145,9 +145,9 @@ class ImageReader:
     def make_image_inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model inputs, by name, for the images of rows with equal batching keys and the padded token ids
         `input_ids_BT`; raise DataError if an image or the processor has changed since the rows were prepared."""
-        images = [[open_image(image_reference) for image_reference in row.images] for row in rows]
-        # The texts consist only of image tokens, because the processor needs no other text here.
-        texts = [image_token_text(self._processor) * len(row_images) for row_images in images]
+        images = [[open_image(image_reference) for image_reference in sample.images] for sample in rows]
+        # The texts have only image tokens, because image inputs do not depend on other tokens.
+        texts = [image_token_text(self._processor) * len(sample_images) for sample_images in images]
         inputs: dict[str, Any] = dict(self._processor(text=texts, images=images, padding=True, return_tensors="pt"))
         processed_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
         processed_mask_BT, mask_BT = self._mark_image_tokens(processed_ids_BT), self._mark_image_tokens(input_ids_BT)
@@ -163,7 +163,7 @@ class ImageReader:
 
     def _mark_image_tokens(self, ids_BT: Tensor) -> Tensor:
         """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
-        # Idefics3 overrides this method with one for token ids whose images have known lengths.
+        # The method of the base class is called, because the override in Idefics3 needs the lengths of images.
         token_types = ProcessorMixin.create_mm_token_type_ids(self._processor, ids_BT.tolist())
         return torch.as_tensor(token_types, dtype=torch.int64)
 
@@ -177,7 +177,7 @@ class ImageReader:
 
         num_tiles = inputs["aspect_ratio_mask"].sum(-1).tolist()
         image_token_id: Any = self._processor.image_token_ids[0]
-        attention_spans = [get_cross_attention_token_mask(row.input_ids.tolist(), image_token_id) for row in rows]
+        attention_spans = [get_cross_attention_token_mask(sample.input_ids.tolist(), image_token_id) for sample in rows]
         attention_mask = convert_sparse_cross_attention_mask_to_dense(
             attention_spans, num_tiles=num_tiles, max_num_tiles=inputs["aspect_ratio_mask"].shape[-1], length=num_tokens
         )

@@ -30,12 +30,12 @@ def make_dequantize_options(config: PretrainedConfig) -> dict[str, Any]:
 def disable_requantization(model: PreTrainedModel) -> Iterator[None]:
     """Disable the conversion that would quantize the weights of a model again when they are saved, if the model was
     dequantized from FP8. Rollout engines need the conversion, because they compute in the format of the base model."""
-    conversions = getattr(model, "_weight_conversions", None) or []
-    operations = [operation for conversion in conversions for operation in getattr(conversion, "operations", ())]
+    weight_conversions = getattr(model, "_weight_conversions", None) or []
+    operations = [operation for conversion in weight_conversions for operation in getattr(conversion, "operations", ())]
     if any(isinstance(operation, Fp8Dequantize) for operation in operations):
         model.__dict__["_weight_conversions"] = None
     try:
         yield
     finally:
-        if conversions:
-            model.__dict__["_weight_conversions"] = conversions
+        if weight_conversions:
+            model.__dict__["_weight_conversions"] = weight_conversions

@@ -32,14 +32,14 @@ _ATTENTION_OPERATIONS = {
 _MATRIX_PRODUCTS = {_ATEN_OPERATORS.mm.default, _ATEN_OPERATORS.addmm.default}
 
 
-def recompute_activations(model: Any, mode: RecomputeMode) -> None:
+def recompute_activations(model: Any, recompute_mode: RecomputeMode) -> None:
     """Make the blocks of a model of transformers or diffusers recompute activations in the backward pass; gradients do
     not change. If the model does not support recomputation, log a warning and keep all activations: recomputation is a
     default and must not stop a run."""
-    if not mode:
+    if not recompute_mode:
         return
     checkpoint_settings: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
+    if recompute_mode == "selective":
         checkpoint_settings["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
 
     def checkpoint_module(module: nn.Module, *args: Any) -> Any:
@@ -56,8 +56,8 @@ def recompute_activations(model: Any, mode: RecomputeMode) -> None:
 
 
 def _choose_checkpoint_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    should_save = operation in _ATTENTION_OPERATIONS
+    should_keep = operation in _ATTENTION_OPERATIONS
     if operation in _MATRIX_PRODUCTS:
         left_matrix, right_matrix = args[-2:]
-        should_save = right_matrix.shape[-1] <= left_matrix.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE
+        should_keep = right_matrix.shape[-1] <= left_matrix.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if should_keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""SANA: the language model Gemma 2 encodes the prompt, and a deterministic deep-compression autoencoder the image.
+"""SANA: the language model Gemma 2 encodes prompts, and a deterministic deep-compression autoencoder encodes images.
 
 As in the pipeline, an instruction to enrich the prompt is put before the prompt.
 """

@@ -13,23 +13,23 @@ PIPELINES = ("SanaVideoPipeline",)
 
 
 class SanaVideo(Sana):
-    """SANA-Video, a SANA for clips."""
+    """SANA-Video: the SANA architecture for video clips."""
 
     is_video = True
 
     def visual_embedding(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the mode of the VAE's posterior, normalised per channel, as the mean, and None as log-variance."""
         with self._working("vae") as vae:
-            encoding = vae.encode(pixels.to(self.device, torch.float32))
-            latents = encoding.latent_dist.mode() if hasattr(encoding, "latent_dist") else encoding.latent
-            mean, std = latent_channel_statistics(vae, latents)
-            return ((latents - mean) / std).cpu(), None
+            vae_encoding = vae.encode(pixels.to(self.device, torch.float32))
+            latents = vae_encoding.latent_dist.mode() if hasattr(vae_encoding, "latent_dist") else vae_encoding.latent
+            channel_mean, channel_std = latent_channel_statistics(vae, latents)
+            return ((latents - channel_mean) / channel_std).cpu(), None
 
     def decode(self, latents: Tensor) -> Tensor:
         with self._working("vae") as vae:
             latents = latents.to(self.device, torch.float32)
-            mean, std = latent_channel_statistics(vae, latents)
-            return vae.decode(latents * std + mean, return_dict=False)[0]
+            channel_mean, channel_std = latent_channel_statistics(vae, latents)
+            return vae.decode(latents * channel_std + channel_mean, return_dict=False)[0]
 
     @property
     def pixels_per_latent(self) -> tuple[int, int]:
@@ -60,17 +60,17 @@ class SanaVideo(Sana):
 
 def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of a VAE's latents; 0 and 1 if the VAE declares none."""
-    statistics = []
+    channel_statistics = []
     for name, default_value in (("latents_mean", 0.0), ("latents_std", 1.0)):
         values_C = vae.config.get(name)
         values_C = vae.__dict__.get("_buffers", {}).get(name) if values_C is None else values_C
         values_C = torch.full((latents.shape[1],), default_value) if values_C is None else torch.as_tensor(values_C)
-        statistics.append(values_C.to(latents).view(1, -1, 1, 1, 1))
-    return statistics[0], statistics[1]
+        channel_statistics.append(values_C.to(latents).view(1, -1, 1, 1, 1))
+    return channel_statistics[0], channel_statistics[1]
 
 
 def video_compression_factors(settings: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of frames and of pixels per side that one latent position covers, from VAE settings."""
+    """Return from the settings of a VAE how many frames, and how many pixels per side, a latent position covers."""
     temporal_factor = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
     spatial_factor = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
     if temporal_factor and spatial_factor:

@@ -30,7 +30,7 @@ from cosmos_core.models.length_rounding import pad_for_kernel
 
 PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
-_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS_PER_MEMORY = 64 << 20, 1 << 30, 64
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS_IN_MEMORY = 64 << 20, 1 << 30, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class RequestedOutputs:
     temperature: float = 1.0
     """Temperature by which logits are divided before all outputs are computed."""
     entropy: Literal["", "value", "gradient"] = ""
-    """Whether to return the entropy of each token's distribution in nats: `gradient`, differentiable; `value`, not."""
+    """Entropy of each token's distribution, in nats: empty for none, `value` without, `gradient` with gradient."""
     top_k: int = 0
     """Number of most likely tokens whose ids and log-probabilities (with gradient) are returned for each token."""
     is_argmax: bool = False
-    """Whether to return for each token if its label is the most likely token."""
+    """Whether to return a mask of the tokens whose label is the most likely token."""
 
 
 LOGPROBS_ONLY = RequestedOutputs()
@@ -61,7 +61,7 @@ def default_chunk_bytes(device: torch.device) -> int:
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
-    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _CHUNKS_PER_MEMORY).bit_length() - 1)))
+    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _CHUNKS_IN_MEMORY).bit_length() - 1)))
 
 
 class LogprobScorer(nn.Module):
@@ -118,7 +118,7 @@ class LogprobScorer(nn.Module):
         chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
         chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_token_ids, dtype, chunk_size)
         if loss_gradient_N is not None:
-            loss_gradient_N = loss_gradient_N.to(dtype)  # `_ChunkedScoring.backward` compares gradients exactly
+            loss_gradient_N = loss_gradient_N.to(dtype)  # dtype in which `_ChunkedScoring.backward` compares gradients
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScoring.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, loss_gradient_N, *head_weights)
         return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
@@ -187,7 +187,7 @@ class LogprobScorer(nn.Module):
         was_training = self.model.training
         self.model.eval()  # disables dropout, which would change the logits
         token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
-        # The autocast cache is disabled: a recomputation in a later pass would not find casts cached here.
+        # The autocast cache is disabled, because a recomputation in a later pass would not find the cached casts.
         with _open_autocast(device, _autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
             model_output = self.model.base_model(input_ids=token_ids, use_cache=False)
@@ -207,9 +207,9 @@ def is_without_weight_data(model: nn.Module) -> bool:
 
 def _select_model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs for the model: `inputs` without the entries that only the scorer reads."""
-    scorer_inputs = {"shift_labels", balance.SEQUENCE_INDEX_KEY, balance.NUM_SEQUENCES_KEY}
-    scorer_inputs |= {"input_ids"} if "inputs_embeds" in inputs else set()
-    return {name: value for name, value in inputs.items() if name not in scorer_inputs}
+    scorer_input_names = {"shift_labels", balance.SEQUENCE_INDEX_KEY, balance.NUM_SEQUENCES_KEY}
+    scorer_input_names |= {"input_ids"} if "inputs_embeds" in inputs else set()
+    return {name: value for name, value in inputs.items() if name not in scorer_input_names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class _OutputHead:
     def trained_weights(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad] if self.module else []
 
-    def cast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def make_autocast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return the matrices of the head by name, cast to the dtype of autocast; empty if no cast is needed. They are
         cast once for all chunks, as leaves of the autograd graph."""
         if self.module is None or dtype is None:
@@ -236,19 +236,19 @@ class _OutputHead:
             if parameter.ndim > 1 and parameter.dtype in {torch.float32, torch.float16, torch.bfloat16} - {dtype}
         }
 
-    def differentiated_tensors(self, cast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors to differentiate: each trained weight, or its entry in `cast_weights` if it has one."""
+    def differentiated_tensors(self, autocast_weights: dict[str, Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors to differentiate: each trained weight, or its `autocast_weights` entry if it has one."""
         weight_names = [name for name, p in self.module.named_parameters() if p.requires_grad] if self.module else []
-        return [cast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
+        return [autocast_weights.get(name, weight) for name, weight in zip(weight_names, weights, strict=True)]
 
-    def __call__(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
+    def __call__(self, hidden_MH: Tensor, autocast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits MV (M tokens, V vocabulary entries) of hidden states MH, computed with the matrices in
-        `cast_weights`, or with the weights of the module if `cast_weights` is empty."""
+        `autocast_weights`, or with the weights of the module if `autocast_weights` is empty."""
         if self.module is None:
             return self.transform_logits(hidden_MH)
-        if not cast_weights:
+        if not autocast_weights:
             return self.transform_logits(self.module(hidden_MH))
-        return self.transform_logits(functional_call(self.module, cast_weights, (hidden_MH,)))
+        return self.transform_logits(functional_call(self.module, autocast_weights, (hidden_MH,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +279,9 @@ class _ChunkScorer:
     def chunk_slices(self, num_tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
 
-    def compute_logits(self, hidden_MH: Tensor, cast_weights: dict[str, Tensor]) -> Tensor:
+    def compute_logits(self, hidden_MH: Tensor, autocast_weights: dict[str, Tensor]) -> Tensor:
         """Return the logits of a chunk. The head runs on a padded length that is efficient for kernels."""
-        logits_MV = self.head(pad_for_kernel(hidden_MH, -2), cast_weights)
+        logits_MV = self.head(pad_for_kernel(hidden_MH, -2), autocast_weights)
         return logits_MV if len(logits_MV) == len(hidden_MH) else logits_MV[: len(hidden_MH)]
 
     def scale_logits(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,13 +360,13 @@ class _ChunkedScoring(torch.autograd.Function):
             accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, head_weights, ctx.compute_dtype)
         chunk_outputs: list[dict[str, Tensor]] = []
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
-            cast_weights = {} if accumulator else chunk_scorer.head.cast_weights(ctx.compute_dtype)
+            autocast_weights = {} if accumulator else chunk_scorer.head.make_autocast_weights(ctx.compute_dtype)
             for chunk in chunk_scorer.chunk_slices(len(labels_N)):
                 labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
                 if accumulator:
                     logits_MV = accumulator.compute_logits(chunk)
                 else:
-                    logits_MV = chunk_scorer.compute_logits(hidden_NH[chunk], cast_weights)
+                    logits_MV = chunk_scorer.compute_logits(hidden_NH[chunk], autocast_weights)
                 scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(logits_MV)
                 del logits_MV
                 chunk_outputs.append(chunk_scorer.compute_outputs(scaled_MV, logsumexp_M1, labels_M, top_ids_MK))
@@ -413,21 +413,21 @@ class _GradientAccumulator:
     """Gradients of the hidden states and of the weights of the head, accumulated chunk by chunk."""
 
     def __init__(
-        self, chunk_scorer: _ChunkScorer, hidden_NH: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None
+        self, chunk_scorer: _ChunkScorer, hidden_NH: Tensor, head_weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> None:
-        self._chunk_scorer, self._hidden_NH, self._weights = chunk_scorer, hidden_NH, weights
-        self._cast_weights = chunk_scorer.head.cast_weights(dtype)
-        self._tensors_with_grad = chunk_scorer.head.differentiated_tensors(self._cast_weights, weights)
+        self._chunk_scorer, self._hidden_NH, self._weights = chunk_scorer, hidden_NH, head_weights
+        self._autocast_weights = chunk_scorer.head.make_autocast_weights(dtype)
+        self._tensors_with_grad = chunk_scorer.head.differentiated_tensors(self._autocast_weights, head_weights)
         self._hidden_gradient = torch.empty_like(hidden_NH)
         self._weight_gradients: list[Tensor] = []
         self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size
 
-    def compute_logits(self, chunk: slice) -> Tensor:
+    def compute_logits(self, chunk_slice: slice) -> Tensor:
         """Return the logits of a chunk, and keep their autograd graph for `add_chunk`."""
-        self._current_chunk = chunk
-        self._hidden_MH = self._hidden_NH[chunk].detach().requires_grad_()
+        self._current_chunk = chunk_slice
+        self._hidden_MH = self._hidden_NH[chunk_slice].detach().requires_grad_()
         with torch.enable_grad():
-            self._logits_MV = self._chunk_scorer.compute_logits(self._hidden_MH, self._cast_weights)
+            self._logits_MV = self._chunk_scorer.compute_logits(self._hidden_MH, self._autocast_weights)
         return self._logits_MV
 
     def add_chunk(self, gradient_MV: Tensor) -> None:

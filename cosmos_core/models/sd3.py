@@ -39,9 +39,9 @@ class SD3(DiffusionModel):
     def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
         """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
         pipeline, prompt_list = self.pipeline, list(prompts)
-        if pipeline.transformer is None:  # without a T5, the pipeline reads the size of an embedding from its denoiser
-            settings = self.folder.settings(self.denoiser_name)
-            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**settings))
+        if pipeline.transformer is None:  # the pipeline reads the size of T5 embeddings from its denoiser
+            denoiser_config = self.folder.settings(self.denoiser_name)
+            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**denoiser_config))
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"):
             token_embeddings, _, pooled_embedding, _ = pipeline.encode_prompt(
                 prompt_list, prompt_list, prompt_list, device=self.device, do_classifier_free_guidance=False,

@@ -16,16 +16,16 @@ ForwardFn = Callable[[Any, OutputSpec], dict[str, Tensor]]
 
 
 class SequentialRunner(MicroBatchRunner):
-    """Runner of micro-batches through one module, without empty micro-batches."""
+    """Runner of micro-batches through one root module; it needs no empty micro-batches."""
 
-    def __init__(self, root: nn.Module, forward: ForwardFn, train: TrainConfig, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, forward_fn: ForwardFn, train_config: TrainConfig, device: torch.device) -> None:
         self.root_modules = [root]
-        self._run_forward, self._train, self._device = forward, train, device
+        self._run_forward, self._train_config, self._device = forward_fn, train_config, device
 
     def run(self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: OutputSpec, max_rows: int) -> None:
         for build_batch in batches:
             batch = build_batch()
-            with forward_context(self._train, self._device):
+            with forward_context(self._train_config, self._device):
                 outputs = self._run_forward(batch, request)
             loss = loss_fn(batch, outputs)
             if loss is not None and torch.is_grad_enabled():
@@ -33,11 +33,11 @@ class SequentialRunner(MicroBatchRunner):
 
 
 @contextmanager
-def forward_context(train: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Run forward passes in the block under autocast to `param_dtype` and with the activation offload of `train`."""
-    needs_autocast = train.param_dtype != train.master_dtype
+def forward_context(train_config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Run forward passes in the block with the autocast and the activation offload that `train_config` sets."""
+    needs_autocast = train_config.param_dtype != train_config.master_dtype
     with (
-        torch.autocast(device.type, dtype=getattr(torch, train.param_dtype), enabled=needs_autocast),
-        activations_on_cpu() if train.activation_offload and torch.is_grad_enabled() else nullcontext(),
+        torch.autocast(device.type, dtype=getattr(torch, train_config.param_dtype), enabled=needs_autocast),
+        activations_on_cpu() if train_config.activation_offload and torch.is_grad_enabled() else nullcontext(),
     ):
         yield

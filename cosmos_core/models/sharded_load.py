@@ -41,18 +41,18 @@ from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import check_loaded_tensors, describe_nonfinite_values, load_model, model_without_weights
 from cosmos_core.models.model_files import model_error, translate_load_errors, unmergeable_tensors_error, weight_files
 from cosmos_core.models.recompute import RecomputeMode
-from cosmos_core.parallel.fsdp import local_shard, names_of_tied_weights, shard_bounds
+from cosmos_core.parallel.fsdp import list_parameter_names, local_shard, shard_bounds
 from cosmos_core.parallel.mesh import first_error_of_ranks
 from cosmos_core.transient import is_machine_error
 
 logger = logging.getLogger(__name__)
 
-_ADAPTER_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
+_ADAPTER_NAME_COMPONENTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)(?=\.)")
 """Name components that an adapter inserts into the names of weights. Names in the files do not have them."""
 
 _MAX_CHECKED_BYTES = 64 << 30
 """Maximum total size of weight files whose values are checked before a run."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_WEIGHT_FILE_SUFFIXES = (".safetensors", ".bin")
 
 _WeightTransform = WeightRenaming | WeightConverter
 _FileTensor = tuple[str, str, Any]
@@ -97,15 +97,15 @@ def init_on_meta(
     Raises:
         ModelError: an error of `load_model`, except for values that are not finite, which `load_shards` reports.
     """
-    files, slice_error = weight_files(model, revision)
-    if not slice_error:
+    weight_file_paths, slicing_error = weight_files(model, revision)
+    if not slicing_error:
         with torch.device("meta"), meta_device_safe_creation_ops():
             network = model_without_weights(
                 model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing
             )
-        slice_error = _plan_loading(network, model, revision, dtype, device, files)
-    if slice_error:
-        logger.info("every rank loads the whole of %s before it is sharded, because %s", model, slice_error)
+        slicing_error = _plan_loading(network, model, revision, dtype, device, weight_file_paths)
+    if slicing_error:
+        logger.info("every rank loads the whole of %s before it is sharded, because %s", model, slicing_error)
         return load_model(model, revision=revision, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     return network
 
@@ -118,13 +118,13 @@ def check_file_tensors(
     read. `on_progress` is called after each group of tensors."""
     if not Path(model).expanduser().is_dir():
         return ""
-    files, slice_error = weight_files(model, revision)
-    slice_error = slice_error or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
-    weights_files = (file for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_SUFFIXES)
-    total_bytes = sum(file.stat().st_size for file in weights_files)
+    files, slicing_error = weight_files(model, revision)
+    slicing_error = slicing_error or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
+    local_weight_files = (file for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_FILE_SUFFIXES)
+    total_bytes = sum(file.stat().st_size for file in local_weight_files)
     if total_bytes > _MAX_CHECKED_BYTES:
         return f"the values of {total_bytes / 1e9:,.0f} GB of weights are not looked at before the model is loaded"
-    if not slice_error:
+    if not slicing_error:
         _check_weight_values(network, on_progress)
     elif not getattr(network.config, "quantization_config", None):
         load_model(model, revision=revision, dtype=network.dtype)
@@ -159,17 +159,17 @@ def load_shards(model: PreTrainedModel) -> None:
     loading_plan = _LOADING_PLANS.pop(model, None)
     if loading_plan is None:
         return
-    problem = None
+    error_message = None
     try:
         target_tensors, loaded_tensors = _allocate_shards(model, loading_plan.device), set[Tensor]()
         for group in loading_plan.tensor_groups:
             _read_tensor_group(group, target_tensors, model, loaded_tensors)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_machine_error(error):  # an error of memory, disk or network ends this rank; all ranks restart
+        if is_machine_error(error):  # lack of memory, a disk or network error: all ranks restart
             raise
-        problem = str(error)
-    if problem := first_error_of_ranks(problem):
-        raise model_error(loading_plan.model, problem)
+        error_message = str(error)
+    if error_message := first_error_of_ranks(error_message):
+        raise model_error(loading_plan.model, error_message)
 
 
 def _plan_loading(
@@ -178,7 +178,7 @@ def _plan_loading(
     revision: str | None,
     dtype: torch.dtype,
     device: torch.device,
-    files: list[str],
+    weight_file_paths: list[str],
 ) -> str:
     """Plan the reading of weight files in slices, and create the buffers of the model. Return the reason why the files
     cannot be read in slices, or an empty string; raise ModelError if files or tensors are wrong."""
@@ -190,17 +190,17 @@ def _plan_loading(
             if tensor.is_floating_point() and is_kept_float32(name):
                 tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
-        open_files = [safe_open(file, framework="pt") for file in files]
+        open_files = [safe_open(file, framework="pt") for file in weight_file_paths]
         tensor_slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
     tensor_groups, loading_info = _group_file_tensors(network, tensor_slices, model)
     missing_names = set(loading_info.missing_keys)
     loading_info.missing_keys -= {
-        name for names in names_of_tied_weights(network) if set(names) - missing_names for name in names
+        name for tied_names in list_parameter_names(network) if set(tied_names) - missing_names for name in tied_names
     }
-    required_names = set(loading_info.missing_keys)
+    names_to_initialise = set(loading_info.missing_keys)
     network._adjust_missing_and_unexpected_keys(loading_info)
     check_loaded_tensors(network, loading_info.to_dict(), model)
-    if required_names - loading_info.missing_keys:
+    if names_to_initialise - loading_info.missing_keys:
         return "transformers makes up some of its weights"
     _initialise_buffers(network, device)
     # If the model has no generation_config.json, the generation config from its config.json is kept.
@@ -337,13 +337,13 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
         for name, parameter in module._parameters.items():
             if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated_parameters:
-                    # Not `DTensor.from_local`, which would move shards in host memory to the GPUs of the mesh.
+                    # `DTensor.from_local` would move shards that stay in host memory to the GPUs of the mesh.
                     empty_shard = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
                     allocated_parameters[parameter] = nn.Parameter(empty_shard, requires_grad=parameter.requires_grad)
                 module._parameters[name] = allocated_parameters[parameter]
     tensors_by_name: dict[str, list[Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        tensors_by_name.setdefault(_ADAPTER_COMPONENTS.sub("", name), []).append(tensor)
+        tensors_by_name.setdefault(_ADAPTER_NAME_COMPONENTS.sub("", name), []).append(tensor)
     return tensors_by_name
 
 

@@ -81,10 +81,10 @@ def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizer
         )
 
 
-def make_teacher_train_config(teacher: DistillationConfig, train: TrainConfig) -> TrainConfig:
+def make_teacher_train_config(teacher: DistillationConfig, train_config: TrainConfig) -> TrainConfig:
     """Return the training settings of the recipe with the dtypes and the sharding settings of the teacher."""
     teacher_settings = {name: getattr(teacher, name) for name in _TEACHER_TRAIN_SETTINGS}
-    return train.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
+    return train_config.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
 
 
 @contextmanager

@@ -43,9 +43,9 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
-    renderer: Any = tokenizer
+    template_renderer: Any = tokenizer
     with suppress(ModelError):  # without a processor of its images, the model still completes text
-        renderer = load_processor(model) or tokenizer
+        template_renderer = load_processor(model) or tokenizer
     loaded_model = load_model(model, dtype=select_dtype(device), device=device)
     conversation: list[dict[str, Any]] = add_system_turn([], system_prompt)
     sampling_options: dict[str, Any] = {"do_sample": bool(temperature)}
@@ -53,25 +53,25 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         sampling_options["temperature"] = temperature
 
     def render_turns(turns: list[dict[str, Any]]) -> Any:
-        text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        text = template_renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         # Templates of some vision models expect a list as content of a turn, and render nothing for a string.
-        if renderer is not tokenizer and is_turn_missing(turns[-1], text):
+        if template_renderer is not tokenizer and is_turn_missing(turns[-1], text):
             turns = make_list_contents(turns)
-            text = renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = template_renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False, return_tensors="pt")
 
     def generate_response(prompt: str, prompt_index: int) -> str:
         conversation.append({"role": "user", "content": prompt})
-        if renderer.chat_template:
+        if template_renderer.chat_template:
             try:
                 tokenized_prompt = render_turns(conversation)
-            except TemplateError:  # the chat template refuses a system turn
+            except TemplateError:  # the template refuses a system turn, so merge it into another turn
                 tokenized_prompt = render_turns([*propose_merged_turns(conversation)][-1])
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(prompt_index)
-        names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()  # a tokenizer may make no mask
-        inputs = {name: tokenized_prompt[name].to(device) for name in names}
+        input_names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()  # some tokenizers make no mask
+        inputs = {name: tokenized_prompt[name].to(device) for name in input_names}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output_ids = loaded_model.generate(  # type: ignore[operator]
             **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_options
@@ -102,7 +102,7 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respons
 
     pipeline.set_progress_bar_config(disable=True)
     call_settings: dict[str, Any] = {}
-    if "use_resolution_binning" in call_parameters:  # otherwise, SANA always draws 1024 x 1024 pixels
+    if "use_resolution_binning" in call_parameters:  # by default, SANA always generates 1024 x 1024 pixels
         image_size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
         call_settings = {"height": image_size, "width": image_size, "use_resolution_binning": False}
 
@@ -157,14 +157,14 @@ def main() -> int:
     try:
         models_with_settings = zip(models, program_options["names"], program_options["system_prompts"], strict=True)
         response_functions = [
-            open_image_generator(model, f"{name}-{index}", device)
+            open_image_generator(model, f"{name}-{model_index}", device)
             if _is_pipeline(model)
             else open_chat(model, program_options["max_tokens"], program_options["temperature"], device, system_prompt)
-            for index, (model, name, system_prompt) in enumerate(models_with_settings)
+            for model_index, (model, name, system_prompt) in enumerate(models_with_settings)
         ]
         for prompt_index, prompt in zip(count(), _read_prompts(program_options["prompt"]), strict=False):
             names_and_functions = zip(program_options["names"], response_functions, strict=True)
-            responses = [_respond(*each, prompt, prompt_index) for each in names_and_functions]
+            responses = [_respond(*pair, prompt, prompt_index) for pair in names_and_functions]
             if len(responses) == 1:
                 console.print(responses[0], soft_wrap=True)
             else:

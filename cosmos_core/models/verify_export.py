@@ -40,7 +40,7 @@ from cosmos_core.models.first_layers import (
     FirstLayers,
     is_layer_removed,
     keep_first_layers,
-    num_fitting_layers,
+    select_first_layers,
     truncate_config,
 )
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_changed_base, has_lora_adapter, merge_adapter, merged_state_dict
@@ -56,7 +56,7 @@ _RELATIVE_TOLERANCE = 1e-4
 """Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
 weights, but on different devices the order of sums may differ."""
 _MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
-"""The same for a merged adapter, by dtype of the weights. Merging rounds the weights once more."""
+"""Maximum difference of logits for a merged adapter, by dtype of the weights, which merging rounds once more."""
 _MAX_MEMORY_FRACTION = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
 _MODEL_DESCRIPTIONS = {"reload": "reloaded model", "merge": "merged model", "adapter": "adapter on its base"}
@@ -100,7 +100,7 @@ def verify_export(
                 expected_tensors = revert_weight_conversion(model, merged_state_dict(model))
             passed_checks = _check_files(expected_tensors, folder, dtype, find_float32_weights(model, dtype))
             available_memory = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
-            first_layers = num_fitting_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
+            first_layers = select_first_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
                 merged_logits_BTV = _compute_trainer_logits(model, dtype)
                 reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, folder, first_layers, pool)
@@ -137,17 +137,17 @@ def _check_files(
     expected_tensors: dict[str, torch.Tensor],
     export_folder: Path,
     dtype: torch.dtype | None,
-    float32_weights: set[int],
+    float32_addresses: set[int],
 ) -> list[str]:
-    """Check that the weight files and their index contain exactly the tensors `expected_tensors` of the model, bit for
-    bit in `dtype`, or unchanged at the addresses `float32_weights`. Tied weights need only one of their keys."""
+    """Check that the weight files and their index contain exactly `expected_tensors`, cast to `dtype`, bit for bit.
+    Tensors at `float32_addresses` are not cast. Of the keys of a tied weight, one suffices."""
     file_names_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
     for file, key, tensor in iterate_tensors(export_folder):
         file_names_by_key[key] = file.name
         if (expected_tensor := expected_tensors.get(key)) is not None:
-            is_cast = expected_tensor.is_floating_point() and expected_tensor.data_ptr() not in float32_weights
-            expected_tensor = expected_tensor.detach().to("cpu", dtype if is_cast else None)
+            should_cast = expected_tensor.is_floating_point() and expected_tensor.data_ptr() not in float32_addresses
+            expected_tensor = expected_tensor.detach().to("cpu", dtype if should_cast else None)
             differing_keys += [] if are_bits_equal(tensor, expected_tensor) else [key]
     keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
     for key, tensor in expected_tensors.items():
@@ -172,7 +172,7 @@ def _check_files(
 
 
 def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """Yield file, key and tensor of all tensors in a folder of safetensors files; StageFailed if one is damaged."""
+    """Yield file, key and tensor of all safetensors files in a folder; raise StageFailed if a file is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensor_file:
@@ -187,21 +187,22 @@ def _check_adapter(
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
-    logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE[model.dtype]
+    adapted_logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE[model.dtype]
     tolerance = merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
     adapter_folder = folder / ADAPTER_FOLDER
     reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first_layers, pool)
     return [
-        _compare_logits("merge", logits_BTV, merged_BTV, folder, first_layers, merge_tolerance),
-        _compare_logits("adapter", logits_BTV, reloaded_logits_BTV, adapter_folder, first_layers, tolerance),
+        _compare_logits("merge", adapted_logits_BTV, merged_BTV, folder, first_layers, merge_tolerance),
+        _compare_logits("adapter", adapted_logits_BTV, reloaded_logits_BTV, adapter_folder, first_layers, tolerance),
     ]
 
 
 def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> tuple[torch.Tensor, list[object]]:
-    """Return the logits BTV that a fresh interpreter computes from an export, and a description of its tokenizer."""
-    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")  # as in transformers
+    """Return the logits BTV that a fresh interpreter computes from an export with the attention of transformers instead
+    of packed attention, and a description of its tokenizer."""
+    attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")
     buffer_dtypes = {
         name: buffer.dtype
         for name, buffer in model.named_buffers()
@@ -229,52 +230,52 @@ def _compare_logits(
 ) -> str:
     """Return a text about a check that passed; raise an error if the logits differ by more than `relative_tolerance`
     times the largest logit."""
-    suffix = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
+    layer_text = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
-        return f"{check_name}{suffix}: bit-identical"
-    tolerance = relative_tolerance * float(trainer_logits_BTV.abs().max())
+        return f"{check_name}{layer_text}: bit-identical"
+    max_allowed_difference = relative_tolerance * float(trainer_logits_BTV.abs().max())
     is_same_shape = trainer_logits_BTV.shape == reloaded_logits_BTV.shape
     max_difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max()) if is_same_shape else float("inf")
-    if not max_difference <= tolerance:  # `not <=` instead of `>`, so that NaN fails too
+    if not max_difference <= max_allowed_difference:  # `not <=` instead of `>`, so that NaN fails too
         raise ProgramError(
             f"export {export_folder} failed the check {check_name!r}: logits of the "
             f"{_MODEL_DESCRIPTIONS[check_name]} differ by {max_difference:.2g} from the trainer's, more than "
-            f"{tolerance:.2g}; compare its config.json with that of the base model"
+            f"{max_allowed_difference:.2g}; compare its config.json with that of the base model"
         )
-    return f"{check_name}{suffix}: max difference {max_difference:.1g} <= {tolerance:.1g}"
+    return f"{check_name}{layer_text}: max difference {max_difference:.1g} <= {max_allowed_difference:.1g}"
 
 
 @torch.no_grad()
 def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
-    unchanged_weights = find_float32_weights(model, dtype)
-    float_weights = {
-        name: (p if dtype is None or p.data_ptr() in unchanged_weights else p.to(dtype)).float()
+    float32_addresses = find_float32_weights(model, dtype)
+    float32_weights = {
+        name: (p if dtype is None or p.data_ptr() in float32_addresses else p.to(dtype)).float()
         for name, p in model.named_parameters()
     }
     was_training = model.training
     model.eval()
     try:
         model_arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
-        with torch.compiler.set_stance("force_eager"):  # blocks may have been compiled for another device
-            model_output = torch.func.functional_call(model, float_weights, kwargs=model_arguments)
+        with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled for another device
+            model_output = torch.func.functional_call(model, float32_weights, kwargs=model_arguments)
     finally:
         model.train(was_training)
     return model_output.logits.float().cpu()
 
 
 @torch.no_grad()
-def compute_logits(folder: Path, request: LogitsRequest) -> tuple[np.ndarray, list[object]]:
+def compute_logits(folder: Path, logits_request: LogitsRequest) -> tuple[np.ndarray, list[object]]:
     """Load the exported model or adapter in `folder` as a user would. Return the logits BTV of the token ids in
-    `request`, and a description of the tokenizer, which is empty for an adapter."""
-    torch.set_num_threads(request.num_threads)
+    `logits_request`, and a description of the tokenizer, which is empty for an adapter."""
+    torch.set_num_threads(logits_request.num_threads)
     has_adapter = (folder / "adapter_config.json").is_file()
-    model = _load_with_adapter(folder, request) if has_adapter else _load_exported_model(folder, request)
+    model = _load_with_adapter(folder, logits_request) if has_adapter else _load_exported_model(folder, logits_request)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffer.to(request.buffer_dtypes.get(name, buffer.dtype)))
+        buffer.copy_(buffer.to(logits_request.buffer_dtypes.get(name, buffer.dtype)))
     ProcessorMixin.get_processor_dict(folder)
     tokenizer_description = [] if has_adapter else _describe_tokenizer(AutoTokenizer.from_pretrained(folder))
-    logits_BTV = model.eval()(input_ids=torch.from_numpy(request.input_ids_BT), use_cache=False).logits
+    logits_BTV = model.eval()(input_ids=torch.from_numpy(logits_request.input_ids_BT), use_cache=False).logits
     return logits_BTV.float().numpy(), tokenizer_description
 
 
@@ -286,8 +287,8 @@ def _load_exported_model(folder: Path, request: LogitsRequest) -> Any:
     model, loading_info = model_and_loading_info
     unexpected_keys = map(str, loading_info["unexpected_keys"])
     loading_info["unexpected_keys"] = [k for k in unexpected_keys if not is_layer_removed(k, request.first_layers)]
-    if problems := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
-        raise StageFailed(f"transformers found {problems}")
+    if keys_by_problem := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
+        raise StageFailed(f"transformers found {keys_by_problem}")
     return model
 
 

@@ -42,22 +42,22 @@ class ClipSharding:
         self.num_tokens = num_tokens
         self.num_local_tokens = tokens_per_unit * -(-num_tokens // (tokens_per_unit * self.num_ranks))
 
-    def local_tokens(self, tensor: Tensor, dim: int) -> Tensor:
+    def local_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens, padded with zeros."""
         first_token = min(self.rank * self.num_local_tokens, self.num_tokens)
-        local_tensor = tensor.narrow(dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
-        return self._pad_tokens(local_tensor, dim, self.num_local_tokens)
+        local_tensor = tensor.narrow(token_dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
+        return self._pad_tokens(local_tensor, token_dim, self.num_local_tokens)
 
-    def gather_tokens(self, tensor: Tensor, dim: int) -> Tensor:
+    def gather_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
         """Return the tokens of all ranks. In the backward pass, each rank gets the gradient of its tokens."""
-        all_tokens: Tensor = _ConcatenateOverRanks.apply(tensor, dim, self.group)
-        return all_tokens.narrow(dim, 0, self.num_tokens)
+        all_tokens: Tensor = _ConcatenateOverRanks.apply(tensor, token_dim, self.group)
+        return all_tokens.narrow(token_dim, 0, self.num_tokens)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of
         `like_tensor`."""
-        index_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
-        return (index_N < self.num_tokens).to(like_tensor.dtype)
+        position_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
+        return (position_N < self.num_tokens).to(like_tensor.dtype)
 
     def exchange_tokens_for_heads(self, states_BKND: Tensor) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads, by an all-to-all."""
@@ -83,9 +83,9 @@ class ClipSharding:
         return torch.cat([previous_frame[:, :, None], frames_BCFS, next_frame[:, :, None]], dim=2)
 
     @staticmethod
-    def _pad_tokens(tensor: Tensor, dim: int, length: int) -> Tensor:
-        padding = (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim])
-        return functional.pad(tensor, padding) if padding[-1] else tensor
+    def _pad_tokens(tensor: Tensor, token_dim: int, padded_length: int) -> Tensor:
+        pad_widths = (0, 0) * (tensor.ndim - 1 - token_dim) + (0, padded_length - tensor.shape[token_dim])
+        return functional.pad(tensor, pad_widths) if pad_widths[-1] else tensor
 
 
 def shard_blocks(
@@ -109,7 +109,7 @@ def shard_blocks(
         for name, dim in token_dims.items():
             entry = arguments.get(name)
             if isinstance(entry, tuple):
-                arguments[name] = tuple(clip_sharding.local_tokens(component, dim) for component in entry)
+                arguments[name] = tuple(clip_sharding.local_tokens(tuple_element, dim) for tuple_element in entry)
             elif isinstance(entry, Tensor) and entry.ndim > dim and entry.shape[dim] == clip_sharding.num_tokens:
                 arguments[name] = clip_sharding.local_tokens(entry, dim)
 
@@ -226,7 +226,7 @@ def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[
 
 
 class _ConcatenateOverRanks(torch.autograd.Function):
-    """Differentiable concatenation over ranks. All ranks compute the same from it, so gradients are not summed."""
+    """Differentiable concatenation over ranks. All ranks use the result alike, so gradients are not summed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

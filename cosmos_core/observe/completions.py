@@ -1,4 +1,4 @@
-"""Show completions of a run with rewards, for `cosmos samples`: of training or, if there are none, of validation."""
+"""Show logged completions with rewards, for `cosmos samples`: of training or, if it logged none, of validation."""
 
 import math
 from collections.abc import Iterator
@@ -72,20 +72,20 @@ def format_completion(line: dict[str, Any], stage: Path) -> str:
 
 
 def _find_stage_path(run: Path, name: str) -> Path:
-    stages = [each for each in run.glob("stages/*") if _list_completion_files(each)]
-    stages.sort(key=lambda each: each.stat().st_mtime)
-    matching_stages = [each for each in stages if not name or each.name == name]
-    if not matching_stages:
-        logging_rule = "only RL and validations of it log completions"
-        no_stages_text = f"none, since {logging_rule}; complete prompts with cosmos try {run.name}"
-        all_names, stage_suffix = ", ".join(each.name for each in stages), f" of a stage {name!r}" if name else ""
-        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {all_names or no_stages_text}")
-    training_stages = [each for each in matching_stages if (each / COMPLETIONS_FOLDER).is_dir()]
-    return (training_stages or matching_stages)[-1]
+    stage_paths = [path for path in run.glob("stages/*") if _list_completion_files(path)]
+    stage_paths.sort(key=lambda path: path.stat().st_mtime)
+    matching_paths = [path for path in stage_paths if not name or path.name == name]
+    if not matching_paths:
+        logging_hint = "only RL and validations of it log completions"
+        no_stages_text = f"none, since {logging_hint}; complete prompts with cosmos try {run.name}"
+        names_text, stage_suffix = ", ".join(path.name for path in stage_paths), f" of a stage {name!r}" if name else ""
+        raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names_text or no_stages_text}")
+    training_paths = [path for path in matching_paths if (path / COMPLETIONS_FOLDER).is_dir()]
+    return (training_paths or matching_paths)[-1]
 
 
 def _list_completion_files(stage: Path) -> list[Path]:
-    """Return the files with completions of training, ordered by step; if none exist, the file of validation."""
+    """Return the files with completions of training by step or, if none exist, the file with those of validation."""
     return sorted((stage / COMPLETIONS_FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
 
 

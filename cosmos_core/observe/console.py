@@ -64,16 +64,16 @@ class _StageDisplayState:
     start_time: float | None = None
     end_time: float | None = None
     last_print_time: float = 0.0
-    last_progress_key: tuple[Any, ...] = ()
-    """Phase, number of processed items and step of the last printed line, so that no line is printed twice."""
+    last_printed_progress: tuple[Any, ...] = ()
+    """Phase, number of processed items and step in the last printed line, so that no line is printed twice."""
     phase_start_time: float = 0.0
     reported_compile_seconds: float = 0.0
-    """Compilation time in seconds that the last printed line about compilation has reported."""
+    """Compilation time in seconds that a printed line has last reported."""
     printed_warnings: set[str] = field(default_factory=set)
     headline_values: dict[int, float] = field(default_factory=dict)
     """Value of the headline metric (reward, loss or accuracy) by step."""
     first_step_progress: ProgressRecord | None = None
-    """Progress at the first step of the attempt, after whose compilation the time per step is measured."""
+    """First progress of the attempt with a completed step; the time per step is measured from then on."""
 
 
 class ProgressDisplay:
@@ -119,8 +119,8 @@ class ProgressDisplay:
         with self._lock:
             view = self._stage_states.setdefault(stage, _StageDisplayState())
             self._name_width = max(self._name_width, len(stage))
-            has_changed, now = state != view.state, self._get_time()
-            if has_changed:
+            has_state_changed, now = state != view.state, self._get_time()
+            if has_state_changed:
                 view.state = state
                 if state in ACTIVE_STATES:
                     view.start_time, view.end_time = now if view.start_time is None else view.start_time, None
@@ -132,16 +132,16 @@ class ProgressDisplay:
                 view.progress = progress
                 if (metric := find_headline_metric(progress.metrics)) and math.isfinite(metric[1]):
                     view.headline_values[progress.step] = metric[1]
-                baseline = view.first_step_progress
-                if progress.step and not (baseline and baseline.pid == progress.pid and baseline.step <= progress.step):
-                    view.first_step_progress = progress
-            should_print_progress = _get_progress_key(view) != view.last_progress_key
+                first_progress = view.first_step_progress
+                if not first_progress or first_progress.pid != progress.pid or first_progress.step > progress.step:
+                    view.first_step_progress = progress if progress.step else first_progress
+            should_print_progress = _get_progress_key(view) != view.last_printed_progress
             should_print_progress &= now - view.last_print_time >= MIN_LINE_INTERVAL_SECONDS
-            if self._live_display is None and (has_changed or (state in ACTIVE_STATES and should_print_progress)):
+            if self._live_display is None and (has_state_changed or (state in ACTIVE_STATES and should_print_progress)):
                 view.last_print_time = now
-                text = "  ".join(self._format_line_parts(view, has_changed=has_changed))
+                text = "  ".join(self._format_line_parts(view, has_state_changed=has_state_changed))
                 self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
-                view.last_progress_key = () if has_changed else _get_progress_key(view)
+                view.last_printed_progress = () if has_state_changed else _get_progress_key(view)
             new_warnings = [] if progress is None else [e for e in progress.warnings if e not in view.printed_warnings]
             view.printed_warnings.update(new_warnings)
         for warning in new_warnings:
@@ -160,9 +160,9 @@ class ProgressDisplay:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def _format_line_parts(self, view: _StageDisplayState, *, has_changed: bool) -> list[str]:
-        line_parts = [view.state] if has_changed else []
-        if view.state in {"waiting", "reused"} or (has_changed and view.state in ACTIVE_STATES):
+    def _format_line_parts(self, view: _StageDisplayState, *, has_state_changed: bool) -> list[str]:
+        line_parts = [view.state] if has_state_changed else []
+        if view.state in {"waiting", "reused"} or (has_state_changed and view.state in ACTIVE_STATES):
             return line_parts
         line_parts += filter(None, (_format_phase(view), *self._format_step_texts(view)))
         if view.state not in ACTIVE_STATES:
@@ -180,8 +180,8 @@ class ProgressDisplay:
         if progress.phase != "compile" and progress.compile_seconds > view.reported_compile_seconds:
             view.reported_compile_seconds = progress.compile_seconds
             compile_text = f"compiled in {format_duration(progress.compile_seconds)}"
-        is_step_printed = view.state in ACTIVE_STATES and view.last_progress_key[2:] == (progress.step,)
-        return [compile_text] if is_step_printed else [_format_step(view), *_format_metrics(view), compile_text]
+        is_step_already_printed = view.state in ACTIVE_STATES and view.last_printed_progress[2:] == (progress.step,)
+        return [compile_text] if is_step_already_printed else [_format_step(view), *_format_metrics(view), compile_text]
 
     def _get_elapsed_seconds(self, view: _StageDisplayState) -> float | None:
         if view.start_time is None:
@@ -195,13 +195,13 @@ class ProgressDisplay:
 
     def _render_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
-        is_wide = self._console.width >= 100
+        is_wide_terminal = self._console.width >= 100
         for column in range(7):
             table.add_column(justify="right" if column == 3 else "left", no_wrap=True)
         with self._lock:
             for name, view in self._stage_states.items():
                 style, seconds = STATE_STYLES.get(view.state, ""), self._get_elapsed_seconds(view)
-                progress_bar = _make_progress_bar(view, 24 if is_wide else 10, self._get_time())
+                progress_bar = _make_progress_bar(view, 24 if is_wide_terminal else 10, self._get_time())
                 eta_seconds = _estimate_eta_seconds(view) if view.state in ACTIVE_STATES else None
                 time_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
                 table.add_row(
@@ -209,8 +209,8 @@ class ProgressDisplay:
                     Text(self._describe_phase(view), style=style),
                     progress_bar if view.state != "waiting" else "",
                     _format_step(view).removeprefix("step "),
-                    Text("  ".join(_format_metrics(view) + (_format_resources(view) if is_wide else []))),
-                    Text(draw_sparkline(list(view.headline_values.values())) if is_wide else "", style=style),
+                    Text("  ".join(_format_metrics(view) + (_format_resources(view) if is_wide_terminal else []))),
+                    Text(draw_sparkline(list(view.headline_values.values())) if is_wide_terminal else "", style=style),
                     Text(time_text if seconds is not None else "", style="dim"),
                 )
         return table
@@ -223,19 +223,19 @@ def print_status(run_path: Path, *, stream: TextIO | None = None) -> None:
     console = make_console(stream)
     console.print(Group(_build_table(run, _STATUS_COLUMNS, title), *_list_notices(run)))
     if text := describe_interruption(run):
-        # soft_wrap: the text contains a command to copy, which must not be broken into lines
+        # With `soft_wrap`, rich does not break the text, which contains a command to copy, into lines.
         console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
 def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
-    """Print the outcome of a run: its stages, the time spent inside and outside of them, and how to load its model."""
+    """Print the outcome of a run: its stages, the time inside and outside of stages, and how to load its model."""
     run = read_run(run_path)
     seconds = compute_time_breakdown(run) or dict.fromkeys(("wall", "inside", "overhead"), 0.0)
-    label_by_key = {"inside": "time inside stage workers", "overhead": "orchestration overhead"}
-    summary_fields = {name: format_duration(seconds[key]) for key, name in label_by_key.items()} | make_cost_card(run)
+    time_labels = {"inside": "time inside stage workers", "overhead": "orchestration overhead"}
+    summary_fields = {name: format_duration(seconds[key]) for key, name in time_labels.items()} | make_cost_card(run)
     if (run.path / "report.html").is_file():
         summary_fields["report"] = report_url(run.path) or str(run.path / "report.html")
-    if run.outcome in {"failed", "refused", "stopped"}:  # `run.model` may be the base model of an incomplete run
+    if run.outcome in {"failed", "refused", "stopped"}:  # `run.model` may be the base model, so show trained models
         for stage in run.trained_models:
             summary_fields[f"model of stage {stage.name!r}"] = str(stage.path / stage.info["model"])
     elif run.model is not None:
@@ -244,19 +244,19 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
     if run.published_locations:
         summary_fields["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {format_duration(seconds['wall'])}"
-    key_width = max(len(key) for key in summary_fields)
+    label_width = max(len(key) for key in summary_fields)
     console = make_console(stream)
     # The table would wrap a title at its own width, so the title is printed separately.
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Group(_build_table(run, _SUMMARY_COLUMNS), *_list_notices(run)))
     for key, value in summary_fields.items():
-        # soft_wrap: paths and Python code are copied by users, so they must not be broken into lines
-        console.print(Text.assemble((f"{key:<{key_width}}  ", "dim"), value), soft_wrap=True)
+        # With `soft_wrap`, rich does not break paths and Python code, which users copy, into lines.
+        console.print(Text.assemble((f"{key:<{label_width}}  ", "dim"), value), soft_wrap=True)
 
 
 def make_console(stream: TextIO | None = None) -> Console:
     """Return a console for tables and for text without markup; if the output is no terminal, the width is fixed."""
-    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # names may have markup
+    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # print names without markup
     console = Console(file=stream or sys.stdout, **text_options)
     return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **text_options)
 
@@ -267,8 +267,8 @@ def _list_notices(run: RunRecord) -> list[Text]:
     for stage in run.stages:
         if stage.state.state == "failed" and stage.state.error:
             messages.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
-        notices = stage.info.get("notices")
-        notice_texts = notices if isinstance(notices, list) else []
+        stage_notices = stage.info.get("notices")
+        notice_texts = stage_notices if isinstance(stage_notices, list) else []
         rerun_texts = [f"remade: {stage.reason_for_rerun}"] if stage.reason_for_rerun else []
         warnings = [f"warning: {text}" for text in stage.warnings if text not in notice_texts]
         messages += [Text(f"{stage.name}: {text}", style="yellow") for text in (*rerun_texts, *notice_texts, *warnings)]
@@ -324,9 +324,9 @@ def _format_phase(view: _StageDisplayState) -> str:
     if view.progress is None or view.state not in ACTIVE_STATES:
         return ""
     progress = view.progress
-    count_text = f" {progress.done}/{progress.count}" if progress.count else ""
-    is_phase_implied = progress.phase in _TRAIN_STEP_PHASES and progress.step and not count_text
-    return "" if is_phase_implied else f"{progress.phase}{count_text}"
+    item_count_text = f" {progress.done}/{progress.count}" if progress.count else ""
+    is_phase_hidden = progress.phase in _TRAIN_STEP_PHASES and progress.step and not item_count_text
+    return "" if is_phase_hidden else f"{progress.phase}{item_count_text}"
 
 
 def _get_progress_key(view: _StageDisplayState) -> tuple[Any, ...]:
@@ -344,23 +344,24 @@ def _format_step(view: _StageDisplayState) -> str:
 def _format_metrics(view: _StageDisplayState) -> list[str]:
     metrics = view.progress.metrics if view.progress else {}
     headline_metric, throughput = find_headline_metric(metrics), tokens_per_second(metrics)
-    numbers = [f"{headline_metric[0]} {format_number(headline_metric[1])}"] if headline_metric else []
-    numbers += [f"{format_count(throughput)} tok/s"] if throughput is not None and view.state in ACTIVE_STATES else []
-    return numbers
+    metric_texts = [f"{headline_metric[0]} {format_number(headline_metric[1])}"] if headline_metric else []
+    if throughput is not None and view.state in ACTIVE_STATES:
+        metric_texts.append(f"{format_count(throughput)} tok/s")
+    return metric_texts
 
 
 def _format_resources(view: _StageDisplayState) -> list[str]:
     """Return texts with the seconds of generation, scoring and training in the newest step, if at least two of them
     were measured, and with the used memory of the GPU or, if it was not measured, of the host."""
     metrics = view.progress.metrics if view.progress and view.state in ACTIVE_STATES else {}
-    times = [(name, metrics[f"time/{name}"]) for name in ("generate", "score", "train") if f"time/{name}" in metrics]
-    time_texts = [" ".join(f"{name} {format_duration(seconds)}" for name, seconds in times)] * (len(times) > 1)
+    durations = [(name, metrics[key]) for name in ("generate", "score", "train") if (key := f"time/{name}") in metrics]
+    time_texts = [" ".join(f"{name} {format_duration(value)}" for name, value in durations)] * (len(durations) > 1)
     memory_texts = [f"{name} {metrics[key]:.1f} GiB" for name, key in _MEMORY_METRIC_BY_LABEL.items() if key in metrics]
     return [*time_texts, *memory_texts[:1]]
 
 
 def draw_sparkline(values: Sequence[float]) -> str:
-    """Return a sparkline of values: small bars, scaled to the range of values; empty for fewer than two values."""
+    """Return a line of bars whose heights show `values`, scaled to their range; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     num_bars = min(_SPARKLINE_WIDTH, len(values))
@@ -379,8 +380,11 @@ def _make_progress_bar(view: _StageDisplayState, width: int, now: float) -> Prog
 
 def _estimate_eta_seconds(view: _StageDisplayState) -> float | None:
     """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
-    progress, baseline = view.progress, view.first_step_progress
-    if progress is None or baseline is None or not progress.total or not baseline.step < progress.step < progress.total:
+    progress, first_progress = view.progress, view.first_step_progress
+    if progress is None or first_progress is None or not progress.total:
         return None
-    seconds = progress.heartbeat - baseline.heartbeat - (progress.compile_seconds - baseline.compile_seconds)
-    return seconds / (progress.step - baseline.step) * (progress.total - progress.step)
+    if not first_progress.step < progress.step < progress.total:
+        return None
+    seconds = progress.heartbeat - first_progress.heartbeat
+    seconds -= progress.compile_seconds - first_progress.compile_seconds
+    return seconds / (progress.step - first_progress.step) * (progress.total - progress.step)

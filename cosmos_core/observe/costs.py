@@ -47,21 +47,21 @@ class RunCost:
                 yield stage, each.attempt, each.gpus, seconds, format_number(gpu_hours), self.format_cost(gpu_hours)
 
     def __str__(self) -> str:
-        gpu_hours_text, cost = f"{format_number(self.gpu_hours)} GPU hours", self.format_cost(self.gpu_hours)
-        cost_texts = [f"{cost} for {gpu_hours_text}" if cost else gpu_hours_text]
+        gpu_hours_text, cost_text = f"{format_number(self.gpu_hours)} GPU hours", self.format_cost(self.gpu_hours)
+        cost_parts = [f"{cost_text} for {gpu_hours_text}" if cost_text else gpu_hours_text]
         if self.estimated_gpu_hours is not None:
             estimate_text = f"{format_number(self.estimated_gpu_hours)} GPU hours"
-            cost_texts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimate_text}")
+            cost_parts.append(f"estimated {self.format_cost(self.estimated_gpu_hours) or estimate_text}")
         if self.budget is not None:
-            cost_texts.append(f"budget {format_number(self.budget)}")
-        return ", ".join(cost_texts)
+            cost_parts.append(f"budget {format_number(self.budget)}")
+        return ", ".join(cost_parts)
 
 
 def compute_run_cost(run_path: Path) -> RunCost:
     """Return the GPU hours and the cost of a run so far."""
     pipeline, start_info = read_pipeline(run_path), read_start_info(run_path)
-    raw_values = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
-    hourly_price, budget = (float_or_inf(value) if isinstance(value, int | float) else None for value in raw_values)
+    price_settings = [pipeline.get(key) for key in ("price_per_gpu_hour", "budget")]
+    hourly_price, budget = (float_or_inf(value) if isinstance(value, int | float) else None for value in price_settings)
     stage_estimates = list(start_info.estimate.values()) if start_info else []
     has_estimates = bool(stage_estimates) and None not in stage_estimates
     estimated_gpu_hours = sum(value or 0.0 for value in stage_estimates) / _SECONDS_PER_HOUR if has_estimates else None

@@ -25,14 +25,14 @@ class StageGraphLayout:
     boxes: list[tuple[float, float, StageRecord]]
     """Position of the left edge, position of the top edge, and stage of each box."""
     edges: list[tuple[str, bool]]
-    """SVG path of each segment of an edge, and whether it ends at a box rather than at the slot of a longer edge."""
+    """SVG path of each segment of an edge, and whether the segment ends at the box of a stage."""
     box_width: int = _BOX_WIDTH
     box_height: int = _BOX_HEIGHT
 
 
 @dataclass
 class _LayoutNode:
-    """Node of the layout: a stage, or (`stage` is None) the slot of an edge that spans several columns."""
+    """Node of the layout: a stage or, if `stage` is None, the slot through which an edge crosses a column."""
 
     column: int
     stage: StageRecord | None
@@ -71,25 +71,25 @@ def compute_layout(run: RunRecord) -> StageGraphLayout | None:
 
 def _build_layout_nodes(stages: tuple[StageRecord, ...]) -> list[_LayoutNode]:
     nodes_by_name = {stage.name: _LayoutNode(stage.depth, stage) for stage in stages}
-    edge_slots: list[_LayoutNode] = []
+    crossing_nodes: list[_LayoutNode] = []
     for stage in stages:
         for source_node in (nodes_by_name[name] for name in stage.after if name in nodes_by_name):
             for column in range(source_node.column + 1, stage.depth):
                 source_node = _LayoutNode(column, None, [source_node])
-                edge_slots.append(source_node)
+                crossing_nodes.append(source_node)
             nodes_by_name[stage.name].predecessors.append(source_node)
-    return [*nodes_by_name.values(), *edge_slots]
+    return [*nodes_by_name.values(), *crossing_nodes]
 
 
-def _arrange_column(column: list[_LayoutNode], height: float) -> None:
+def _arrange_column(column: list[_LayoutNode], total_height: float) -> None:
     """Sort the nodes of a column by the mean height of their predecessors, and centre the column."""
 
     def get_preferred_height(node: _LayoutNode) -> float:
         predecessor_centers = [predecessor.y + predecessor.height / 2 for predecessor in node.predecessors]
-        return sum(predecessor_centers) / len(predecessor_centers) if predecessor_centers else height / 2
+        return sum(predecessor_centers) / len(predecessor_centers) if predecessor_centers else total_height / 2
 
     column.sort(key=get_preferred_height)
-    y = _PAGE_MARGIN + (height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
+    y = _PAGE_MARGIN + (total_height - sum(node.height + _VERTICAL_GAP for node in column) + _VERTICAL_GAP) / 2
     for node in column:
         node.y = y
         y += node.height + _VERTICAL_GAP
@@ -98,6 +98,6 @@ def _arrange_column(column: list[_LayoutNode], height: float) -> None:
 def _draw_edge(source_node: _LayoutNode, target_node: _LayoutNode) -> str:
     x1, y1 = source_node.left_edge + _BOX_WIDTH, source_node.y + source_node.height / 2
     x2, y2 = target_node.left_edge, target_node.y + target_node.height / 2
-    path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
+    svg_path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
     middle_x = (x1 + x2) / 2
-    return f"{path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"
+    return f"{svg_path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"

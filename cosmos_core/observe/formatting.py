@@ -36,10 +36,10 @@ def format_duration(seconds: float | None) -> str:
 
 def describe_machines(ranks: Iterable[Any]) -> str:
     """Return the machines of ranks as a text such as `node-3 (8 ranks, NVIDIA H100, 16 threads)`."""
-    rank_counts = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
+    ranks_by_host = Counter((rank.host, ", ".join(dict.fromkeys(rank.gpus)) or "cpu", rank.threads) for rank in ranks)
     return "; ".join(
         f"{host} ({num_ranks} rank{'' if num_ranks == 1 else 's'}, {device}, {threads} threads)"
-        for (host, device, threads), num_ranks in rank_counts.items()
+        for (host, device, threads), num_ranks in ranks_by_host.items()
     )
 
 
@@ -102,14 +102,14 @@ def metric_family(metric: str) -> str:
 
 def judge_change(metric: str, metric_change: float | None) -> str:
     """Return whether a change of a metric is `better` or `worse`; empty for no change or no preferred direction."""
-    has_direction = is_lower_better(metric) or metric_family(metric) in _HEADLINE_METRICS
-    if not metric_change or math.isnan(metric_change) or not has_direction:
+    has_preferred_direction = is_lower_better(metric) or metric_family(metric) in _HEADLINE_METRICS
+    if not metric_change or math.isnan(metric_change) or not has_preferred_direction:
         return ""
     return "better" if (metric_change < 0) == is_lower_better(metric) else "worse"
 
 
 def find_headline_metric(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return name and value of the reward, else the loss, else the accuracy, for a progress line, or None."""
+    """Return name and value of the reward or, if it is missing, of the loss or the accuracy; None: all are missing."""
     for name in _HEADLINE_METRICS:
         for key, value in metrics.items():
             if metric_family(key) == name and isinstance(value, int | float):
@@ -126,13 +126,13 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 def select_key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
     """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
 
-    rank_by_metric = {name: rank for rank, name in enumerate(_HEADLINE_METRICS)}
+    priorities = {name: priority for priority, name in enumerate(_HEADLINE_METRICS)}
 
-    def get_rank(name: str) -> int:
-        return -1 if name.startswith("validation/") else rank_by_metric.get(metric_family(name), len(rank_by_metric))
+    def get_priority(name: str) -> int:
+        return -1 if name.startswith("validation/") else priorities.get(metric_family(name), len(priorities))
 
-    shown_keys = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
-    return {key: metrics[key] for key in sorted(shown_keys, key=get_rank)[:max_count]}
+    candidates = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
+    return {key: metrics[key] for key in sorted(candidates, key=get_priority)[:max_count]}
 
 
 def short_metric_name(metric: str) -> str:
@@ -142,12 +142,12 @@ def short_metric_name(metric: str) -> str:
 
 
 def select_table_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return accuracy, reward, loss and log-prob difference by short name, or else the first three metrics."""
-    ranked_metrics = select_key_metrics(metrics, max_count=len(metrics))
+    """Return accuracy, reward, loss and log-prob difference by short name; without them, the first three metrics."""
+    sorted_metrics = select_key_metrics(metrics, max_count=len(metrics))
     shown_metrics: dict[str, float] = {}
     for name in _TABLE_METRIC_NAMES:
-        for key, value in ranked_metrics.items():
+        for key, value in sorted_metrics.items():
             if metric_family(key) == name:
                 shown_metrics.setdefault(short_metric_name(key), value)
-    other_metrics = [each for each in ranked_metrics.items() if not each[0].endswith(STANDARD_ERROR_SUFFIX)][:3]
+    other_metrics = [each for each in sorted_metrics.items() if not each[0].endswith(STANDARD_ERROR_SUFFIX)][:3]
     return shown_metrics or {(key.partition("/")[2] or key).replace("_", " "): value for key, value in other_metrics}

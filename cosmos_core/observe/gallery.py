@@ -22,12 +22,12 @@ from cosmos_core.types import ScoredGroup
 SAMPLES_FOLDER = "visual_output"
 GRID_FILE = "grid.png"
 VIDEO_SUFFIX = ".mp4"
-_FRAMES_PER_SECOND = 16  # frame rate of SANA-Video and Cosmos-Predict2.5; rewards assume it too
+_FRAMES_PER_SECOND = 16  # frame rate of SANA-Video and Cosmos-Predict2.5, which reward functions assume
 MAX_PROMPTS, _MAX_SAMPLES_PER_PROMPT = 12, 8
-_MIN_CELL_SIZE = 96  # minimum width of a cell of the grid, in pixels
+_MIN_CELL_SIZE = 96  # minimum width in pixels of an image in the grid of samples
 _MAX_CELL_SIZE = 256
 _LINE_HEIGHT, _CELL_MARGIN, _TEXT_COLOR, _BACKGROUND_COLOR = 12, 4, (40, 40, 48), (255, 255, 255)
-_LETTER_WIDTH = 6  # approximate width in pixels of a letter in captions
+_LETTER_WIDTH = 6  # approximate width in pixels of a letter of a prompt or caption
 _MAX_EMBEDDED_BYTES = 2 << 20
 
 
@@ -65,8 +65,8 @@ def save_step_samples(stage_path: Path, step: int, rows: Sequence[Sequence[Gener
     """Write generated samples, at most 8 for each of `MAX_PROMPTS` prompts, and their grid to the folder of a train
     step; return the paths of the samples of each prompt, relative to the stage."""
     step_path = get_step_folder(stage_path, step)
-    names = save_samples(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
-    return [[str((step_path / name).relative_to(stage_path)) for name in row] for row in names]
+    file_names = save_samples(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
+    return [[str((step_path / name).relative_to(stage_path)) for name in row] for row in file_names]
 
 
 def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
@@ -80,10 +80,11 @@ def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]])
 
 
 def collect_samples(
-    scored_group: ScoredGroup, indices: Iterable[int], *, is_scored: bool = True
+    scored_group: ScoredGroup, completion_indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the samples of the completions `indices` of a group; `is_scored` tells whether the scores are rewards."""
-    samples = [(scored_group.group.completions[k].diffusion_sample, scored_group.scores[k].value) for k in indices]
+    """Return the images or videos of some completions of a group; `is_scored`: their scores are rewards."""
+    completions, scores = scored_group.group.completions, scored_group.scores
+    samples = [(completions[k].diffusion_sample, scores[k].value) for k in completion_indices]
     text = scored_group.group.prompt.text
     return [GeneratedSample(text, each.pixels.numpy(), score, is_scored) for each, score in samples if each is not None]
 
@@ -101,28 +102,28 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     height, width = _scale_cell([sample.middle_frame.shape for row in rows for sample in row])
     column_width, row_height = width + _CELL_MARGIN, height + 2 * _LINE_HEIGHT + 2 * _CELL_MARGIN
     canvas_size = (_CELL_MARGIN + max(map(len, rows)) * column_width, _CELL_MARGIN + len(rows) * row_height)
-    canvas = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
-    image_draw = ImageDraw.Draw(canvas)
+    grid_image = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
+    image_draw = ImageDraw.Draw(grid_image)
     for prompt_index, row in enumerate(rows):
         row_top = _CELL_MARGIN + prompt_index * row_height
-        image_draw.text((_CELL_MARGIN, row_top), _truncate_text(row[0].prompt, canvas.width), fill=_TEXT_COLOR)
+        image_draw.text((_CELL_MARGIN, row_top), _truncate_text(row[0].prompt, grid_image.width), fill=_TEXT_COLOR)
         for sample_index, sample in enumerate(row):
             x_offset = _CELL_MARGIN + sample_index * column_width
-            canvas.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
+            grid_image.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
             caption_position = (x_offset, row_top + _LINE_HEIGHT + height)
             image_draw.text(caption_position, _truncate_text(sample.caption, width), fill=_TEXT_COLOR)
-    return np.asarray(canvas)
+    return np.asarray(grid_image)
 
 
-def encode_media_file(path: Path) -> str:
+def encode_media_file(media_path: Path) -> str:
     """Return a media file as a data: URI, an image as a thumbnail; empty if it is missing or too large to embed."""
     from PIL import Image
 
     try:
-        if path.suffix == VIDEO_SUFFIX:
-            video_bytes = path.read_bytes()
+        if media_path.suffix == VIDEO_SUFFIX:
+            video_bytes = media_path.read_bytes()
             return "" if len(video_bytes) > _MAX_EMBEDDED_BYTES else make_data_uri("video/mp4", video_bytes)
-        with Image.open(path) as image:
+        with Image.open(media_path) as image:
             png_buffer = io.BytesIO()
             _resize_pixels(np.asarray(image.convert("RGB")), *_scale_cell([image.size[::-1]])).save(png_buffer, "PNG")
             return make_data_uri("image/png", png_buffer.getvalue())
@@ -155,7 +156,7 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
 
 def _scale_cell(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return height and width of a cell in pixels: small images grow by a whole factor, large images shrink."""
+    """Return the size of an image in the grid, in pixels: small images grow by a whole factor, large images shrink."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
     zoom = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
     return round(height * zoom), round(width * zoom)
@@ -168,13 +169,13 @@ def _resize_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     return Image.fromarray(pixels).resize((width, height), resampling)
 
 
-def make_data_uri(mime_type: str, content: bytes) -> str:
+def make_data_uri(mime_type: str, file_content: bytes) -> str:
     """Return the content of a file as a data: URI."""
-    return f"data:{mime_type};base64,{base64.b64encode(content).decode()}"
+    return f"data:{mime_type};base64,{base64.b64encode(file_content).decode()}"
 
 
 def _truncate_text(text: str, width: int) -> str:
     """Return a text in Latin-1, which the font of Pillow supports, truncated to a width in pixels."""
     one_line_text = text.replace("\n", " ").encode("latin-1", "replace").decode("latin-1")
-    max_length = max(1, width // _LETTER_WIDTH)
-    return one_line_text if len(one_line_text) <= max_length else f"{one_line_text[: max_length - 2]}.."
+    max_characters = max(1, width // _LETTER_WIDTH)
+    return one_line_text if len(one_line_text) <= max_characters else f"{one_line_text[: max_characters - 2]}.."

@@ -36,7 +36,7 @@ NO_TELEMETRY_VARIABLES: dict[str, str] = {
 }
 """Environment variables that disable the telemetry of all libraries in use."""
 _WARNING_FILTER_VARIABLES = {"TORCH_LOGS": "-torch.utils._pytree"}
-"""Environment variables against repeated warnings: torch logs one for each enumeration that torchao registers twice."""
+"""Environment variables that silence repeated warnings of torch about enumerations that torchao registers twice."""
 
 NOISY_LOGGERS = frozenset({
     "PIL", "accelerate", "asyncio", "datasets", "filelock", "fsspec", "httpcore", "httpx", "huggingface_hub",
@@ -53,9 +53,9 @@ _LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -> None:
-    """Write every log record of this process as one line to `stream` (None: the current `sys.stderr`, which a live
-    display can redirect); a later call replaces the configuration. Call this function before importing vLLM, which adds
-    its own handler without `VLLM_CONFIGURE_LOGGING=0`."""
+    """Write every log record of this process as one line to `stream` or, if it is None, to the current `sys.stderr`,
+    which a live display can redirect. A later call replaces the configuration. Call this function before importing
+    vLLM: it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its own handler."""
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     handler = LineHandler(stream)
@@ -82,9 +82,9 @@ class StepLogger:
         self._pending_line: dict[str, Any] = {}
         self._last_log_time = -math.inf
 
-    def log_metrics_line(self, step_line: dict[str, Any]) -> None:
+    def log_metrics_line(self, metrics_line: dict[str, Any]) -> None:
         """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
-        self._pending_line = step_line
+        self._pending_line = metrics_line
         if time.monotonic() - self._last_log_time >= _MIN_LOG_INTERVAL_SECONDS:
             self.flush()
 

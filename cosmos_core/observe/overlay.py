@@ -29,20 +29,20 @@ def build_comparison_page(run_paths: Sequence[Path]) -> str:
         if svg := overlay_runs(lines_by_run, REPORT_PANELS):
             stage_curves.append((name, svg))
     settings, metrics = _list_changed_settings(runs), _compare_metrics(runs, stage_names)
-    template = open_template_environment().get_template("compare.html")
-    return template.render(runs=runs, settings=settings, metrics=metrics, curves=stage_curves)
+    page_template = open_template_environment().get_template("compare.html")
+    return page_template.render(runs=runs, settings=settings, metrics=metrics, curves=stage_curves)
 
 
 def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
-    """Return a row for each setting that differs: its key and a value per run; a change of all stages is one row."""
+    """Return key and values by run of each setting that differs; a difference that all stages share is one row."""
     settings_by_run = [read_settings(run.path) for run in runs]
     changes_by_stage: dict[str, list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(name for run_settings in settings_by_run for name in run_settings):
         stage_settings = [run_settings.get(name, {}) for run_settings in settings_by_run]
         setting_keys = dict.fromkeys(key for stage in stage_settings for key in stage)
         values_by_key = {key: [stage.get(key) for stage in stage_settings] for key in setting_keys}
-        changed = {key: values for key, values in values_by_key.items() if any(each != values[0] for each in values)}
-        changes_by_stage[name] = [(key, *(format_setting(key, v) for v in values)) for key, values in changed.items()]
+        changes = {key: values for key, values in values_by_key.items() if any(each != values[0] for each in values)}
+        changes_by_stage[name] = [(key, *(format_setting(key, v) for v in values)) for key, values in changes.items()]
     changed_rows = group_changes_by_stage(changes_by_stage)
     return [(f"{name}.{row[0]}" if name else row[0], *row[1:]) for name, row in changed_rows]
 
@@ -55,6 +55,6 @@ def _compare_metrics(runs: Sequence[RunRecord], stage_names: Sequence[str]) -> l
         for key in dict.fromkeys(key for run_metrics in metrics_by_run for key in select_key_metrics(run_metrics)):
             metric_values = [run_metrics.get(key) for run_metrics in metrics_by_run]
             endpoints = [value for value in (metric_values[0], metric_values[-1]) if isinstance(value, int | float)]
-            verdict = judge_change(key, endpoints[1] - endpoints[0]) if len(endpoints) == 2 else ""
-            rows.append({"stage": name, "key": key, "values": metric_values, "verdict": verdict})
+            change_verdict = judge_change(key, endpoints[1] - endpoints[0]) if len(endpoints) == 2 else ""
+            rows.append({"stage": name, "key": key, "values": metric_values, "verdict": change_verdict})
     return rows

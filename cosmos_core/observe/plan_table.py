@@ -19,7 +19,7 @@ from cosmos_core.upload.base import open_target
 
 _ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
 _RECORD_TIMEOUT_SECONDS = 8.0
-"""Maximum number of seconds to wait for the record of a publication target."""
+"""Maximum number of seconds to wait until a publication target returns the record of its published model."""
 
 
 def make_plan_table(pipeline: Pipeline, decisions: Mapping[str, StageDecision]) -> Table:
@@ -64,6 +64,6 @@ def _describe_detectable_effect(
     smallest_effect = compute_detectable_effect(metric, published["metrics"][metric], items_folder, stage.confidence)
     if smallest_effect is None:
         return
-    (num_items, difference), margin = smallest_effect, abs(condition.published_offset)
+    (num_items, difference), required = smallest_effect, abs(condition.published_offset)
     text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {difference:.2g} in 80 of 100 cases"
-    yield text + (f"; {margin:g} needs {compute_sample_size(num_items, difference, margin):,}" if margin else "")
+    yield text + (f"; {required:g} needs {compute_sample_size(num_items, difference, required):,}" if required else "")

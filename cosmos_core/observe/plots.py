@@ -35,11 +35,11 @@ MAX_CURVES = 2 * len(_LINE_COLORS)
 _CSS_VARIABLES = {_TEXT_COLOR: "var(--ink-soft, #6b7280)", _GRID_COLOR: "var(--grid, #d4d4d8)"} | {
     colour: f"var(--line-{index}, {colour})" for index, colour in enumerate(_LINE_COLORS)
 }
-_MAX_PLOTTED_VALUE = 1e300  # largest plotted value: beyond it, matplotlib's margins overflow to infinity
+_MAX_PLOTTED_VALUE = 1e300  # larger absolute values are not plotted: matplotlib's margins would overflow
 _PANEL_SIZE_INCHES = (3.5, 2.1)  # width and height of one panel in inches
 _MATPLOTLIB_STYLE: Any = {
-    "svg.fonttype": "none",  # write text as text, not as outlines: the file is smaller, with the page's font
-    "svg.hashsalt": "cosmos",  # a fixed salt, so that the same curves give the same ids and bytes
+    "svg.fonttype": "none",  # write text instead of outlines: the file is smaller and has the font of the page
+    "svg.hashsalt": "cosmos",  # fixed salt, so that equal curves give equal ids
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,
@@ -64,14 +64,14 @@ def plot_curves(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] 
             figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_TEXT_COLOR)
         for index, (name, series) in enumerate(panels.items()):
             _draw_series(figure.add_subplot(num_rows, num_columns, index + 1), name, series)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=130)
-    return buffer.getvalue()
+        png_buffer = io.BytesIO()
+        figure.savefig(png_buffer, format="png", dpi=130)
+    return png_buffer.getvalue()
 
 
 def draw_curves_svg(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] = DEFAULT_PANELS) -> str:
     """Return one `<svg>` element for each of the metric `families` that occurs, for an HTML page. Colours are the CSS
-    variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, with defaults, to follow the mode of the page."""
+    variables `--ink-soft`, `--grid`, `--line-0` to `--line-3`, so that they follow the dark mode of the page."""
     return _draw_svg_panels(_collect_panels(metric_lines, families))
 
 
@@ -81,8 +81,8 @@ def overlay_runs(lines_by_run: Mapping[str, Sequence[dict[str, Any]]], families:
     series_by_metric: dict[str, SeriesByMetric] = {}
     for run, lines in lines_by_run.items():
         for panel in _collect_panels(lines, families).values():
-            for key, points in panel.items():
-                series_by_metric.setdefault(key, {})[run] = points
+            for key, curve_points in panel.items():
+                series_by_metric.setdefault(key, {})[run] = curve_points
     return _draw_svg_panels(series_by_metric)
 
 
@@ -124,21 +124,21 @@ def _get_panel_title(name: str) -> str:
 
 
 def _to_plot_value(metric_value: float) -> float:
-    """Return a value to plot, or NaN, which leaves a gap in the curve, if the value exceeds the range of an axis."""
-    number = float_or_inf(metric_value)
-    return number if abs(number) <= _MAX_PLOTTED_VALUE else math.nan
+    """Return a metric as a value to plot; NaN, which leaves a gap in the curve, if an axis cannot show the value."""
+    float_value = float_or_inf(metric_value)
+    return float_value if abs(float_value) <= _MAX_PLOTTED_VALUE else math.nan
 
 
 def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    plotted_series = dict(list(series.items())[:MAX_CURVES])
-    for index, (key, (steps, values)) in enumerate(plotted_series.items()):
+    shown_series = dict(list(series.items())[:MAX_CURVES])
+    for index, (key, (steps, values)) in enumerate(shown_series.items()):
         colour, line_style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
         axes.plot(steps, values, line_style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
-    points = [point for line in plotted_series.values() for point in zip(*line, strict=True)]
-    plotted_steps = {step for step, value in points if math.isfinite(value)}
+    all_points = [point for line in shown_series.values() for point in zip(*line, strict=True)]
+    plotted_steps = {step for step, value in all_points if math.isfinite(value)}
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
     axes.set_title(_get_panel_title(name), loc="left", fontsize=9, color=_TEXT_COLOR)
@@ -149,23 +149,23 @@ def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID_COLOR)
-    if len(plotted_series) > 1:
+    if len(shown_series) > 1:
         axes.legend(frameon=False, fontsize=7, labelcolor=_TEXT_COLOR, handlelength=1.2)
 
 
 def _figure_to_svg(figure: Figure, aria_label: str) -> str:
-    buffer = io.StringIO()
+    svg_buffer = io.StringIO()
     empty_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=empty_metadata)
-    svg = buffer.getvalue()
+    figure.savefig(svg_buffer, format="svg", transparent=True, metadata=empty_metadata)
+    svg = svg_buffer.getvalue()
     svg_content = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     # Remove style sheets and rename ids, because those of an embedded SVG apply to the whole HTML page.
     svg_content = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg_content, flags=re.DOTALL)
     svg_content = re.sub(r'<g id="[^"]*"/>', "", svg_content)
     svg_content = re.sub(r'<g id="[^"]*">', "<g>", svg_content)
     svg_content = re.sub(r" font-family: [^;\"]*;", "", svg_content)
-    digest = hashlib.sha256(svg_content.encode()).hexdigest()[:8]
-    svg_content = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{digest}-\2", svg_content)
+    svg_digest = hashlib.sha256(svg_content.encode()).hexdigest()[:8]
+    svg_content = re.sub(r'(id="|href="#|url\(#)([mp][0-9a-f]+)', rf"\g<1>c{svg_digest}-\2", svg_content)
     svg_content = re.sub(r"\s*\n\s*", " ", svg_content).replace("xlink:href", "href")
     for colour, css_variable in _CSS_VARIABLES.items():
         svg_content = svg_content.replace(colour, css_variable)

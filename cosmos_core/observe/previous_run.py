@@ -16,17 +16,17 @@ _EXCLUDED_SETTINGS = ("recipe", "overrides")
 
 
 def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
-    """Compare a run with the previous run of its pipeline. Return that run; key, old and new value of each changed
-    setting; stage, name, old value, new value and verdict (`better`, `worse`, empty) of each metric; None if there is
-    no previous run."""
+    """Compare a run with the previous run of its pipeline. Return a dict with the previous run, with key, old and new
+    value of each changed setting, and with stage, name, old value, new value and verdict (`better`, `worse` or empty)
+    of each metric. Return None if there is no previous run."""
     run_ids = [info.run_id for info in list_runs(run.path.parent) if info.pipeline == run.start_info.pipeline]
     if run.path.name not in run_ids or run_ids.index(run.path.name) == 0:
         return None
     previous_run = read_run(run.path.parent / run_ids[run_ids.index(run.path.name) - 1])
-    changes = tuple(_list_changed_settings(read_settings(previous_run.path), read_settings(run.path)))
+    settings = tuple(_list_changed_settings(read_settings(previous_run.path), read_settings(run.path)))
     return {
         "run": previous_run, "metrics": tuple(_compare_metrics(previous_run, run)),
-        "settings": changes[:_MAX_SHOWN_SETTINGS], "num_omitted": max(0, len(changes) - _MAX_SHOWN_SETTINGS),
+        "settings": settings[:_MAX_SHOWN_SETTINGS], "num_omitted": max(0, len(settings) - _MAX_SHOWN_SETTINGS),
     }  # fmt: skip
 
 
@@ -46,9 +46,12 @@ def _list_changed_settings(
 ) -> Iterator[tuple[str, str, str]]:
     changes_by_stage = {}
     for name in (name for name in new_settings if name in old_settings):
-        old, new = old_settings[name], new_settings[name]
-        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        changes_by_stage[name] = [(key, *(format_setting(key, each.get(key)) for each in (old, new))) for key in keys]
+        old_values, new_values = old_settings[name], new_settings[name]
+        changed_keys = [key for key in old_values | new_values if old_values.get(key) != new_values.get(key)]
+        changes_by_stage[name] = [
+            (key, *(format_setting(key, values.get(key)) for values in (old_values, new_values)))
+            for key in changed_keys
+        ]
     for name, (key, old_text, new_text) in group_changes_by_stage(changes_by_stage):
         yield f"{name}.{key}" if name else key, old_text, new_text
     yield from ((name, "–", "new stage") for name in new_settings if name not in old_settings)
@@ -68,5 +71,5 @@ def _compare_metrics(old_run: RunRecord, new_run: RunRecord) -> Iterator[tuple[s
         for key, value in select_key_metrics(stage.metrics).items():
             if not isinstance(old_metrics.get(key), int | float):
                 continue
-            verdict = judge_change(key, value - old_metrics[key])
-            yield stage.name, key, format_number(old_metrics[key]), format_number(value), verdict
+            change_verdict = judge_change(key, value - old_metrics[key])
+            yield stage.name, key, format_number(old_metrics[key]), format_number(value), change_verdict

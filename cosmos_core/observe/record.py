@@ -51,18 +51,18 @@ class GateCondition(JsonDocument):
     bound: float | None = None
     """Bound with which the measured value was compared; None if no model was published yet."""
     passed: bool
-    metric: str = ""  # name of the metric, if the condition names it by `*`
+    metric: str = ""  # name of the metric if the condition has the pattern `*`
     paired: dict[str, Any] | None = None
-    """Comparison with the published model by benchmark item, `PairedDifferences.summarize`; None: not compared."""
+    """Statistics of the differences per benchmark item, from `PairedDifferences.summarize`; None: not compared."""
 
     @property
     def title(self) -> str:
         """Return the condition as text, with the metric that matched `*` and the statistics per benchmark item."""
         condition_text, comparison = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
-        text_template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
-        text_template += ", {needed:,} needed" if comparison.get("needed") else ""
-        text_template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in comparison else ""
-        return text_template.format(condition_text, **comparison) if comparison else condition_text
+        title_template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
+        title_template += ", {needed:,} needed" if comparison.get("needed") else ""
+        title_template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in comparison else ""
+        return title_template.format(condition_text, **comparison) if comparison else condition_text
 
 
 class RankHardware(JsonDocument):
@@ -130,7 +130,7 @@ class StageRecord:
     path: Path
     name: str
     kind: StageKind
-    """Stage kind as recorded by the run, which may be of an earlier version."""
+    """Stage kind as recorded in `run.json`, perhaps by an earlier version."""
     after: tuple[str, ...]
     depth: int
     """Length of the longest chain of stages on which the stage depends; 0: it depends on no stage."""
@@ -157,14 +157,14 @@ class StageRecord:
     @property
     def resumable_step(self) -> int:
         """Return the train step of the newest local checkpoint, from which the stage resumes; 0: no checkpoint."""
-        steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
-        return max((step for step in steps if step), default=0)
+        checkpoint_steps = (self.state.checkpoint_step, self.progress and self.progress.checkpoint_step)
+        return max((step for step in checkpoint_steps if step), default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Return the total run time of all attempts in seconds; None if it waits, was reused or has no attempt."""
-        has_run = self.state.spans and self.status not in {"waiting", "reused"}
-        return self.state.total_seconds(time.time() if self.died_at is None else self.died_at) if has_run else None
+        """Return the total time of all attempts in seconds; None if the stage waits, was reused or has no attempt."""
+        has_attempt = self.state.spans and self.status not in {"waiting", "reused"}
+        return self.state.total_seconds(time.time() if self.died_at is None else self.died_at) if has_attempt else None
 
     @property
     def warnings(self) -> list[str]:
@@ -197,9 +197,9 @@ class StageRecord:
     @cached_property
     def best_step(self) -> BestStep | None:
         """Return the best step so far according to validation; None if no step was validated."""
-        if (entry := self.info.get("best")) is None:
+        if (best_entry := self.info.get("best")) is None:
             return read_document(self.path / "best.json", BestStep)
-        return next(iter(parse_documents([entry], BestStep)), None)
+        return next(iter(parse_documents([best_entry], BestStep)), None)
 
     @cached_property
     def metric_lines(self) -> list[dict[str, Any]]:
@@ -209,8 +209,8 @@ class StageRecord:
     @cached_property
     def ranks(self) -> list[RankHardware]:
         """Return the hardware that each rank of the stage has reported."""
-        entries = read_json(self.path / "facts.json")
-        return parse_documents(entries, RankHardware) if isinstance(entries, list) else []
+        rank_entries = read_json(self.path / "facts.json")
+        return parse_documents(rank_entries, RankHardware) if isinstance(rank_entries, list) else []
 
     @cached_property
     def services(self) -> list[ServiceHealth]:
@@ -252,9 +252,9 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """Return the displayed outcome of the run: that of `derive_flow_outcome` if all stages are finished or a Python
-        flow has completed; `failed`, `refused`, `stopped` or `died` if a stage has this status; `running` if one is
-        active; else `waiting` for an approval, `declined`, or that of `derive_inactive_run_outcome`."""
+        """Return the displayed outcome of the run. If all stages are finished or a Python flow has completed, return
+        that of `derive_flow_outcome`. Otherwise return the first that applies: `failed`, `refused`, `stopped` or `died`
+        if a stage has this status, `running`, `waiting`, `declined`, or that of `derive_inactive_run_outcome`."""
         # A report stage shows the outcome, so its own status must not affect the outcome.
         stage_statuses = {stage.status for stage in self.stages if stage.kind.makes != "page"}
         has_completed = liveness.has_flow_completed(self.path) and not stage_statuses & ACTIVE_STATES
@@ -269,8 +269,8 @@ class RunRecord:
     @property
     def start_time(self) -> float:
         """Return the unix time at which the last command for the run started, or the run was created; 0: unknown."""
-        run_holder = liveness.read_holder(self.path)
-        return run_holder.since if run_holder is not None else self.start_info.started
+        run_lock_holder = liveness.read_holder(self.path)
+        return run_lock_holder.since if run_lock_holder is not None else self.start_info.started
 
     @property
     def end_time(self) -> float:
@@ -282,7 +282,7 @@ class RunRecord:
     def refused_stages(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
         refused_stage_names: set[str] = set()
-        for stage in reversed(self.stages):  # in reverse topological order
+        for stage in reversed(self.stages):  # visit each stage before its predecessors
             if stage.status == "refused" or stage.name in refused_stage_names:
                 refused_stage_names.update(stage.after)
         return refused_stage_names
@@ -304,15 +304,15 @@ class RunRecord:
     @property
     def trained_models(self) -> list[StageRecord]:
         """Return the stages whose model is on this machine, except stages whose model a gate refused."""
-        names = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stages
-        model_stages = [stage for stage in self.stages if stage.name in names and stage.info.get("model")]
+        accepted_names = {stage.name for stage in self.stages if stage.kind.makes == "model"} - self.refused_stages
+        model_stages = [stage for stage in self.stages if stage.name in accepted_names and stage.info.get("model")]
         return [stage for stage in model_stages if (stage.path / str(stage.info["model"])).exists()]
 
     @property
     def published_locations(self) -> list[str]:
         """Return the folders and URLs at which the run has published models."""
-        locations = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
-        return [location for location in dict.fromkeys(locations) if isinstance(location, str)]
+        recorded_locations = [stage.info.get("published") for stage in self.stages if stage.kind.makes == "publication"]
+        return [location for location in dict.fromkeys(recorded_locations) if isinstance(location, str)]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -340,29 +340,29 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
-    """Split the seconds of the last command, `wall`, into `inside` workers and `overhead`; empty: unknown start."""
+    """Return the seconds of the last command, and of them those inside and outside of workers; empty: unknown."""
     if not run.start_time:
         return {}
-    wall_seconds, inside_seconds = max(0.0, run.end_time - run.start_time), compute_busy_seconds(run, run.start_time)
-    return {"wall": wall_seconds, "inside": inside_seconds, "overhead": max(0.0, wall_seconds - inside_seconds)}
+    wall_seconds, busy_seconds = max(0.0, run.end_time - run.start_time), compute_busy_seconds(run, run.start_time)
+    return {"wall": wall_seconds, "inside": busy_seconds, "overhead": max(0.0, wall_seconds - busy_seconds)}
 
 
 def compute_busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
-    now, total_seconds, last_end_time = time.time(), 0.0, start_time
+    now, busy_seconds, last_end_time = time.time(), 0.0, start_time
     worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
     for begin, end in sorted(span for state in worker_states for span in state.list_attempt_times(now)):
-        total_seconds += max(0.0, end - max(begin, last_end_time))
+        busy_seconds += max(0.0, end - max(begin, last_end_time))
         last_end_time = max(last_end_time, end)
-    return total_seconds
+    return busy_seconds
 
 
 def render_loading_code(model: Path) -> str:
     """Return the line of Python code that loads a model with transformers or diffusers."""
     if (model / "model_index.json").is_file():
-        pipeline_index = read_json_object(model / "model_index.json")
-        loading_call = f"DiffusionPipeline.from_pretrained({str(model)!r}{render_pipeline_arguments(pipeline_index)})"
-        return f"from diffusers import DiffusionPipeline; pipe = {loading_call}{render_extra_packages(pipeline_index)}"
+        model_index = read_json_object(model / "model_index.json")
+        loading_call = f"DiffusionPipeline.from_pretrained({str(model)!r}{render_pipeline_arguments(model_index)})"
+        return f"from diffusers import DiffusionPipeline; pipe = {loading_call}{render_extra_packages(model_index)}"
     auto_class = "AutoModelForImageTextToText" if any(model.glob("*processor_config.json")) else "AutoModelForCausalLM"
     return f"from transformers import {auto_class}; model = {auto_class}.from_pretrained({str(model)!r})"
 
@@ -383,15 +383,15 @@ def _read_stage(
 def _read_recorded_stage_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
     try:
         return parse_stage_kind(recorded_kinds[name])
-    except (KeyError, TypeError):  # the entry is damaged, or another version wrote it
+    except (KeyError, TypeError):  # the recorded kind is damaged or was written by another version
         return StageKind(name=name, entry="", result_version=0)
 
 
 def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return `StageRecord.depth` by stage name, without recursion: a thousand stages may depend on each other."""
+    """Return `StageRecord.depth` by stage name, without recursion, because a chain may have a thousand stages."""
     try:
         names = [*TopologicalSorter(predecessors).static_order()]
-    except CycleError:  # the pipeline is damaged
+    except CycleError:  # only a damaged `pipeline.toml` has a cycle
         names = [*predecessors]
     depth_by_stage: dict[str, int] = {}
     for name in (name for name in names if name in predecessors):

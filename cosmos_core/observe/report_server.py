@@ -33,7 +33,7 @@ _RESPONSE_HEADERS = {
 
 
 def report_url(run_path: Path) -> str:
-    """Return the URL of a run's report on the server COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
+    """Return the URL of a run's report below COSMOS_REPORTS_URL; empty if it is unset or the run is private."""
     base_url = os.environ.get(URL_VARIABLE, "").rstrip("/")
     return f"{base_url}/{run_path.name}/{REPORT_FILE}" if base_url and not _is_private(run_path) else ""
 
@@ -50,8 +50,8 @@ class ReportServer(ThreadingHTTPServer):
         try:
             super().__init__(address, _ReportRequestHandler)
         except OSError as error:
-            problem = f"port {address[1]} of {address[0]}: {error.strerror or error}"
-            raise ConfigError(f"{problem}; choose another with --port, 0 for any free one") from error
+            port_problem = f"port {address[1]} of {address[0]}: {error.strerror or error}"
+            raise ConfigError(f"{port_problem}; choose another with --port, 0 for any free one") from error
 
 
 class _ReportRequestHandler(BaseHTTPRequestHandler):
@@ -60,19 +60,19 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
     server_version, sys_version = "cosmos", ""
 
     def do_GET(self) -> None:
-        status, content, headers = 404, b"there is no such report", dict(_RESPONSE_HEADERS)
+        status, response_body, headers = 404, b"there is no such report", dict(_RESPONSE_HEADERS)
         if not _is_authorized(self.headers.get("Authorization", ""), self.server.token):
-            status, content, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
+            status, response_body, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
         elif (file_content := self._read_requested_file()) is not None:
-            status, content = 200, file_content
+            status, response_body = 200, file_content
         content_subtype = "html" if status == 200 and self.path.endswith(REPORT_FILE) else "plain"
         headers["Content-Type"] = f"text/{content_subtype}; charset=utf-8"
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+        for name, value in (headers | {"Content-Length": str(len(response_body))}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            self.wfile.write(response_body)
 
     do_HEAD = do_GET
 
@@ -81,13 +81,13 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
         if (match := _URL_PATH_PATTERN.fullmatch(self.path)) is None:
             return None
         run_path = self.server.output_dir / match[1]
-        file = run_path / match[2]
-        try:  # symbolic links are not followed, because they may lead to any file of the server's user
-            if file.resolve() != file or _is_private(run_path):
+        requested_file = run_path / match[2]
+        try:  # refuse symbolic links, because they may lead to any file of the server's user
+            if requested_file.resolve() != requested_file or _is_private(run_path):
                 return None
-            with file.open("rb") as stream:
-                if file.suffix == ".log":
-                    stream.seek(max(0, file.stat().st_size - _MAX_LOG_BYTES))
+            with requested_file.open("rb") as stream:
+                if requested_file.suffix == ".log":
+                    stream.seek(max(0, requested_file.stat().st_size - _MAX_LOG_BYTES))
                 return stream.read()
         except OSError:
             return None
@@ -98,9 +98,9 @@ def _is_private(run_path: Path) -> bool:
 
 
 def _is_authorized(authorization_header: str, token: str) -> bool:
-    scheme, _, encoded_credentials = authorization_header.partition(" ")
+    auth_scheme, _, encoded_credentials = authorization_header.partition(" ")
     try:
         password = base64.b64decode(encoded_credentials, validate=True).partition(b":")[2]
     except ValueError:
         return False
-    return scheme.lower() == "basic" and hmac.compare_digest(password, token.encode())
+    return auth_scheme.lower() == "basic" and hmac.compare_digest(password, token.encode())

@@ -27,20 +27,20 @@ def describe_interruption(run: RunRecord) -> str:
 def _describe_running_stages(run: RunRecord) -> str:
     """Return a message about the stages that still run after the flow of the run has ended; empty if no stage runs."""
     running_stages = [stage for stage in run.stages if stage.status in ACTIVE_STATES]
-    ending_stages = [stage for stage in running_stages if has_lost_launcher(stage.state)]
-    if not ending_stages and (not running_stages or find_dead_holder_start_time(run.path) is None):
+    orphaned_stages = [stage for stage in running_stages if has_lost_launcher(stage.state)]
+    if not orphaned_stages and (not running_stages or find_dead_holder_start_time(run.path) is None):
         return ""
-    other_names = [stage.name for stage in running_stages if stage not in ending_stages]
-    messages = [f"{stage.name} saves a checkpoint and ends" for stage in ending_stages]
-    messages += [f"{', '.join(other_names)} continues with a flow run of its own"] if other_names else []
-    resume_hint = f"resume with: {make_resume_command(run.path)}{_describe_resume_steps(ending_stages)}"
-    return f"the flow has ended; {'; '.join(messages)}; {resume_hint}"
+    other_names = [stage.name for stage in running_stages if stage not in orphaned_stages]
+    stage_messages = [f"{stage.name} saves a checkpoint and ends" for stage in orphaned_stages]
+    stage_messages += [f"{', '.join(other_names)} continues with a flow run of its own"] if other_names else []
+    resume_hint = f"resume with: {make_resume_command(run.path)}{_describe_resume_steps(orphaned_stages)}"
+    return f"the flow has ended; {'; '.join(stage_messages)}; {resume_hint}"
 
 
 def _describe_killed_run(run: RunRecord) -> str:
     resume_hint = f"resume with: {make_resume_command(run.path)}"
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
-    if not dead_stages:  # the run died between two stages or before the first stage
+    if not dead_stages:  # the process of the run ended between two stages or before the first stage
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
         run_start_time = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
         return f"died after {format_time(max(end_times, default=run_start_time))}, {resume_hint}"
@@ -55,7 +55,7 @@ def _describe_killed_run(run: RunRecord) -> str:
 
 
 def change_to_run_folder(run_path: Path) -> list[str]:
-    """Change to the working directory in which a run was created, for relative paths in settings; return notices."""
+    """Change to the working directory in which a run was created, for relative paths in settings; return a notice."""
     working_directory = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
     if working_directory == os.getcwd() or not os.access(working_directory, os.X_OK):
         return []
@@ -65,8 +65,8 @@ def change_to_run_folder(run_path: Path) -> list[str]:
 
 def make_resume_command(run_path: Path) -> str:
     """Return the command that continues a run, with the path of the run relative to the current folder."""
-    shown_path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
-    return f"cosmos resume {shlex.quote(str(shown_path))}"
+    displayed_path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
+    return f"cosmos resume {shlex.quote(str(displayed_path))}"
 
 
 def make_resume_instructions(run: RunRecord) -> str:
@@ -77,12 +77,12 @@ def make_resume_instructions(run: RunRecord) -> str:
 
 def _describe_resume_steps(stages: list[StageRecord]) -> str:
     """Return a text with the step at which each training continues; empty if no training has completed a step."""
-    messages = []
+    resume_messages = []
     for stage in stages:
         if stage.kind.trains_model and _get_last_step(stage):
             unsaved_note = "" if stage.resumable_step else ": nothing was saved"
-            messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{unsaved_note}")
-    return f" ({'; '.join(messages)})" if messages else ""
+            resume_messages.append(f"{stage.name} begins again at step {stage.resumable_step + 1}{unsaved_note}")
+    return f" ({'; '.join(resume_messages)})" if resume_messages else ""
 
 
 def _get_last_step(stage: StageRecord) -> int:

@@ -21,7 +21,7 @@ _MAX_START_DELAY_SECONDS = 60.0
 
 def make_run_table(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
-    run_column = Column("run", no_wrap=True)  # never cut the id, because other commands need the whole id
+    run_column = Column("run", no_wrap=True)  # never truncate the run id, which users copy into other commands
     table = Table(run_column, "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     interruption_messages: list[str] = []
     for start_info in list_runs(output_dir)[-max_runs:]:
@@ -50,8 +50,8 @@ def compare_runs(first_path: Path, second_path: Path, stage_kinds: StageKinds) -
     table = Table("stage", "metric", first_path.name, second_path.name, "change")
     for stage in read_run(first_path).stages:
         if stage.name in second_stages:
-            for row in _compare_stage_metrics(stage, second_stages[stage.name]):
-                table.add_row(stage.name, *row)
+            for table_row in _compare_stage_metrics(stage, second_stages[stage.name]):
+                table.add_row(stage.name, *table_row)
     yield table
 
 
@@ -76,16 +76,16 @@ def is_run_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start, and no Python flow of the run executes code."""
     if is_flow_running(run.path):
         return False
-    states = {stage.name: stage.status for stage in run.stages}
-    if not ACTIVE_STATES.isdisjoint(states.values()):
+    if any(stage.status in ACTIVE_STATES for stage in run.stages):
         return False
+    finished_stages = {stage.name for stage in run.stages if stage.status in FINISHED_STATES}
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
-    has_ready_stage = any(all(states.get(name) in FINISHED_STATES for name in stage.after) for stage in waiting_stages)
+    has_ready_stage = any(finished_stages.issuperset(stage.after) for stage in waiting_stages)
     if not has_ready_stage or run.outcome == "stopped":
         return True
-    run_holder = read_holder(run.path)
-    if run_holder and not run_holder.flow_state and run_holder.is_local:
-        # While its flow process lives, a stage may wait for hours for GPUs, a worker or an approval.
+    run_lock_holder = read_holder(run.path)
+    if run_lock_holder and not run_lock_holder.flow_state and run_lock_holder.is_local:
+        # While the process of the flow lives, a stage may wait for hours for GPUs, a worker or an approval.
         return find_dead_holder_start_time(run.path) is not None or run.outcome not in {"running", "waiting"}
     last_activity_time = max([run.start_time, *(stage.state.ended or 0.0 for stage in run.stages)])
     return time.time() - last_activity_time >= _MAX_START_DELAY_SECONDS

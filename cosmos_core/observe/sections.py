@@ -18,15 +18,15 @@ from cosmos_core.run.stage import PROFILES_FOLDER
 
 NUM_PROMPTS = 12
 """Number of prompts in the report; `samples.jsonl` contains all prompts."""
-_MAX_SHOWN_ROLLOUTS = 4  # number of rollouts shown from the first and from the last logged step of a training
+_MAX_SHOWN_ROLLOUTS = 4  # number of rollouts shown for the first and for the last logged step of a training
 _MAX_SHOWN_OPERATORS = 10  # number of operators shown from a profiler trace
 _MAX_SHOWN_SAMPLES = 4  # number of images or videos shown for one prompt
 _MAX_SHOWN_FILES = 40  # number of output files listed for a stage
 _SERVICE_METRICS = ("items", "errors", "ready", "restarts", "retried", "seconds")
 _LOGPROB_DIFFERENCE_METRIC = "rollout/logprob_difference_p95"
-_REPORT_LABEL = "this page"
+_REPORT_STATUS_LABEL = "this page"
 _NUM_HISTOGRAM_BINS = 10  # number of bins of a histogram of rewards
-_STATUS_ORDER = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
+_STATUSES_BY_URGENCY = ("failed", "refused", "died", "stopped", "running", "retrying", "waiting", "done", "reused")
 
 
 def select_compared_stages(run: RunRecord) -> list[StageRecord]:
@@ -39,22 +39,22 @@ def select_compared_stages(run: RunRecord) -> list[StageRecord]:
 
 
 def make_summary_cards(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the summary cards as name and text: metrics of the first and last validation, times, stages done."""
+    """Return name and text of each summary card: metrics of the first and last validation, times, stages done."""
     cards = []
-    validations = [formatting.select_table_metrics(metrics) for _, metrics in _list_validation_columns(run)]
+    validation_metrics = [formatting.select_table_metrics(metrics) for _, metrics in _list_validation_columns(run)]
     raw_differences = [stage.metrics.get(_LOGPROB_DIFFERENCE_METRIC) for stage in run.stages]
     logprob_differences = [formatting.float_or_inf(each) for each in raw_differences if isinstance(each, int | float)]
-    for name in validations[-1] if validations else ():
+    for name in validation_metrics[-1] if validation_metrics else ():
         if logprob_differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE_METRIC):
-            continue  # a separate card shows the maximum of this metric over all stages
-        value_texts = [formatting.format_number(each[name]) for each in validations if name in each]
+            continue  # skip this metric: a separate card shows its maximum over all stages
+        value_texts = [formatting.format_number(each[name]) for each in validation_metrics if name in each]
         cards.append((name, f"{value_texts[0]} → {value_texts[-1]}" if len(value_texts) > 1 else value_texts[0]))
     cards += [("log-prob difference, p95", f"≤ {max(logprob_differences):.1e}")] if logprob_differences else []
-    label_by_key = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
+    time_labels = {"wall": "wall time", "inside": "inside stage workers", "overhead": "overhead"}
     time_breakdown = compute_time_breakdown(run)
-    cards += [(label_by_key[key], formatting.format_duration(seconds)) for key, seconds in time_breakdown.items()]
+    cards += [(time_labels[key], formatting.format_duration(seconds)) for key, seconds in time_breakdown.items()]
     cards += make_cost_card(run).items()
-    num_finished = sum(get_displayed_status(stage) in {"done", "reused", _REPORT_LABEL} for stage in run.stages)
+    num_finished = sum(get_displayed_status(stage) in {"done", "reused", _REPORT_STATUS_LABEL} for stage in run.stages)
     return [*cards, ("stages finished", f"{num_finished} of {len(run.stages)}")]
 
 
@@ -67,8 +67,8 @@ def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[
         metric_values = [metrics.get(key) for _, metrics in columns]
         numeric_values = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
         change = numeric_values[-1] - numeric_values[0] if len(numeric_values) > 1 else None
-        texts = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
-        rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **texts})
+        cells = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
+        rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **cells})
     return [name for name, _ in columns], rows
 
 
@@ -87,8 +87,8 @@ def _list_validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]
 
 
 def _find_initial_validation(stage: StageRecord) -> dict[str, Any]:
-    """Return the metrics of the validation before the first train step, which is at step N if a training starts from
-    the checkpoint of step N of another run; empty if there was none."""
+    """Return the metrics of the validation before the first train step; empty if there was none. A training that starts
+    from the checkpoint of step N of another run logs them at step N."""
     first_line = min(stage.metric_lines, key=lambda line: line["step"], default={})
     return first_line if all(key.startswith(("step", "time", "validation/")) for key in first_line) else {}
 
@@ -149,7 +149,7 @@ def list_run_start_info(run: RunRecord) -> list[tuple[str, Any, bool]]:
 
 def get_displayed_status(stage: StageRecord) -> str:
     """Return the displayed status of a stage; a running report stage, which writes this page, is `this page`."""
-    return _REPORT_LABEL if stage.kind.makes == "page" and stage.status == "running" else stage.status
+    return _REPORT_STATUS_LABEL if stage.kind.makes == "page" and stage.status == "running" else stage.status
 
 
 def format_headline_metric(stage: StageRecord) -> str:
@@ -179,7 +179,7 @@ def format_stage_metrics(stage: StageRecord) -> list[tuple[str, str]]:
 
 
 def select_shown_info(stage: StageRecord) -> dict[str, Any]:
-    """Return the results of a stage other than metrics, and other than conditions, which have their own table."""
+    """Return the results of a stage without metrics and gate conditions, which the report shows in other tables."""
     return {key: value for key, value in stage.info.items() if key != "conditions" and value not in ("", [], {}, None)}
 
 
@@ -208,12 +208,13 @@ def list_log_files(stage: StageRecord) -> list[str]:
 def choose_css_classes(samples: Sequence[LoggedSample | None]) -> str:
     """Return the CSS classes of the row with the completions of a prompt: `good` if the last reward is positive, else
     `bad`, and `changed` if the first and the last reward differ; empty without valid rewards."""
-    scores = [[line.reward, *line.rewards] for line in samples if line is not None]
-    rewards = [max(valid_scores) for each in scores if (valid_scores := [value for value in each if value is not None])]
+    rewards_by_sample = [[line.reward, *line.rewards] for line in samples if line is not None]
+    valid_rewards = [[value for value in values if value is not None] for values in rewards_by_sample]
+    rewards = [max(values) for values in valid_rewards if values]
     if not rewards:
         return ""
-    verdict = "good" if rewards[-1] > 0 else "bad"
-    return verdict if rewards[0] == rewards[-1] else f"{verdict} changed"
+    css_class = "good" if rewards[-1] > 0 else "bad"
+    return css_class if rewards[0] == rewards[-1] else f"{css_class} changed"
 
 
 def select_shown_rollouts(stage: StageRecord) -> list[LoggedSample]:
@@ -247,9 +248,9 @@ def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:
     captions = [formatting.format_number(value) if value is not None else "no valid reward" for value in sample.rewards]
     for index, name in enumerate(sample.media[:_MAX_SHOWN_SAMPLES]):
         path = Path(sample.folder) / name
-        uri, caption = gallery.encode_media_file(path), captions[index] if index < len(captions) else ""
-        is_video = bool(uri) and path.suffix == gallery.VIDEO_SUFFIX
-        media_entries.append({"path": name, "uri": uri, "is_video": is_video, "caption": caption})
+        data_uri, caption = gallery.encode_media_file(path), captions[index] if index < len(captions) else ""
+        is_video = bool(data_uri) and path.suffix == gallery.VIDEO_SUFFIX
+        media_entries.append({"path": name, "uri": data_uri, "is_video": is_video, "caption": caption})
     return media_entries
 
 
@@ -276,14 +277,14 @@ def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _compute_gpu_hours(stage: StageRecord) -> float:
-    """Return the GPU hours that a stage held; runs of earlier versions, without GPU intervals, give an estimate."""
+    """Return the GPU hours that a stage held, estimated from its duration if the run has no record of GPU intervals."""
     if stage.state.holds:
         return sum_gpu_seconds(read_gpu_intervals(stage.path)) / 3600
     return (stage.seconds or 0.0) * sum(bool(rank.gpus) for rank in stage.ranks) / 3600
 
 
 def _median_tokens_per_second(stage: StageRecord) -> float | None:
-    """Return the median tokens per second over the steps, which slow first steps do not affect; None: not measured."""
+    """Return the median of tokens per second over all steps, because it ignores slow first steps; None: no value."""
     throughputs = sorted(v for line in stage.metric_lines if (v := formatting.tokens_per_second(line)) is not None)
     return throughputs[len(throughputs) // 2] if throughputs else None
 
@@ -319,10 +320,10 @@ def compute_reward_bins(stage: StageRecord) -> list[dict[str, float]]:
 
 def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
     """Return a table of branches for each stage of a run that chooses among branches of a sweep. Each row has the
-    settings of a branch, the most urgent state among its stages, and the value of the metric that decides (None: not
-    measured yet); the best branch is first, and branches without a value are last."""
+    settings of a branch, the most urgent state among its stages, and the value of the metric that decides, None before
+    it is measured. The best branch is first, and branches without a value are last."""
     stage_by_name = {stage.name: stage for stage in run.stages}
-    tables = []
+    sweep_tables = []
     for stage, sweep in ((each, choice) for each in run.stages if (choice := each.sweep) and choice.branches):
         keys = tuple(dict.fromkeys(key for sweep_branch in sweep.branches for key in sweep_branch.settings))
         rows: list[dict[str, Any]] = []
@@ -330,7 +331,7 @@ def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
             branch_stages = [stage_by_name[name] for name in sweep_branch.stages if name in stage_by_name]
             value = {k: v for branch_stage in branch_stages for k, v in branch_stage.metrics.items()}.get(sweep.metric)
             stage_seconds = [branch_stage.seconds for branch_stage in branch_stages if branch_stage.seconds]
-            states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUS_ORDER.index)
+            states = sorted((branch_stage.status for branch_stage in branch_stages), key=_STATUSES_BY_URGENCY.index)
             rows.append({
                 "name": sweep_branch.stages[0], "settings": tuple(sweep_branch.settings.get(key) for key in keys),
                 "state": states[0] if states else "waiting", "seconds": sum(stage_seconds) if stage_seconds else None,
@@ -339,14 +340,14 @@ def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
             })  # fmt: skip
         sort_sign = -1.0 if sweep.mode == "max" else 1.0
         rows.sort(key=lambda row: _sort_key(row["value"], sort_sign))
-        tables.append({"stage": stage, "metric": sweep.metric, "mode": sweep.mode, "keys": keys, "rows": rows})
-    return tables
+        sweep_tables.append({"stage": stage, "metric": sweep.metric, "mode": sweep.mode, "keys": keys, "rows": rows})
+    return sweep_tables
 
 
 def _sort_key(metric_value: float | None, sort_sign: float) -> tuple[bool, float]:
     """Return a sort key that places missing values and NaN last."""
-    is_missing = metric_value is None or math.isnan(metric_value)
-    return is_missing, 0.0 if metric_value is None else sort_sign * metric_value
+    is_value_missing = metric_value is None or math.isnan(metric_value)
+    return is_value_missing, 0.0 if metric_value is None else sort_sign * metric_value
 
 
 def list_sweep_stages(run: RunRecord) -> set[str]:

@@ -12,21 +12,21 @@ from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.run.tail import FileTail
 
 
-def print_log(run_path: Path, stage: str, *, follow: bool) -> None:
-    """Write the log of a stage's newest attempt to standard output: once, or until the stage ends if `follow`, with the
-    logs of further attempts; raise ConfigError if the stage has no log yet."""
+def print_log(run_path: Path, stage: str, *, should_follow: bool) -> None:
+    """Write the log of a stage's newest attempt to standard output. With `should_follow`, continue with the logs of
+    further attempts until the stage ends. Raise ConfigError if the stage has no log yet."""
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
         if stage and stage not in (names := [each.name for each in read_run(run_path).stages]):
             raise ConfigError(f"{run_path}: no stage {stage!r} in this run{suggest_names(stage, names)}")
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
-    log_folder, printed_logs, log_tail, has_ended = logs[-1].parent, set(logs), FileTail(logs[-1]), False
+    log_folder, printed_files, log_tail, has_ended = logs[-1].parent, set(logs), FileTail(logs[-1]), False
     while not has_ended:
         state = read_state(log_folder.parent)
-        has_ended = not (follow and state.state in ACTIVE_STATES and not is_stage_dead(state, time.time()))
-        for log in sorted(set(log_folder.glob("attempt_*.log")) - printed_logs, key=lambda path: path.stat().st_mtime):
+        has_ended = not (should_follow and state.state in ACTIVE_STATES and not is_stage_dead(state, time.time()))
+        for log in sorted(set(log_folder.glob("attempt_*.log")) - printed_files, key=lambda path: path.stat().st_mtime):
             sys.stdout.write(log_tail.read_text(is_last_read=True))
-            printed_logs.add(log)
+            printed_files.add(log)
             log_tail = FileTail(log)
         sys.stdout.write(log_tail.read_text(is_last_read=has_ended))
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Summary of each training of a run: base model, data with a sample row, learning rate, batch, steps and reward.
 
-It is made from the settings in `pipeline.toml` and the files of the stages; unknown values are left out.
+The summary uses the settings in `pipeline.toml` and the files of the stages. Unknown values are left out.
 """
 
 from collections.abc import Iterable
@@ -25,10 +25,10 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
     stage_entries = _read_stage_entries(run)
     trainings = []
     for stage in run.stages:
-        entry = stage_entries.get(stage.name)
-        if not (stage.kind.trains_model and entry and isinstance(entry.get("overrides"), dict)):
+        stage_entry = stage_entries.get(stage.name)
+        if not (stage.kind.trains_model and stage_entry and isinstance(stage_entry.get("overrides"), dict)):
             continue
-        base_model, data_stages = _find_base_model(entry), _trace_data_stages(stage_entries, stage.name)
+        base_model, data_stages = _find_base_model(stage_entry), _trace_data_stages(stage_entries, stage.name)
         if base_model.startswith(_STAGE_REFERENCE_PREFIX):
             base_model = f"output of stage {base_model.removeprefix(_STAGE_REFERENCE_PREFIX)}"
         properties = [
@@ -36,40 +36,40 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
             ("digest of the model", _format_source_digests(run, data_stages[:1], "model")),
             ("data", _describe_data(run, stage_entries, data_stages)),
             ("digest of the data", _format_source_digests(run, data_stages, "data")),
-            *_list_training_settings(stage, flatten_tables(entry["overrides"])),
+            *_list_training_settings(stage, flatten_tables(stage_entry["overrides"])),
         ]
         trainings.append((stage, [(name, value) for name, value in properties if value]))
     return trainings
 
 
 def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
-    """Return the first row of each training stage as segments of text, each with True if the loss includes it."""
+    """Return the first row of each training as segments of text, each with True if the loss includes the segment."""
     stage_entries = _read_stage_entries(run)
     stages = {stage.name: stage for stage in run.stages}
-    shown_rows: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
+    row_by_data_stage: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
     for stage in run.stages:
-        entry = stage_entries.get(stage.name)
-        if not (stage.kind.trains_model and entry):
+        stage_entry = stage_entries.get(stage.name)
+        if not (stage.kind.trains_model and stage_entry):
             continue
         data_stages = [stages[name] for name in _trace_data_stages(stage_entries, stage.name) if name in stages]
         data_stage = next((each for each in data_stages if (each.path / "data").is_dir()), None)
-        if data_stage is None or data_stage.name in shown_rows:
+        if data_stage is None or data_stage.name in row_by_data_stage:
             continue
-        base_model = _find_base_model(entry)
-        is_stage = base_model.startswith(_STAGE_REFERENCE_PREFIX)
-        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_REFERENCE_PREFIX)) if is_stage else None)
+        base_model = _find_base_model(stage_entry)
+        is_reference = base_model.startswith(_STAGE_REFERENCE_PREFIX)
+        model_stages = (stage, stages.get(base_model.removeprefix(_STAGE_REFERENCE_PREFIX)) if is_reference else None)
         model_paths = [each.path / str(each.info["model"]) for each in model_stages if each and each.info.get("model")]
         if row := _decode_sample_row(data_stage.path / "data", [*model_paths, base_model]):
-            shown_rows[data_stage.name] = (stage, row)
-    return list(shown_rows.values())
+            row_by_data_stage[data_stage.name] = (stage, row)
+    return list(row_by_data_stage.values())
 
 
-def _find_base_model(entry: dict[str, Any]) -> str:
-    return str(entry.get("model") or flatten_tables(entry.get("overrides") or {}).get("policy.model_name_or_path", ""))
+def _find_base_model(stage_entry: dict[str, Any]) -> str:
+    overrides = flatten_tables(stage_entry.get("overrides") or {})
+    return str(stage_entry.get("model") or overrides.get("policy.model_name_or_path", ""))
 
 
 def _read_stage_entries(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return the entries of the stages in `pipeline.toml` by stage name."""
     stage_tables = read_pipeline(run.path).get("stages", [])
     return {e["name"]: e for e in stage_tables if isinstance(e, dict) and isinstance(e.get("name"), str)}
 
@@ -84,7 +84,7 @@ def _trace_data_stages(stage_entries: dict[str, dict[str, Any]], stage_name: str
 
 
 def _format_source_digests(run: RunRecord, stage_names: list[str], source_kind: str) -> str:
-    """Return the digests of the external sources (`source_kind`: model or data) that a chain of stages has read."""
+    """Return the digests of the external models or data sets (`source_kind`) that some stages of a run have read."""
     results = [stage.result for stage in run.stages if stage.name in stage_names and stage.result]
     sources = [source for result in results for source in result.get("sources", ()) if source["kind"] == source_kind]
     return ", ".join(dict.fromkeys(source["digest"][:_DIGEST_LENGTH] for source in sources))
@@ -96,8 +96,8 @@ def _describe_data(run: RunRecord, stage_entries: dict[str, dict[str, Any]], sta
     for name in stage_names:
         stage_settings = flatten_tables(stage_entries[name].get("overrides") or {})
         dataset_names = [stage_settings.get(f"train.train_policy.dataset.{key}") for key in ("name", "local_dir")]
-        mixture = stage_settings.get("train.train_policy.datasets")
-        datasets = [each for each in mixture if isinstance(each, dict)] if isinstance(mixture, list) else []
+        dataset_mix = stage_settings.get("train.train_policy.datasets")
+        datasets = [each for each in dataset_mix if isinstance(each, dict)] if isinstance(dataset_mix, list) else []
         mix_weights = [(each.get("name"), each.get("weight")) for each in datasets]
         dataset_names.append(", ".join(f"{each}{f' x {weight:g}' if weight else ''}" for each, weight in mix_weights))
         data_source = data_source or next((str(value) for value in dataset_names if value), "")
@@ -131,8 +131,8 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     policy_type = format_setting(f"{policy_prefix}type")
     loss_variant = format_setting(f"{policy_prefix}variant")
     algorithm_name = format_setting(f"{policy_prefix}trainer_type") or policy_type
-    is_step_count = settings.get("train.optm_warmup_steps", 1) >= 1
-    warmup_template = "warmup of {} steps" if is_step_count else "warmup of {} of all steps"
+    is_warmup_in_steps = settings.get("train.optm_warmup_steps", 1) >= 1
+    warmup_template = "warmup of {} steps" if is_warmup_in_steps else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, loss_variant if algorithm_name == policy_type != loss_variant else ""]),
         ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if trains_subset else "all weights",
@@ -151,7 +151,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
 
 
 def _list_rewards(settings: dict[str, Any]) -> list[str]:
-    """Return the rewards of a training with their weights: of the reward service, the data sets, or the algorithm."""
+    """Return the rewards of a training with their weights, from the reward service, the data sets or the algorithm."""
     policy_prefix = "train.train_policy."
     if settings.get(f"{policy_prefix}use_remote_reward"):
         reward_functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
@@ -164,8 +164,8 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
 
 
 def _decode_sample_row(data_folder: Path, model_folders: Iterable[str | Path]) -> list[tuple[str, bool]]:
-    """Return the first training row in `data_folder` as texts, each with True if the loss includes it, decoded with the
-    first `tokenizer.json` in the folders `model_folders`; empty if there is none, or if the row has no text."""
+    """Return the first training row in `data_folder` as segments of text, each with True if the loss includes it. The
+    first `tokenizer.json` in `model_folders` decodes the row; without that file, or without a row, return no text."""
     tokenizer_file = next((file for name in model_folders if (file := Path(name) / "tokenizer.json").is_file()), None)
     if tokenizer_file is None or not (row := _read_first_row(data_folder / "train.arrow")):
         return []
@@ -188,12 +188,12 @@ def _decode_sample_row(data_folder: Path, model_folders: Iterable[str | Path]) -
     return text_segments
 
 
-def _read_first_row(file: Path) -> dict[str, Any]:
+def _read_first_row(arrow_file: Path) -> dict[str, Any]:
     """Return token ids and masks in the first row of an Arrow file by column name; empty if it cannot be read."""
     import pyarrow as pa
 
     try:
-        with pa.memory_map(str(file)) as source:
+        with pa.memory_map(str(arrow_file)) as source:
             row_table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
             column_names = [name for name in row_table.schema.names if name.endswith(("_ids", "_mask"))]
             first_rows: list[dict[str, Any]] = row_table.select(column_names).to_pylist()

@@ -32,8 +32,8 @@ class RowShard(NamedTuple):
     """Mask over the scored tokens of the whole packed rows: True for tokens in the shard of this rank."""
 
 
-def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str, tp_size: int) -> None:
-    """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `packed_attention` is the name
+def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_size: int) -> None:
+    """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `attention_name` is the name
     under which transformers has registered the attention function for packed rows; tensor parallelism has split the
     heads over `tp_size` ranks.
 
@@ -41,12 +41,12 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str, tp
         ModelError: the model uses other attention, or its number of heads is not divisible by the number of ranks.
     """
     check_head_split(model, "cp_size", mesh.size(), tp_size)
-    if model.config.get_text_config()._attn_implementation != packed_attention:
+    if model.config.get_text_config()._attn_implementation != attention_name:
         raise ModelError(
             f"policy.parallelism.cp_size = {mesh.size()}: {type(model).__name__} computes attention in its own way, "
             f"which this version cannot shard over ranks; set it to 1"
         )
-    attention_fn, group = AttentionInterface()[packed_attention], mesh.get_group()
+    attention_fn, group = AttentionInterface()[attention_name], mesh.get_group()
 
     def ulysses_attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -55,12 +55,12 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, packed_attention: str, tp
         if key.shape[1] % num_ranks:
             num_repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
-        exchanged_states = (all_to_all(state, 1, 2, group) for state in (query, key, value))
+        exchanged_states = (all_to_all(qkv_state, 1, 2, group) for qkv_state in (query, key, value))
         output_BPKD = attention_fn(module, *exchanged_states, attention_mask, **kwargs)[0]
         return all_to_all(output_BPKD, 1, 2, group), None
 
     AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
-    AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[packed_attention])
+    AttentionMaskInterface.register(ULYSSES_ATTENTION, AttentionMaskInterface()[attention_name])
     model.set_attn_implementation(ULYSSES_ATTENTION)
 
 
@@ -73,11 +73,11 @@ def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> Ro
     assert not remainder, "packed rows are as long as `collate_rows` was told to fill them"
     shard_start = mesh.get_local_rank() * shard_length
     is_local_N = (scored_N >= shard_start) & (scored_N < shard_start + shard_length)
-    tensors = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
-    shards = {
-        name: token_inputs_1P[:, shard_start : shard_start + shard_length] for name, token_inputs_1P in tensors.items()
+    inputs_1P = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
+    input_shards = {
+        name: values_1P[:, shard_start : shard_start + shard_length] for name, values_1P in inputs_1P.items()
     }
-    return RowShard({**inputs, **shards}, scored_N[is_local_N] - shard_start, is_local_N)
+    return RowShard({**inputs, **input_shards}, scored_N[is_local_N] - shard_start, is_local_N)
 
 
 def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -51,9 +51,9 @@ def broadcast(local_value: T, source_rank: int = 0, group: dist.ProcessGroup | N
 
 
 def _serialize(local_value: Any) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(local_value, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    byte_stream = io.BytesIO()
+    torch.save(local_value, byte_stream)
+    return torch.frombuffer(byte_stream.getbuffer(), dtype=torch.uint8)
 
 
 def _deserialize(serialized_value: Tensor) -> Any:

@@ -35,27 +35,27 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
 
     assert mesh.ep is not None
     # With pipeline parallelism, a rank without experts is allowed: all its layers may be dense.
-    for experts in find_split_experts(model, mesh.ep.size(), may_be_dense=mesh.pp is not None):
+    for experts in find_split_experts(model, mesh.ep.size(), allows_no_experts=mesh.pp is not None):
         keep_local_experts(experts, mesh.ep)
         EpDispatchExpertsParallel().install_forward(experts, mesh.ep)
-        experts.forward = torch.compiler.disable(experts.forward)  # torch would recompile for each number of tokens
+        experts.forward = torch.compiler.disable(experts.forward)  # torch.compile would recompile for each token count
         if mesh.ep_fsdp is not None:
             shard_placement = partial(expert_sharding, mesh.ep_fsdp.shape[-1])
             fsdp_options = fsdp_arguments(train_config)
             fully_shard(experts, mesh=mesh.ep_fsdp, shard_placement_fn=shard_placement, **fsdp_options)
 
 
-def find_split_experts(model: PreTrainedModel, num_ranks: int, *, may_be_dense: bool = False) -> list[Any]:
+def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_experts: bool = False) -> list[Any]:
     """Return the modules with the experts of each layer, which expert parallelism distributes over `num_ranks` ranks.
 
     Raises:
-        ModelError: the model has no plan that dispatches tokens or, unless `may_be_dense`, no experts; an adapter wraps
-            the experts; or their number is not divisible by the number of ranks.
+        ModelError: the model has no plan that dispatches tokens; it has no experts, unless `allows_no_experts`; an
+            adapter wraps the experts; or their number is not divisible by the number of ranks.
     """
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"
-    if not expert_patterns or not (expert_layers or may_be_dense):
+    if not expert_patterns or not (expert_layers or allows_no_experts):
         raise ModelError(
             f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
         )

@@ -29,7 +29,7 @@ from cosmos_core.parallel.mesh import Mesh, all_gather_object, is_first_rank, nu
 T = TypeVar("T", bound=Tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# Hide a warning of the first gradient norm on a 2-D mesh, that two small all-reduces could be merged.
+# Hide torch's warning that two small all-reduces of a gradient norm on a 2-D mesh could be merged.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
@@ -38,10 +38,10 @@ def fsdp_arguments(train: TrainConfig, *, should_cast: bool = True) -> dict[str,
     whether FSDP gathers weights in `param_dtype`, the dtype in which autocast multiplies them."""
     param_dtype = getattr(torch, train.param_dtype) if should_cast and gathers_in_param_dtype(train) else None
     mp_policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
-    arguments: dict[str, Any] = {"mp_policy": mp_policy}
+    fsdp_options: dict[str, Any] = {"mp_policy": mp_policy}
     if train.fsdp_offload:
-        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    return arguments
+        fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return fsdp_options
 
 
 def gathers_in_param_dtype(train_config: TrainConfig) -> bool:
@@ -59,9 +59,9 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
     if mesh.fsdp is None:
         return
     num_shards = mesh.fsdp.shape[-1]
-    # Weights of experts that expert parallelism (`apply_ep`) has already sharded.
+    # FSDP ignores the weights of experts that expert parallelism (`apply_ep`) has already sharded.
     ep_expert_weights = {p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.ep}
-    # Weights of experts that tensor parallelism has distributed over ranks, each expert whole on one rank.
+    # If tensor parallelism has distributed whole experts over ranks, their weights need a placement of their own.
     expert_layers = [module for module in model.modules() if getattr(module, "_is_expert_parallel", False)]
     tp_expert_weights = {p for layer in expert_layers for p in layer.parameters()} - ep_expert_weights
 
@@ -109,7 +109,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def reshard(root: nn.Module) -> None:
     """Free gathered parameters that remain in memory after a forward pass without a backward pass, because the next
-    change of the weights makes them outdated. For the same reason, wait until a GPU has read shards in host memory."""
+    change of the weights makes them outdated. Also wait until a GPU has read all shards in host memory."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -152,19 +152,19 @@ def copy_without_weights(model: ModuleT) -> ModuleT:
 def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
     """Fill `meta_model`, a copy of `model` without weights, with the weights of the sharded `model`. The first rank
     returns it on the CPU, other ranks return None. All ranks must call this function."""
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first_rank()}
+    full_tensor_by_name = {name: tensor.to("cpu", copy=True) for name, tensor in full_tensors(model) if is_first_rank()}
     if not is_first_rank():
         return None
-    tied_name_groups = names_of_tied_weights(meta_model)
-    meta_model.load_state_dict(tensors, assign=True)
-    for first_name, *tied_names in tied_name_groups:  # tie_weights() does not support a head that an adapter wraps
+    names_by_parameter = list_parameter_names(meta_model)
+    meta_model.load_state_dict(full_tensor_by_name, assign=True)
+    for first_name, *tied_names in names_by_parameter:  # tie_weights() fails for a head that an adapter wraps
         for name in tied_names:
             module_name, _, attribute_name = name.rpartition(".")
             meta_model.get_submodule(module_name)._parameters[attribute_name] = meta_model.get_parameter(first_name)
     return nn.Module.to(meta_model, "cpu")
 
 
-def names_of_tied_weights(model: nn.Module) -> list[list[str]]:
+def list_parameter_names(model: nn.Module) -> list[list[str]]:
     """Return for each parameter of a model the list of its names; a tied weight has several names."""
     names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

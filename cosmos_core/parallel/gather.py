@@ -26,8 +26,8 @@ _ALIGNMENT_BYTES = 64
 
 
 class FullTensorGatherer:
-    """Gathering of full tensors of a sharded model; all ranks must create it together and call its methods in the same
-    order."""
+    """Gatherer of the full tensors of a sharded model. All ranks must create it together and call its methods in the
+    same order."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
@@ -37,8 +37,8 @@ class FullTensorGatherer:
         self.tensors, self._max_bytes = tensors, max_bytes
         self._owner_ranks: dict[str, int] = {}
         """Lowest rank that has a tensor, by name."""
-        for rank, names in enumerate(all_gather_object(list(tensors))):
-            self._owner_ranks = dict.fromkeys(names, rank) | self._owner_ranks
+        for rank, tensor_names in enumerate(all_gather_object(list(tensors))):
+            self._owner_ranks = dict.fromkeys(tensor_names, rank) | self._owner_ranks
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._uses_shared_memory = not all_reduce_any(not is_on_cpu) and _are_ranks_on_one_machine()
         # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
@@ -82,24 +82,24 @@ class FullTensorGatherer:
         """Return True if this rank writes its shard of a tensor: the first of several ranks with equal shards does."""
         tensor = self.tensors.get(name)
         if isinstance(tensor, DTensor):
-            coordinate = tensor.device_mesh.get_coordinate() or ()
-            return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
+            coordinates = tensor.device_mesh.get_coordinate() or ()
+            return all(index == 0 for index, p in zip(coordinates, tensor.placements, strict=True) if p.is_replicate())
         return self._owner_ranks[name] == rank_number()
 
 
 class _SharedMemory:
     """Anonymous memory of `size` bytes that several processes map; the kernel frees it with the last mapping."""
 
-    def __init__(self, file_descriptor: int, size: int) -> None:
-        self.size = size
-        self._memory_view = memoryview(mmap(file_descriptor, size))
-        self._num_references = sys.getrefcount(self._memory_view)
+    def __init__(self, file_descriptor: int, num_bytes: int) -> None:
+        self.size = num_bytes
+        self._memory_view = memoryview(mmap(file_descriptor, num_bytes))
+        self._num_initial_references = sys.getrefcount(self._memory_view)
 
     @property
     def is_in_use(self) -> bool:
         """Return True if a tensor on this rank still refers to this memory."""
         # Each tensor that the method `tensor` returned holds a reference to the memory view.
-        return sys.getrefcount(self._memory_view) > self._num_references
+        return sys.getrefcount(self._memory_view) > self._num_initial_references
 
     def tensor(self, byte_offset: int, tensor_template: Tensor) -> Tensor:
         """Return the memory from `byte_offset` on as a tensor of the shape and dtype of `tensor_template`."""

@@ -55,8 +55,9 @@ class Mesh:
         stage, which computes the outputs."""
         values_by_rank = exchange.all_gather(local_value, self.dp.get_group())
         if self.pp:
-            group = self.pp.get_group()
-            values_by_rank = exchange.broadcast(values_by_rank, dist.get_global_rank(group, self.pp.size() - 1), group)
+            pp_group = self.pp.get_group()
+            last_stage_rank = dist.get_global_rank(pp_group, self.pp.size() - 1)
+            values_by_rank = exchange.broadcast(values_by_rank, last_stage_rank, pp_group)
         return values_by_rank
 
 

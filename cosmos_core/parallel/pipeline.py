@@ -117,29 +117,29 @@ def has_tied_embeddings(model: PreTrainedModel) -> bool:
     return bool(model.get_output_embeddings().weight is model.get_input_embeddings().weight)
 
 
-def sum_tied_gradients(model: PreTrainedModel, pipeline: DeviceMesh) -> None:
+def sum_tied_gradients(model: PreTrainedModel, pp_mesh: DeviceMesh) -> None:
     """Sum the gradients of a tied embedding and head over the first and last pipeline rank, which have copies."""
-    group, rank, last_rank = pipeline.get_group(), pipeline.get_local_rank(), pipeline.size() - 1
+    pp_group, rank, last_rank = pp_mesh.get_group(), pp_mesh.get_local_rank(), pp_mesh.size() - 1
     weight = model.get_output_embeddings().weight
     if not has_tied_embeddings(model) or rank not in {0, last_rank} or weight.grad is None:
         return
     gradient = local_shard(weight.grad)
-    peer_gradient, peer_rank = torch.empty_like(gradient), dist.get_global_rank(group, last_rank - rank)
+    peer_gradient, peer_rank = torch.empty_like(gradient), dist.get_global_rank(pp_group, last_rank - rank)
     p2p_operations: list[tuple[Any, Tensor]] = [(dist.isend, gradient), (dist.irecv, peer_gradient)]
-    for work in dist.batch_isend_irecv([dist.P2POp(*operation, peer_rank, group) for operation in p2p_operations]):
+    for work in dist.batch_isend_irecv([dist.P2POp(*operation, peer_rank, pp_group) for operation in p2p_operations]):
         work.wait()
     gradient.add_(peer_gradient)
 
 
-def clip_gradients_over_stages(model: PreTrainedModel, pipeline: DeviceMesh, max_norm: float) -> float:
+def clip_gradients_over_stages(model: PreTrainedModel, pp_mesh: DeviceMesh, max_norm: float) -> float:
     """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
     weight_gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     trained_parameters = list(weight_gradients)
-    if has_tied_embeddings(model) and pipeline.get_local_rank() > 0:  # only the first rank counts a tied weight
+    if has_tied_embeddings(model) and pp_mesh.get_local_rank() > 0:  # a tied weight counts only on the first rank
         weight_gradients.pop(model.get_output_embeddings().weight, None)
     gradient_norm = total_norm(weight_gradients.values()) if weight_gradients else torch.zeros((), device=model.device)
     squared_norm = gradient_norm.to(torch.float64).square()
-    dist.all_reduce(squared_norm, group=pipeline.get_group())
+    dist.all_reduce(squared_norm, group=pp_mesh.get_group())
     gradient_norm = squared_norm.sqrt()
     scale_gradients(trained_parameters, gradient_norm, max_norm)
     return float(gradient_norm)
@@ -154,8 +154,8 @@ def _shallow_copy(module: M) -> M:
 
 def _modules_around_layers(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Return the names of the modules before the layers, and of the modules after the layers, in the pipeline plan."""
-    planned_names = list(model.config.base_model_pp_plan or ())
-    return planned_names[: planned_names.index(_LAYERS_NAME)], planned_names[planned_names.index(_LAYERS_NAME) + 1 :]
+    module_names = list(model.config.base_model_pp_plan or ())
+    return module_names[: module_names.index(_LAYERS_NAME)], module_names[module_names.index(_LAYERS_NAME) + 1 :]
 
 
 def _replace_other_stages(
@@ -224,15 +224,15 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
 
 @torch.no_grad()
 def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) -> str:
-    """Return what `base_model` computes outside the modules of its pipeline plan; empty: nothing.
+    """Return a text about what `base_model` computes outside the modules of its pipeline plan; empty if nothing.
 
-    Placeholders replace its modules, because weights may be on the meta device."""
+    Placeholders replace the modules of the plan, because weights may be on the meta device."""
     names_before_layers, names_after_layers = _modules_around_layers(model)
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
     ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
     hidden_BTH = embedding(ids_BT)
-    inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
+    common_inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
     arguments_by_input: list[list[dict[str, Any]]] = []
     for probe_input in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
         probe_model, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
@@ -242,13 +242,13 @@ def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) ->
         recording_layers = (_RecordingPlaceholder(layer, layer_arguments) for layer in _get_layers(base_model))
         probe_model._modules[_LAYERS_NAME] = nn.ModuleList(recording_layers)
         probe_model.eval()
-        output = probe_model(**inputs, **probe_input)
-        if "inputs_embeds" in probe_input and output.last_hidden_state is not hidden_BTH:
+        probe_output = probe_model(**common_inputs, **probe_input)
+        if "inputs_embeds" in probe_input and probe_output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
         arguments_by_input.append(layer_arguments)
     for arguments_from_ids, arguments_from_hidden in zip(*arguments_by_input, strict=True):
-        for name, value in arguments_from_ids.items():
-            if not _are_arguments_equal(value, arguments_from_hidden.get(name)):
+        for name, argument in arguments_from_ids.items():
+            if not _are_arguments_equal(argument, arguments_from_hidden.get(name)):
                 return f"its layers are given {name!r}, which is made of tokens"
     return ""
 

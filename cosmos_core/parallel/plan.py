@@ -16,16 +16,16 @@ def matches_pattern(pattern: str, name: str) -> bool:
 
 
 def check_head_split(model: PreTrainedModel, setting_name: str, num_ranks: int, tp_size: int = 1) -> None:
-    """Raise a `ModelError` if the number of attention heads is not divisible by `num_ranks`, the value of the setting
-    `setting_name`; for `tp_size`, the number of key-value heads must be divisible too. For `cp_size`, the heads are
-    those of a rank of tensor parallelism, which has split them over `tp_size` ranks before."""
+    """Raise a `ModelError` if `num_ranks`, the value of the setting `setting_name`, does not divide the number of
+    attention heads. If the setting is `tp_size`, `num_ranks` must also divide the number of key-value heads. The
+    parameter `tp_size` is the number of ranks over which tensor parallelism has already split the heads."""
     for name in ("num_attention_heads", *(["num_key_value_heads"] if setting_name == "tp_size" else [])):
         num_heads = getattr(model.config.get_text_config(), name, None)
         if isinstance(num_heads, int) and num_heads // tp_size % num_ranks:
-            rank_text = f", {num_heads // tp_size} on a rank of tp_size = {tp_size}" if tp_size > 1 else ""
+            heads_per_rank_text = f", {num_heads // tp_size} on a rank of tp_size = {tp_size}" if tp_size > 1 else ""
             raise ModelError(
                 f"policy.parallelism.{setting_name} = {num_ranks} does not divide the {num_heads} {name} of "
-                f"{type(model).__name__}{rank_text}; lower it"
+                f"{type(model).__name__}{heads_per_rank_text}; lower it"
             )
 
 

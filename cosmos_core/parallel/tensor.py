@@ -1,8 +1,8 @@
 """Tensor parallelism by the plan of a transformers model: matrices are split by columns, then by rows, and experts are
 distributed over ranks.
 
-The plan is implemented with torch's parallel styles, because those of transformers sum the gradient of a replicated
-norm over all micro-batches once per micro-batch.
+The plan is implemented with torch's parallel styles, because those of transformers all-reduce the accumulated gradient
+of a replicated norm after each micro-batch, so that earlier micro-batches count several times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +57,7 @@ class _ExpertShardingStyle(ParallelStyle):
         original_forward, group = module.forward, device_mesh.get_group()
         num_local_experts = module.num_experts
         first_expert = num_local_experts * device_mesh.get_local_rank()
-        module._is_expert_parallel = True  # transformers then ignores the expert id `num_experts`
+        module._is_expert_parallel = True  # flag that makes transformers ignore the expert id `num_experts`
 
         def forward_local_experts(hidden_NH: Tensor, top_k_ids_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
             local_ids_NK = top_k_ids_NK - first_expert
@@ -90,11 +90,11 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) -> None:
     """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`, as `find_split_matrices` says,
     whose errors it raises."""
-    for module, style in find_split_matrices(model, mesh.size(), shards_experts=shards_experts):
-        if style == _MOE_TP_STYLE:
+    for module, parallel_style in find_split_matrices(model, mesh.size(), shards_experts=shards_experts):
+        if parallel_style == _MOE_TP_STYLE:
             keep_local_experts(module, mesh)
-        for submodule in _find_split_modules(module, style):
-            parallelize_module(submodule, mesh, _PARALLEL_STYLES[style]())
+        for submodule in _find_split_modules(module, parallel_style):
+            parallelize_module(submodule, mesh, _PARALLEL_STYLES[parallel_style]())
 
 
 def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_experts: bool) -> list[tuple[nn.Module, str]]:
@@ -132,20 +132,20 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
     """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of
     `probe_hidden_states` of `root_modules`. If an operation is missing in the plan, ranks have different gradients of
-    an unsplit weight, because each rank applies it only to its own heads or features.
+    an unsplit weight, because each rank applies the weight only to its own heads or features.
 
     Raises:
         ModelError: gradients differ between ranks, or the model raises an error.
     """
     device = torch.device(mesh.device_type)
     ids_BT = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
-    inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
+    probe_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
     error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
     was_training = model.training
     model.eval()
     try:
         for root_module in root_modules:
-            hidden_BTH = root_module.probe_hidden_states(inputs)
+            hidden_BTH = root_module.probe_hidden_states(probe_inputs)
             if hidden_BTH.requires_grad:
                 loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * loss_weights_BTH).sum().backward()
@@ -158,17 +158,17 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
     differing_names = [name for name, weight in model.named_parameters() if _has_different_gradients(weight, mesh)]
     model.zero_grad(set_to_none=True)
     if differing_names:
-        problem = f"ranks disagree about the gradient of {differing_names[0]}"
-        raise ModelError(f"{error_prefix}: {problem}; set it to 1 and raise dp_shard_size")
+        difference_text = f"ranks disagree about the gradient of {differing_names[0]}"
+        raise ModelError(f"{error_prefix}: {difference_text}; set it to 1 and raise dp_shard_size")
 
 
 def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
     if parameter.grad is None:
         return False
-    gradient_mesh_dims = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
+    gradient_dim_names = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
     gradient = local_shard(parameter.grad)
-    if not gradient.numel() or set(gradient_mesh_dims or ()) & set(mesh.mesh_dim_names or ()):
+    if not gradient.numel() or set(gradient_dim_names or ()) & set(mesh.mesh_dim_names or ()):
         return False
     min_gradient, max_gradient = gradient.clone(), gradient.clone()
     dist.all_reduce(min_gradient, dist.ReduceOp.MIN, mesh.get_group())
@@ -188,11 +188,11 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
         module._parameters.update(parameters)
 
 
-def _find_split_modules(module: nn.Module, style: str) -> list[nn.Module]:
+def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
     """Return the modules to split for a module in the plan, which an adapter may wrap; a LoRA layer is split in its
     base layer and in the factor that has the split dimension."""
     if isinstance(module, LoraLayer):
-        return [module.base_layer, *(module.lora_A if style.startswith("rowwise") else module.lora_B).values()]
+        return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
         return [module.original_module, *module.modules_to_save.values()]
     return [module]

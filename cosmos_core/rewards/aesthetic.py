@@ -17,12 +17,12 @@ class AestheticReward:
     """Reward model with the score `aesthetic`, about 1 to 10; `options.predictor` is the file of the linear layers."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        predictor = str(settings.options.get("predictor") or "")
-        predictor_file = Path(os.path.expanduser(predictor))
-        if predictor and not predictor_file.is_file():
-            problem = f"predictor = {predictor!r}: no such file in {str(Path.cwd())!r}"
+        predictor_path = str(settings.options.get("predictor") or "")
+        predictor_file = Path(os.path.expanduser(predictor_path))
+        if predictor_path and not predictor_file.is_file():
+            problem = f"predictor = {predictor_path!r}: no such file in {str(Path.cwd())!r}"
             raise RewardError(f"the reward 'aesthetic': {problem}; give the whole path")
-        if not predictor:
+        if not predictor_path:
             raise RewardError(
                 "the reward 'aesthetic' needs predictor, in [custom.aesthetic] of a recipe or in options of a service: "
                 "the file of LAION's layers over CLIP, such as sac+logos+ava1-l14-linearMSE.pth, or as safetensors"
@@ -32,7 +32,7 @@ class AestheticReward:
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         features = self._clip_model.embed_images([middle_image(item.media) for item in items]).float()
-        # The predictor has only dropout between its linear layers, and no activations.
+        # Apply only the linear layers: the predictor has no activations between them, and its dropout is for training.
         for weight, bias in self._linear_layers:
             features = features @ weight.T + bias
         return {"aesthetic": features[:, 0].tolist()}
@@ -48,7 +48,7 @@ def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
     import torch
     from safetensors.torch import load_file
 
-    weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    layer_prefixes = [name.removesuffix("weight") for name in weights if name.endswith("weight")]
+    tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    layer_prefixes = [name.removesuffix("weight") for name in tensors if name.endswith("weight")]
     layer_prefixes.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
-    return [tuple(weights[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layer_prefixes]
+    return [tuple(tensors[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layer_prefixes]

@@ -49,7 +49,7 @@ ScoreAndMetrics = tuple[float, dict[str, float]]
 
 REWARDS_PACKAGE = "cosmos_core.rewards"
 _RESULT_RULE = "the rule is a number, or (number, dict of numbers)"
-_thread_data = threading.local()
+_thread_local_data = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Reward:
     binding: ParameterBinding
 
     def __call__(self, request_fields: Mapping[str, Any]) -> ScoreAndMetrics:
-        """Score one completion from `request_fields`: `to_be_evaluated`, `reference`, maybe `REWARD_PARAMETERS`.
+        """Score one completion; `request_fields` has `to_be_evaluated`, `reference` and values of `REWARD_PARAMETERS`.
 
         Raises:
             ValueError: the function did not return a finite number.
@@ -96,8 +96,8 @@ class Reward:
                 group_results.append(value_error.with_traceback(error.__traceback__))
         return group_results
 
-    def _call_function(self, group: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
-        positional_arguments, keyword_arguments = self.binding.bind_arguments(group, takes_lists=takes_lists)
+    def _call_function(self, group_requests: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
+        positional_arguments, keyword_arguments = self.binding.bind_arguments(group_requests, takes_lists=takes_lists)
         result = self.function(*positional_arguments, **keyword_arguments)
         return wait_for_result(result) if inspect.isawaitable(result) else result
 
@@ -109,9 +109,9 @@ class Reward:
 def wait_for_result(awaitable: Awaitable[Any]) -> Any:
     """Return the result of an awaitable of user code. All calls of a thread use one event loop, because semaphores and
     clients of services that user code keeps between calls belong to the loop of their first use."""
-    if not hasattr(_thread_data, "event_loop"):
-        _thread_data.event_loop = asyncio.new_event_loop()
-    return _thread_data.event_loop.run_until_complete(awaitable)
+    if not hasattr(_thread_local_data, "event_loop"):
+        _thread_local_data.event_loop = asyncio.new_event_loop()
+    return _thread_local_data.event_loop.run_until_complete(awaitable)
 
 
 def make_reward_request(group: Group, k: int) -> dict[str, Any]:
@@ -137,21 +137,21 @@ def load_reward(name: str) -> Reward:
             f"{suggest_names(name, reward_names)}"
         )
     try:
-        function = import_user_code(name if is_import_path(name) else f"{REWARDS_PACKAGE}.{name}:{name}")
-        # Rewards of ms-swift are classes, those of TRL are functions.
-        if is_class := inspect.isclass(function):
+        reward_function = import_user_code(name if is_import_path(name) else f"{REWARDS_PACKAGE}.{name}:{name}")
+        # A reward class, as in ms-swift, must be instantiated; a reward function, as in TRL, is used as it is.
+        if is_class := inspect.isclass(reward_function):
             problem = f"{name!r} is a class that cannot be made"
             with convert_errors(lambda e: RewardError(f"{problem}: {error_on_one_line(e)}; name an object of it")):
-                function = function()
-        if not callable(function):
-            raise RewardError(f"{name!r} is a {type(function).__name__}, not a function")
-        return Reward(name, function, bind_parameters(name, function, takes_text=is_class))
+                reward_function = reward_function()
+        if not callable(reward_function):
+            raise RewardError(f"{name!r} is a {type(reward_function).__name__}, not a function")
+        return Reward(name, reward_function, bind_parameters(name, reward_function, passes_text=is_class))
     except (ConfigError, RewardError) as error:
         raise RewardError(f"reward {error}") from error
 
 
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
-    """Return a metric name for each reward: its function name, after the file and folder names that make it unique."""
+    """Return a unique metric name for each reward: its function name, if needed after names of its file and folders."""
     name_parts_by_reward = {reward: _split_reward_name(reward) for reward in rewards}
     suffix_counts = Counter(tuple(each[i:]) for each in name_parts_by_reward.values() for i in range(len(each)))
     metric_name_by_reward = {}
@@ -165,9 +165,9 @@ def _split_reward_name(reward: str) -> list[str]:
     """Return the folders, module and function that name a user-defined reward; for a packaged reward, its name."""
     if not is_import_path(reward):
         return [reward]
-    module, _, function = reward.rpartition(":")
-    module_path = module.removesuffix(".py")
-    return [*(module_path.split("/" if module_path != module else ".")), function]
+    module_name, _, function_name = reward.rpartition(":")
+    module_path = module_name.removesuffix(".py")
+    return [*(module_path.split("/" if module_path != module_name else ".")), function_name]
 
 
 def require_reference(reference: str) -> str:
@@ -191,10 +191,10 @@ def to_json_value(raw_value: Any) -> Any:
 def error_on_one_line(error: BaseException, error_location: str = "") -> str:
     """Return the class and message of an error on one line of at most 500 characters, then `error_location`."""
     try:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        summary = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:  # noqa: BLE001 - the `__str__` of a user's exception may fail
-        text = f"{type(error).__name__} without a message"
-    return (text if len(text) <= 500 else text[:497] + "...") + f" ({error_location})" * bool(error_location)
+        summary = f"{type(error).__name__} without a message"
+    return (summary if len(summary) <= 500 else summary[:497] + "...") + f" ({error_location})" * bool(error_location)
 
 
 def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> CosmosError:
@@ -202,13 +202,12 @@ def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> Cosmo
     error, such as an exception of the reward function; else `StageFailed`, after which the stage is retried."""
     invalid_score = next((score for score in scores if score.value is None), None)
     message = f"{problem_summary}; the first: {invalid_score.error if invalid_score else 'none is learned from'}"
-    return (
-        RewardError(message) if invalid_score is not None and invalid_score.is_permanent_error else StageFailed(message)
-    )
+    is_permanent_error = invalid_score is not None and invalid_score.is_permanent_error
+    return RewardError(message) if is_permanent_error else StageFailed(message)
 
 
 def _parse_score(result: Any) -> ScoreAndMetrics:
-    if isinstance(result, Mapping) and "score" in result:  # verl's dictionary format: all finite numbers become metrics
+    if isinstance(result, Mapping) and "score" in result:  # a dict as in verl: finite numbers become metrics
         scalars = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items()}
         numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
         result = (result["score"], {k: v for k, v in numbers.items() if k != "score"})
@@ -220,15 +219,15 @@ def _parse_score(result: Any) -> ScoreAndMetrics:
     }
 
 
-def _to_finite_float(number: Any, message_start: str) -> float:
+def _to_finite_float(number: Any, message_prefix: str) -> float:
     if hasattr(number, "item"):  # convert a scalar of NumPy or torch
         number = number.item()
     if number is None:
-        raise ValueError(f"{message_start} nothing; {_RESULT_RULE}")
+        raise ValueError(f"{message_prefix} nothing; {_RESULT_RULE}")
     if not isinstance(number, int | float):
-        raise ValueError(f"{message_start} a {type(number).__name__}; {_RESULT_RULE}")
-    if not abs(number) <= sys.float_info.max:  # NaN, infinity, or an integer that no float can hold
-        raise ValueError(f"{message_start} {number}; the rule is a finite number")
+        raise ValueError(f"{message_prefix} a {type(number).__name__}; {_RESULT_RULE}")
+    if not abs(number) <= sys.float_info.max:  # NaN, infinity, or an integer beyond the range of floats
+        raise ValueError(f"{message_prefix} {number}; the rule is a finite number")
     return float(number)
 
 
@@ -236,15 +235,15 @@ def full_reward(
     rewards: RewardConfig, data_source: str = "", metrics: Mapping[str, float] = MappingProxyType({})
 ) -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
-    reward function distinguishes completions. `metrics`: those of the completion's score, without the functions that
-    do not apply to it; empty: unknown. A function of negative weight counts with the value that it returned."""
+    reward function distinguishes completions. `metrics` are the metrics of the completion's score; reward functions
+    without a metric do not count, unless `metrics` is empty. A function of negative weight counts with its metric."""
     if not isinstance(rewards, dict):
         return rewards.max_total_reward
-    name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
-    weights = {name_by_reward[each]: w for each, w in weight_by_reward.items() if each not in PENALTY_REWARDS}
+    metric_name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
+    weights = {metric_name_by_reward[each]: w for each, w in weight_by_reward.items() if each not in PENALTY_REWARDS}
     positive_weights = [w for name, w in weights.items() if w > 0 and (not metrics or name in metrics)]
-    deductions = [w * metrics.get(name, 0.0) for name, w in weights.items() if w < 0]
-    return sum(positive_weights) + sum(deductions) if positive_weights else None
+    negative_terms = [w * metrics.get(name, 0.0) for name, w in weights.items() if w < 0]
+    return sum(positive_weights) + sum(negative_terms) if positive_weights else None
 
 
 def has_full_reward(reward: float, full_reward: float | None) -> bool:

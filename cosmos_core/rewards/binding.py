@@ -66,8 +66,8 @@ class ParameterBinding:
     """Parameters of a reward function and the rules that bind arguments to them."""
 
     parameters: tuple[inspect.Parameter, ...]
-    takes_text: bool = False
-    """Whether `completions` are texts also for a prompt of messages, as in ms-swift."""
+    passes_text: bool = False
+    """Whether `completions` are passed as texts even if the prompt is a list of messages, as in ms-swift."""
 
     @property
     def takes_whole_group(self) -> bool:
@@ -97,7 +97,7 @@ class ParameterBinding:
         known name nor a column of the row."""
         get_argument = partial(_get_argument, request=group[0])
         if takes_lists:
-            get_argument = partial(_get_list_argument, group=group, takes_text=self.takes_text)
+            get_argument = partial(_get_list_argument, group_requests=group, passes_text=self.passes_text)
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -120,16 +120,16 @@ class ParameterBinding:
             text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
             declared_names = {parameter.name for parameter in self.parameters}
             parameter_names = [name for name in REWARD_PARAMETERS if name != "images"]
-            extra_names = [*text_parameters, *parameter_names, *_row_columns(group[0])]
-            keyword_arguments |= {name: get_argument(name) for name in extra_names if name not in declared_names}
+            other_names = [*text_parameters, *parameter_names, *_row_columns(group[0])]
+            keyword_arguments |= {name: get_argument(name) for name in other_names if name not in declared_names}
         return positional_arguments, keyword_arguments
 
 
-def bind_parameters(name: str, reward_function: Callable[..., Any], *, takes_text: bool = False) -> ParameterBinding:
+def bind_parameters(name: str, reward_function: Callable[..., Any], *, passes_text: bool = False) -> ParameterBinding:
     """Return the binding of a reward function; `name` is its name in the recipe. Raise `RewardError` if the signature
     is not readable, takes no completion, or has an unsupported parameter."""
     try:
-        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), takes_text)
+        binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), passes_text)
     except (TypeError, ValueError):
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
     named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
@@ -162,34 +162,34 @@ def _get_argument(parameter_name: str, request: RewardFields) -> Any:
     if parameter_name == "images":
         from cosmos_core.data.images import open_image
 
-        image_refs = request.get("images", ())
-        return row_columns["images"] if "images" in row_columns else [open_image(each) for each in image_refs]
+        image_references = request.get("images", ())
+        return row_columns["images"] if "images" in row_columns else [open_image(each) for each in image_references]
     if parameter_name in REWARD_PARAMETERS:
         return request.get(parameter_name)
     if parameter_name in row_columns:
         return row_columns[parameter_name]
-    if parameter_name == "ground_truth":  # in rows of verl, the value is nested in `reward_model`
+    if parameter_name == "ground_truth":  # verl's rows have the ground truth in the dict `reward_model`
         reward_model = row_columns.get("reward_model")
-        columns = reward_model if isinstance(reward_model, dict) else {}
-        return columns.get("ground_truth", request["reference"])
+        nested_columns = reward_model if isinstance(reward_model, dict) else {}
+        return nested_columns.get("ground_truth", request["reference"])
     return {"extra_info": {}, "data_source": ""}[parameter_name]
 
 
-def _get_list_argument(name: str, group: Sequence[RewardFields], takes_text: bool) -> Any:
+def _get_list_argument(name: str, group_requests: Sequence[RewardFields], passes_text: bool) -> Any:
     """Return the argument for a parameter name and all completions of a prompt, usually a list."""
-    row_columns = _row_columns(group[0])
+    row_columns = _row_columns(group_requests[0])
     if name in _SINGLE_VALUE_PARAMETERS:
-        return _get_argument(name, group[0])
+        return _get_argument(name, group_requests[0])
     if name in _PROMPT_AND_COMPLETION_PARAMETERS or (name in _SINGULAR_NAME_BY_PLURAL and name not in row_columns):
-        if name == "completions":  # as in TRL, a completion is a list of messages if the prompt is one
-            has_messages = isinstance(row_columns.get("prompt"), list) and not takes_text
-            return [fields["turns" if has_messages else "to_be_evaluated"] for fields in group]
+        if name == "completions":  # as in TRL, completions are lists of messages if the prompt is a list
+            has_messages = isinstance(row_columns.get("prompt"), list) and not passes_text
+            return [fields["turns" if has_messages else "to_be_evaluated"] for fields in group_requests]
         if name == "prompts":
-            return [row_columns.get("prompt", fields.get("prompt")) for fields in group]
+            return [row_columns.get("prompt", fields.get("prompt")) for fields in group_requests]
         name = _SINGULAR_NAME_BY_PLURAL[name]
     if name == "images":
-        return [_get_argument(name, group[0])] * len(group)
-    return [_get_argument(name, fields) for fields in group]
+        return [_get_argument(name, group_requests[0])] * len(group_requests)
+    return [_get_argument(name, fields) for fields in group_requests]
 
 
 def _row_columns(request_fields: RewardFields) -> Mapping[str, Any]:

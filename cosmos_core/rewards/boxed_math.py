@@ -21,22 +21,24 @@ _BOXED_COMMAND_PATTERN = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?"
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
 _SPACED_NUMBER = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
 _NUMBER_WITH_EXPONENT = re.compile(
-    r"(?<![\w.\\^/])(?<![\^/] )(\d+(?:\.\d+)?)"  # the 2 of 5^2 \cdot 10^3 is no factor of the power of ten
+    r"(?<![\w.\\^/])(?<![\^/] )(\d+(?:\.\d+)?)"  # do not read the exponent in 5^2 \cdot 10^3 as a factor of 10^3
     r"(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d{1,3})(?!\d)))"
 )
 _REPEATING_DECIMAL = re.compile(
     r"(?<![\d,.])(\d*)\.(\d*)(\{)?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?(3)\})"
-    r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # \dot is above the first and the last repeating digit
+    r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # `0.\dot{1}4\dot{2}`: dots on the first and last repeating digit
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
 _MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
+# The alternatives match the words around the number in, for example: `(B) \frac{1}{2}`, `\text{John: } \frac{1}{2}`,
+# `Therefore \frac{1}{2}`, `the answer is x = \frac{1}{2}`, `\frac{1}{2} of the cake`, `\frac{3}{8} or 37.5\%`.
 _WORDS_AROUND_MATH = re.compile(
-    r"\A\s*(?:\\(?:text\w*|mathrm)\{\s*\(?[A-E][):]\s*\}|\([A-E]\)(?= )|[A-E]:)[\\\s~]*(?=[\\\d(-])"  # (B) \frac{1}{2}
-    r"|\A\s*\\text\w*\{[^{}]*:\s*\}"  # \text{John: } \frac{1}{2}
-    r"|\A\s*(?!sqrt|sinh|cosh|tanh|arc)[A-Za-z]{4,}(?::\s*| +(?:- +)?)(?=[\\\d(-]|[a-z] ?=)"  # Therefore \frac{1}{2}
-    r"|\A\s*[A-Za-z]{2,}(?: +[A-Za-z]+)*? +[A-Za-z]{2,}[\s:]+(?=[\\\d(-]|[a-z] ?=)"  # the answer is x = \frac{1}{2}
-    r"|(?<=[\d}%]) +(?:[a-z]{4,}(?: of\b.*)?\W*|of [a-z].*)\Z"  # \frac{1}{2} of the cake
-    r"|(?<=\})(?: or \d*\.?\d+\\?%|\s*=\s*\d*\.\d+)\s*\Z",  # \frac{3}{8} or 37.5\%
+    r"\A\s*(?:\\(?:text\w*|mathrm)\{\s*\(?[A-E][):]\s*\}|\([A-E]\)(?= )|[A-E]:)[\\\s~]*(?=[\\\d(-])"
+    r"|\A\s*\\text\w*\{[^{}]*:\s*\}"
+    r"|\A\s*(?!sqrt|sinh|cosh|tanh|arc)[A-Za-z]{4,}(?::\s*| +(?:- +)?)(?=[\\\d(-]|[a-z] ?=)"
+    r"|\A\s*[A-Za-z]{2,}(?: +[A-Za-z]+)*? +[A-Za-z]{2,}[\s:]+(?=[\\\d(-]|[a-z] ?=)"
+    r"|(?<=[\d}%]) +(?:[a-z]{4,}(?: of\b.*)?\W*|of [a-z].*)\Z"
+    r"|(?<=\})(?: or \d*\.?\d+\\?%|\s*=\s*\d*\.\d+)\s*\Z",
     re.S,
 )
 _WORDS_OF_MATH = re.compile(
@@ -102,7 +104,7 @@ def _parse_reference(reference: str) -> list[Any]:
     boxed_text = f"\\boxed{{{text}}}"
     text_groups = [[text], [boxed_text]]
     if not _MATH_DELIMITER.search(text):
-        # math-verify would find the fraction alone in x + \frac{1}{2}, and multiply the letters of words.
+        # Box the text: math-verify would find only the fraction in x + \frac{1}{2}. Drop words, which it multiplies.
         formula = text if _WORDS_OF_MATH.search(text) else _WORDS_AROUND_MATH.sub("", text)
         text_groups = [[*dict.fromkeys([f"\\boxed{{{formula}}}", boxed_text])], [text]]
     parsed_groups = ([e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in text_groups)

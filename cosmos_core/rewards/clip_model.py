@@ -15,10 +15,10 @@ _MAX_TEXT_TOKENS = 77
 class ClipModel:
     """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
 
-    def __init__(self, name: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
+    def __init__(self, reward: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
         """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise
         `RewardError` if the model cannot be loaded, or a package is not installed."""
-        require_packages(name, "install torch and transformers", "torch", "transformers")
+        require_packages(reward, "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoModel, AutoProcessor
 
@@ -27,7 +27,7 @@ class ClipModel:
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
         default_processor = (processor_path if not settings.model_path else "") or path
-        with translate_loading_errors(name, path):
+        with translate_loading_errors(reward, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
             self._processor = AutoProcessor.from_pretrained(settings.options.get("processor_path") or default_processor)
         self.logit_scale = float(self.model.logit_scale.detach().exp())
@@ -60,14 +60,14 @@ def select_device(settings: RewardModelSettings) -> str:
 
 
 @contextmanager
-def translate_loading_errors(name: str, path: str) -> Iterator[None]:
+def translate_loading_errors(reward: str, path: str) -> Iterator[None]:
     """Convert the errors of the `with` block, which loads the files of a model, to `RewardError`."""
     try:
         yield
     except (OSError, ValueError) as error:
         error_text = " ".join(str(error).split())[:200]
         raise RewardError(
-            f"the reward {name!r} cannot load {path!r}: {error_text}; download it and set model_path to its folder"
+            f"the reward {reward!r} cannot load {path!r}: {error_text}; download it and set model_path to its folder"
         ) from error
 
 

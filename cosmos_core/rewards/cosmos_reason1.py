@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class CosmosReason1Reward:
-    """Reward model with the scores `no_score`, `prediction` (Good or Bad), `yes_logit` and `no_logit`; `options` has
-    `system_prompt`, `question` and `tokens`, the maximum number of tokens of a video (9216)."""
+    """Reward model with the scores `no_score` (probability of "No"), `prediction` (Good or Bad), `yes_logit` and
+    `no_logit`; `options` has `system_prompt`, `question` and `tokens`, the maximum number of tokens of a video."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("cosmos_reason1", "install torch and transformers", "torch", "transformers")
@@ -63,20 +63,20 @@ class CosmosReason1Reward:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
         self._question = settings.options.get("question", _JUDGE_QUESTION)
         self._max_video_tokens = int(settings.options.get("tokens", _MAX_VIDEO_TOKENS))
-        self._yes_token = self._tokenizer.encode("Yes", add_special_tokens=False)[0]
-        self._no_token = self._tokenizer.encode("No", add_special_tokens=False)[0]
+        self._yes_token_id = self._tokenizer.encode("Yes", add_special_tokens=False)[0]
+        self._no_token_id = self._tokenizer.encode("No", add_special_tokens=False)[0]
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of each video; an image counts as a video of one frame."""
-        columns: ScoreColumns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
+        score_columns: ScoreColumns = {"prediction": [], "no_score": [], "yes_logit": [], "no_logit": []}
         for item in items:
             fps = float(item.info.get("video_fps") or _DEFAULT_FPS)
             yes_logit, no_logit = self._compute_logits(to_frames(item.media), fps)
-            columns["prediction"].append("Bad" if yes_logit > no_logit else "Good")
-            columns["no_score"].append(1 / (1 + math.exp(min(yes_logit - no_logit, 700.0))))
-            columns["yes_logit"].append(yes_logit)
-            columns["no_logit"].append(no_logit)
-        return columns
+            score_columns["prediction"].append("Bad" if yes_logit > no_logit else "Good")
+            score_columns["no_score"].append(1 / (1 + math.exp(min(yes_logit - no_logit, 700.0))))
+            score_columns["yes_logit"].append(yes_logit)
+            score_columns["no_logit"].append(no_logit)
+        return score_columns
 
     def _compute_logits(self, frames: Sequence[Image.Image], fps: float) -> tuple[float, float]:
         import torch
@@ -93,20 +93,20 @@ class CosmosReason1Reward:
         ]
         prompt = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         input_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
-        pad_token_id = self._tokenizer.convert_tokens_to_ids(_VIDEO_PAD_TOKEN)
+        video_token_id = self._tokenizer.convert_tokens_to_ids(_VIDEO_PAD_TOKEN)
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
             "pixel_values_videos": torch.from_numpy(patches).to(self._model.dtype),
             "video_grid_thw": torch.tensor([patch_grid]),
             "second_per_grid_ts": torch.tensor([vision_config.temporal_patch_size * frame_interval / fps]),
-            "mm_token_type_ids": (input_ids == pad_token_id).int() * _VIDEO_TOKEN_TYPE,
+            "mm_token_type_ids": (input_ids == video_token_id).int() * _VIDEO_TOKEN_TYPE,
         }
         forward_parameters = inspect.signature(self._model.forward).parameters
         inputs = {name: value.to(self._model.device) for name, value in inputs.items() if name in forward_parameters}
         with torch.inference_mode():
             logits = self._model(**inputs).logits[0, -1].float()
-        return float(logits[self._yes_token]), float(logits[self._no_token])
+        return float(logits[self._yes_token_id]), float(logits[self._no_token_id])
 
     def extract_patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
@@ -129,10 +129,10 @@ class CosmosReason1Reward:
         return patches.reshape(math.prod(patch_grid), 3 * patch_frames * patch_size * patch_size), patch_grid
 
 
-def fit_size(original_size: tuple[int, int], multiple: int, max_pixels: int) -> tuple[int, int]:
-    """Return the height and width nearest to a size that are multiples of `multiple`, at most `max_pixels` in total."""
-    height, width = (max(multiple, round(side / multiple) * multiple) for side in original_size)
+def fit_size(original_size: tuple[int, int], divisor: int, max_pixels: int) -> tuple[int, int]:
+    """Return the height and width nearest to a size that are multiples of `divisor`, at most `max_pixels` in total."""
+    height, width = (max(divisor, round(side / divisor) * divisor) for side in original_size)
     if height * width > max_pixels:
         scale_factor = math.sqrt(original_size[0] * original_size[1] / max_pixels)
-        height, width = (max(multiple, math.floor(side / scale_factor / multiple) * multiple) for side in original_size)
+        height, width = (max(divisor, math.floor(side / scale_factor / divisor) * divisor) for side in original_size)
     return height, width

@@ -21,7 +21,7 @@ from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
-_SCORE_KEYS = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
+_SCORE_KEY_BY_NAME = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
 _DEFAULT_FPS = 16.0
 
 
@@ -46,15 +46,15 @@ class DanceGrpoReward:
             )
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        columns: ScoreColumns = {key: [] for key in _SCORE_KEYS.values()}
+        score_columns: ScoreColumns = {key: [] for key in _SCORE_KEY_BY_NAME.values()}
         with tempfile.TemporaryDirectory() as folder:
             for i, item in enumerate(items):
                 video_file = Path(folder, f"{i}.mp4")
                 write_video(video_file, item.media, float(item.info.get("video_fps") or _DEFAULT_FPS))
-                [rewards] = self._inferencer.reward([str(video_file)], [item.prompt], use_norm=True)
-                for name, key in _SCORE_KEYS.items():
-                    columns[key].append(float(rewards[name]))
-        return columns
+                [score_by_name] = self._inferencer.reward([str(video_file)], [item.prompt], use_norm=True)
+                for name, key in _SCORE_KEY_BY_NAME.items():
+                    score_columns[key].append(float(score_by_name[name]))
+        return score_columns
 
 
 def write_video(file: Path, media: Any, fps: float) -> None:

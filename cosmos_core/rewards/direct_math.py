@@ -10,7 +10,7 @@ _ARTICLE_PATTERN = re.compile(
     r"(?<![-+*/(=])(?<![-+*/=] )\b(an|a) "
     r"(?=[a-z]{2})(?!(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|mod|max|min|pi)\b)"
 )
-"""Pattern of a lower-case article before a word: `A B` are two choices; `a b` and `2 + a bc` are products."""
+"""Pattern of a lower-case article before a word; it matches no variables, as in `A B`, `a b` and `2 + a bc`."""
 
 _MATH_DELIMITER = re.compile(r"((?<!\\)\$|\\[()\[\]])")
 
@@ -52,7 +52,7 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles, except in formulas, where `a` is a variable (`$a sin x$`)."""
     text_parts = _MATH_DELIMITER.split(answer)
-    starts_in_formula = len(text_parts) % 4 == 3  # an odd number of delimiters: the opening one was removed
+    starts_in_formula = len(text_parts) % 4 == 3  # an odd number of delimiters: the caller cut off the opening one
     return "".join(
         part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(text_parts)
     )
@@ -64,8 +64,8 @@ def _normalise_answer(answer: str) -> str:
         answer = answer.replace(old_text, new_text)
     for deleted_text in _DELETED_STRINGS:
         answer = answer.replace(deleted_text, "")
-    for pattern, replacement in _PATTERN_REPLACEMENTS:
-        answer = pattern.sub(replacement, answer)
+    for deleted_pattern, replacement in _PATTERN_REPLACEMENTS:
+        answer = deleted_pattern.sub(replacement, answer)
     answer = answer.replace("$", "")
     if answer.replace(",", "").isdigit():
         answer = answer.replace(",", "")

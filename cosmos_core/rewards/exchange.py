@@ -43,7 +43,7 @@ _COOLDOWN_SECONDS = 5.0
 class ServiceEndpoints:
     """URLs of the replicas of a reward service, and the credentials for the replicas."""
 
-    replicas: tuple[tuple[str, str], ...]
+    replica_urls: tuple[tuple[str, str], ...]
     """Pairs of the enqueue URL and the fetch URL of each replica."""
     token: str = ""
     pins_replica: bool = True
@@ -55,11 +55,11 @@ class ServiceEndpoints:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
-def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> ServiceEndpoints:
+def read_service_endpoints(environment_variables: Mapping[str, str] = os.environ) -> ServiceEndpoints:
     """Return the endpoints of the reward service from environment variables, which hold one or more URLs, separated by
     commas. Raise `RewardError` if a variable is missing or invalid."""
     enqueue_urls, fetch_urls = (
-        [url for url_entry in environment.get(name, "").split(",") if (url := url_entry.strip())]
+        [url for url_entry in environment_variables.get(name, "").split(",") if (url := url_entry.strip())]
         for name in (ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE)
     )
     if not enqueue_urls or not fetch_urls:
@@ -72,15 +72,15 @@ def read_service_endpoints(environment: Mapping[str, str] = os.environ) -> Servi
             f"{ENQUEUE_URL_VARIABLE} has {len(enqueue_urls)} URLs and {FETCH_URL_VARIABLE} {len(fetch_urls)}; give one "
             f"of each a replica"
         )
-    replicas = tuple(
+    replica_urls = tuple(
         (_normalise_url(ENQUEUE_URL_VARIABLE, enqueue_url), _normalise_url(FETCH_URL_VARIABLE, fetch_url))
         for enqueue_url, fetch_url in zip(enqueue_urls, fetch_urls, strict=True)
     )
-    pins_replica = environment.get(DISABLE_REPLICA_PINNING_VARIABLE, "0") != "1"
-    token = environment.get(TOKEN_VARIABLE, "").strip()  # a token from a file may end with a newline
+    pins_replica = environment_variables.get(DISABLE_REPLICA_PINNING_VARIABLE, "0") != "1"
+    token = environment_variables.get(TOKEN_VARIABLE, "").strip()  # a token from a file may end with a newline
     if not (token.isascii() and token.isprintable()):
         raise RewardError(f"the token in {TOKEN_VARIABLE} must be printable ASCII")
-    return ServiceEndpoints(replicas, token, pins_replica)
+    return ServiceEndpoints(replica_urls, token, pins_replica)
 
 
 def _normalise_url(variable_name: str, url: str) -> str:
@@ -97,17 +97,17 @@ def _normalise_url(variable_name: str, url: str) -> str:
     return urlunsplit(url_parts._replace(path=path, fragment=""))
 
 
-def ping(service: ServiceEndpoints, reward_names: Sequence[str]) -> None:
+def ping(endpoints: ServiceEndpoints, reward_names: Sequence[str]) -> None:
     """Check that each replica responds and accepts the token. Raise `RewardError` if a replica does not respond, or
     refuses the token."""
     form_data = {"info_data": json.dumps({"reward_fn": dict.fromkeys(reward_names, 1.0)})}
     ping_route, tls_context = PING_PATH.rpartition("/")[2], make_tls_verify()
-    for enqueue_url, _ in service.replicas:
+    for enqueue_url, _ in endpoints.replica_urls:
         url_parts = urlsplit(enqueue_url)
         url = urlunsplit(url_parts._replace(path=f"{url_parts.path.rpartition('/')[0]}/{ping_route}"))
         try:
             response = httpx.post(
-                url, data=form_data, timeout=_FETCH_TIMEOUT_SECONDS, headers=service.auth_headers, verify=tls_context
+                url, data=form_data, timeout=_FETCH_TIMEOUT_SECONDS, headers=endpoints.auth_headers, verify=tls_context
             )
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise RewardError(f"the reward service at {url} is not there: {type(error).__name__}: {error}") from error
@@ -119,7 +119,7 @@ def ping(service: ServiceEndpoints, reward_names: Sequence[str]) -> None:
 class ReplicaState:
     """State of the replicas of a reward service, shared by the concurrent requests of one client."""
 
-    num_pending: list[int]
+    pending_counts: list[int]
     """Number of pending requests at each replica."""
     cooldown_ends: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
@@ -139,9 +139,9 @@ class ServiceRequest:
     def __init__(
         self, service: ServiceEndpoints, client: httpx.AsyncClient, timeout_seconds: float, replica_state: ReplicaState
     ) -> None:
-        self._service, self._client, self._replica_state = service, client, replica_state
+        self._endpoints, self._http_client, self._replica_state = service, client, replica_state
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
-        self._replica, self._pinned_id = -1, ""
+        self._replica_index, self._pinned_id = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -186,25 +186,25 @@ class ServiceRequest:
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_describe_response(response)}")
             self._mark_replica_failed(_retry_after_seconds(response))
-            if all(self._replica_state.cooldown_seconds(i) for i in range(len(self._service.replicas))):
-                failure = f"the reward service at {url} does not take the request: {_describe_response(response)}"
-                await self._pause_before_retry(response, failure)
+            if all(self._replica_state.cooldown_seconds(i) for i in range(len(self._endpoints.replica_urls))):
+                failure_text = f"the reward service at {url} does not take the request: {_describe_response(response)}"
+                await self._pause_before_retry(response, failure_text)
 
     async def _fetch_score(self, request_id: str, name: str) -> dict[str, Any] | None:
         """Return the response of the service for one reward function; None if the service has lost the request."""
-        headers = {REPLICA_HEADER: self._pinned_id} if self._pinned_id and self._service.pins_replica else {}
-        url = self._service.replicas[self._replica][1]
+        headers = {REPLICA_HEADER: self._pinned_id} if self._pinned_id and self._endpoints.pins_replica else {}
+        url = self._endpoints.replica_urls[self._replica_index][1]
         self._pause_seconds, num_failed_fetches, form_data = _MIN_PAUSE_SECONDS, 0, {"uuid": request_id, "type": name}
         while True:
             response = await self._post_or_pause(url, _FETCH_TIMEOUT_SECONDS, data=form_data, headers=headers)
             if response is None:
                 num_failed_fetches += 1
-                if num_failed_fetches >= _MAX_FAILED_FETCHES and len(self._service.replicas) > 1:
+                if num_failed_fetches >= _MAX_FAILED_FETCHES and len(self._endpoints.replica_urls) > 1:
                     self._mark_replica_failed()
                     return None
                 continue
             if response.status_code == 200:
-                self._replica_state.cooldown_ends.pop(self._replica, None)
+                self._replica_state.cooldown_ends.pop(self._replica_index, None)
                 return _parse_json_object(response)
             response_text = _describe_response(response)
             if response.status_code in {401, 403}:
@@ -220,15 +220,15 @@ class ServiceRequest:
 
     async def _post_or_pause(self, url: str, timeout_seconds: float, **request_content: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
-        remaining_seconds = max(0.1, self._deadline - time.monotonic())
+        seconds_left = max(0.1, self._deadline - time.monotonic())
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
-            async with asyncio.timeout(remaining_seconds):
-                return await self._client.post(url, timeout=min(timeout_seconds, remaining_seconds), **request_content)
+            async with asyncio.timeout(seconds_left):
+                return await self._http_client.post(url, timeout=min(timeout_seconds, seconds_left), **request_content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             failure_reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
         except TimeoutError:
-            failure_reason = f"the reward service at {url} gives no whole response within {remaining_seconds:.3g} s"
+            failure_reason = f"the reward service at {url} gives no whole response within {seconds_left:.3g} s"
         if "content" in request_content:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)
@@ -237,21 +237,22 @@ class ServiceRequest:
     def _choose_replica(self) -> str:
         """Return the enqueue URL of this request's replica; if it has none, choose one with few pending requests."""
         state = self._replica_state
-        if self._replica < 0:
-            candidates = [(state.cooldown_seconds(i), n, random.random(), i) for i, n in enumerate(state.num_pending)]
-            self._replica = min(candidates)[-1]
-            state.num_pending[self._replica] += 1
-        return self._service.replicas[self._replica][0]
+        if self._replica_index < 0:
+            sort_keys = [(state.cooldown_seconds(i), n, random.random(), i) for i, n in enumerate(state.pending_counts)]
+            self._replica_index = min(sort_keys)[-1]
+            state.pending_counts[self._replica_index] += 1
+        return self._endpoints.replica_urls[self._replica_index][0]
 
     def _mark_replica_failed(self, cooldown_seconds: float = 0.0) -> None:
-        self._replica_state.cooldown_ends[self._replica] = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
+        cooldown_end = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
+        self._replica_state.cooldown_ends[self._replica_index] = cooldown_end
         self._release_replica()
 
     def _release_replica(self) -> None:
         """Release the replica, so that the next enqueue may choose another one."""
-        if self._replica >= 0 and len(self._service.replicas) > 1:
-            self._replica_state.num_pending[self._replica] -= 1
-            self._replica = -1
+        if self._replica_index >= 0 and len(self._endpoints.replica_urls) > 1:
+            self._replica_state.pending_counts[self._replica_index] -= 1
+            self._replica_index = -1
 
     async def _pause_before_retry(self, response: httpx.Response | None, failure_reason: str) -> None:
         """Pause with exponential backoff and jitter, at least for the `Retry-After` of the response. Raise

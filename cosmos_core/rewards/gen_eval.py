@@ -61,7 +61,7 @@ class GenEvalReward:
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
-        columns: ScoreColumns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
+        score_columns: ScoreColumns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
         scores_by_tag: dict[str, list[float]] = {tag: [] for tag in _TASK_TAGS}
         for i, item in enumerate(items):
             try:
@@ -69,15 +69,15 @@ class GenEvalReward:
             except (KeyError, TypeError, ValueError) as error:
                 scores = (None, None, None)
                 self.errors[i] = f"the row of the prompt needs tag and include, as GenEval has them: {error!r}"
-            for column, value in zip(columns.values(), scores, strict=True):
-                column.append(value)
+            for column, item_score in zip(score_columns.values(), scores, strict=True):
+                column.append(item_score)
             for tag, tag_scores in scores_by_tag.items():
                 is_tag_of_item = tag == item.info.get("tag") and scores[1] is not None
                 tag_scores.append(float(scores[1] or 0.0) if is_tag_of_item else _SCORE_OF_OTHER_TAGS)
-        return {**columns, "gen_eval_group": scores_by_tag}
+        return {**score_columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
-        # Columns of parquet files have each key in each entry, with None for missing values.
+        # Drop None: parquet files give all entries of a column the same keys, with None for missing values.
         include, exclude = (
             [{key: value for key, value in entry.items() if value is not None} for entry in entries]
             for entries in (row["include"], row.get("exclude") or [])
@@ -90,7 +90,7 @@ class GenEvalReward:
         score, has_exact_counts = strict_score(include, objects, colors)
         return score, float(has_objects), float(has_exact_counts)
 
-    def detect(self, image: Image.Image, class_names: set[str], threshold: float) -> dict[str, list[Detection]]:
+    def detect(self, image: Image.Image, class_names: set[str], min_confidence: float) -> dict[str, list[Detection]]:
         """Return the objects of the classes `class_names` in an image, by class, in descending order of confidence."""
         import torch
 
@@ -98,7 +98,7 @@ class GenEvalReward:
         with torch.inference_mode():
             outputs = self._detector(**inputs)
         [segmentation_result] = self._processor.post_process_instance_segmentation(
-            outputs, threshold=threshold, target_sizes=[image.size[::-1]], return_binary_maps=True
+            outputs, threshold=min_confidence, target_sizes=[image.size[::-1]], return_binary_maps=True
         )
         objects_by_class: dict[str, list[Detection]] = {class_name: [] for class_name in class_names}
         label_by_id = self._detector.config.id2label
@@ -119,8 +119,8 @@ class GenEvalReward:
         """Return the colour whose CLIP embedding, a mean over three prompts, is most similar to the cropped object."""
         grey_background = Image.new("RGB", image.size, "#999")
         object_crop = Image.composite(image, grey_background, Image.fromarray(detection.mask)).crop(detection.box)  # type: ignore[arg-type]
-        texts = [template.format(color=color, name=class_name) for color in _COLORS for template in _COLOR_PROMPTS]
-        text_embeddings = self._clip_model.embed_texts(texts).reshape(len(_COLORS), len(_COLOR_PROMPTS), -1).mean(1)
+        prompts = [template.format(color=color, name=class_name) for color in _COLORS for template in _COLOR_PROMPTS]
+        text_embeddings = self._clip_model.embed_texts(prompts).reshape(len(_COLORS), len(_COLOR_PROMPTS), -1).mean(1)
         text_embeddings = text_embeddings / text_embeddings.norm(dim=-1, keepdim=True)
         return _COLORS[int((text_embeddings @ self._clip_model.embed_images([object_crop])[0]).argmax())]
 
@@ -137,11 +137,11 @@ def has_requested_objects(
     """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
     matches_by_request: list[Sequence[Detection] | None] = []
     for request in requests:
-        class_name, count = request["class"], request["count"]
-        matched_objects = objects[class_name][:count]
-        is_satisfied = len(matched_objects) >= count
+        class_name, requested_count = request["class"], request["count"]
+        matched_objects = objects[class_name][:requested_count]
+        is_satisfied = len(matched_objects) >= requested_count
         if is_satisfied and "color" in request:
-            is_satisfied = list(colors[class_name][:count]).count(request["color"]) >= count
+            is_satisfied = list(colors[class_name][:requested_count]).count(request["color"]) >= requested_count
         if is_satisfied and "position" in request:
             is_satisfied = _has_requested_relation(matched_objects, request["position"], matches_by_request)
         matches_by_request.append(matched_objects if is_satisfied else None)
@@ -154,16 +154,16 @@ def strict_score(requests: ObjectRequests, objects: ObjectsByClass, colors: Colo
     matches_by_request: list[Sequence[Detection] | None] = []
     scores: list[float] = []
     for request in requests:
-        class_name, count = request["class"], request["count"]
+        class_name, requested_count = request["class"], request["count"]
         matched_objects = objects[class_name]
-        has_exact_count = len(matched_objects) == count
-        scores.append(1 - abs(count - len(matched_objects)) / count)
+        has_exact_count = len(matched_objects) == requested_count
+        scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
         if not has_exact_count and ("color" in request or "position" in request):
             scores.append(0.0)
         if has_exact_count and "color" in request:
             num_colored = list(colors[class_name]).count(request["color"])
-            scores.append(1 - abs(count - num_colored) / count)
-            has_exact_count = num_colored == count
+            scores.append(1 - abs(requested_count - num_colored) / requested_count)
+            has_exact_count = num_colored == requested_count
         if has_exact_count and "position" in request:
             has_exact_count = _has_requested_relation(matched_objects, request["position"], matches_by_request)
             scores.append(float(has_exact_count))

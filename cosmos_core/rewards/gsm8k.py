@@ -13,8 +13,8 @@ _DIGIT_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5.
 
-    The reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`; in
-    Cosmos-RL, a completion without a number is then right.
+    The reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`,
+    whereas in Cosmos-RL the score is then 1 if the completion has no number.
     """
     marked_reference = _normalise(f"#### {reference.strip()}")
     number_match = _NUMBER_PATTERN.match(marked_reference)
@@ -26,15 +26,15 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
 
 
 def _extract_number(text: str) -> Decimal | None:
-    numbers = _NUMBER_PATTERN.findall(_normalise(text))
-    if not numbers:
+    number_matches = _NUMBER_PATTERN.findall(_normalise(text))
+    if not number_matches:
         return None
-    sign, number, numerator, denominator = numbers[-1]
-    decimal_value = Decimal(sign + number.replace(",", ""))
+    sign, digits, numerator, denominator = number_matches[-1]
+    decimal_value = Decimal(sign + digits.replace(",", ""))
     if numerator:  # a mixed number, such as 1 1/2
         return decimal_value + Decimal(sign + numerator) / Decimal(denominator)
     return decimal_value / Decimal(denominator) if denominator else decimal_value
 
 
 def _normalise(text: str) -> str:
-    return _DIGIT_SEPARATOR.sub("", text.replace("\u2212", "-"))  # \u2212: minus sign
+    return _DIGIT_SEPARATOR.sub("", text.replace("\u2212", "-"))  # \u2212 is the Unicode minus sign

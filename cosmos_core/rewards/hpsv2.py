@@ -18,7 +18,7 @@ _INSTALL_HINT = "install hpsv2 in its own environment (venv_python), or set mode
 
 class Hpsv2Reward:
     """Reward model with the score `hpsv2`; `model_path` is a CLIP folder of transformers or the published checkpoint.
-    If it is empty, the checkpoint is read from `download_path`."""
+    If `model_path` is empty, the checkpoint is read from `download_path`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         is_clip_folder = bool(settings.model_path) and Path(settings.model_path, "config.json").is_file()

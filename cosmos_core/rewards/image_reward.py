@@ -44,10 +44,10 @@ class ImageRewardReward:
         from transformers import AutoTokenizer
 
         device = torch.device(select_device(settings))
-        tokenizer = settings.options.get("tokenizer", _DEFAULT_TOKENIZER)
+        tokenizer_name = settings.options.get("tokenizer", _DEFAULT_TOKENIZER)
         with translate_loading_errors("image_reward", settings.model_path or f"{_HUB_REPOSITORY}/{_CHECKPOINT_FILE}"):
             state_dict = torch.load(_find_checkpoint(settings), "cpu", weights_only=True)
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
         try:
             self._vision_encoder, self._text_encoder, self._linear_layers = _build_modules(state_dict)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -60,14 +60,14 @@ class ImageRewardReward:
         import torch
 
         pixels = np.stack([_preprocess_image(middle_image(item.media), self._image_size) for item in items])
-        texts = self._tokenizer(
+        tokens = self._tokenizer(
             [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MAX_TEXT_TOKENS,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
             features = self._vision_encoder(torch.from_numpy(pixels).to(self._device)).last_hidden_state
             text_hidden_states = self._text_encoder(
-                input_ids=texts["input_ids"], attention_mask=texts["attention_mask"], encoder_hidden_states=features,
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], encoder_hidden_states=features,
                 encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long, device=self._device),
             ).last_hidden_state  # fmt: skip
             scores = (self._linear_layers(text_hidden_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD

@@ -7,8 +7,8 @@ from PIL import Image
 
 
 def to_frames(media: Any, max_frames: int = 0) -> list[Image.Image]:
-    """Return an image as a list of one frame, or the frames of a video: all, or `max_frames` evenly spaced frames.
-    Raise `ValueError` if the value is neither an image nor a video."""
+    """Return an image as a list of one frame, or the frames of a video: `max_frames` evenly spaced frames, or all
+    frames if `max_frames` is 0. Raise `ValueError` if `media` is neither an image nor a video."""
     if isinstance(media, Image.Image):
         return [media.convert("RGB")]
     if isinstance(media, np.ndarray) and media.ndim == 4 and media.shape[-1] == 3 and len(media):

@@ -12,7 +12,7 @@ _BYTES_PER_SCORE_UNIT = 100_000.0
 
 
 class JpegSizeReward:
-    """Reward model of `jpeg_size`, minus the size in units of 100 kB; `options.quality` is the JPEG quality."""
+    """Reward model with the score `jpeg_size`, minus the JPEG size in 100 kB; `options.quality` is the JPEG quality."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         self._quality = int(settings.options.get("quality", _DEFAULT_JPEG_QUALITY))
@@ -30,7 +30,7 @@ def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any, custom: Any =
 def _score_media(media: Any, jpeg_quality: int) -> float:
     jpeg_sizes = []
     for image in to_frames(media):
-        stream = BytesIO()
-        image.save(stream, format="JPEG", quality=jpeg_quality)
-        jpeg_sizes.append(stream.tell())
+        jpeg_buffer = BytesIO()
+        image.save(jpeg_buffer, format="JPEG", quality=jpeg_quality)
+        jpeg_sizes.append(jpeg_buffer.tell())
     return -sum(jpeg_sizes) / len(jpeg_sizes) / _BYTES_PER_SCORE_UNIT

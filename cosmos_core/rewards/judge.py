@@ -35,37 +35,37 @@ async def judge(
 
 
 async def _request_score(
-    client: AsyncOpenAI, judge_config: Mapping[str, Any], template_fields: Mapping[str, str]
+    judge_client: AsyncOpenAI, judge_config: Mapping[str, Any], template_fields: Mapping[str, str]
 ) -> tuple[float, dict[str, float]] | ValueError:
-    request = _build_request(judge_config, template_fields)
-    cache_key = json.dumps([judge_config["endpoint"], request], sort_keys=True)
+    request_arguments = _build_request(judge_config, template_fields)
+    cache_key = json.dumps([judge_config["endpoint"], request_arguments], sort_keys=True)
     cache_file = user_cache_folder() / "judge" / f"{hashlib.sha256(cache_key.encode()).hexdigest()}.json"
-    reply = read_json_object(cache_file) if judge_config["cache"] else {}
+    judge_reply = read_json_object(cache_file) if judge_config["cache"] else {}
     token_counts = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
-    if "text" not in reply:
+    if "text" not in judge_reply:
         try:
-            response = await client.chat.completions.create(**request)
-            reply = {"text": response.choices[0].message.content or ""}
+            response = await judge_client.chat.completions.create(**request_arguments)
+            judge_reply = {"text": response.choices[0].message.content or ""}
         except (BadRequestError, UnprocessableEntityError, AttributeError, LookupError, TypeError) as error:
-            # Only this completion has no score: it is too long for the judge, or the response has no chat message.
+            # Invalidate only this completion: it is too long for the judge, or the response has no chat message.
             return ValueError(error_on_one_line(error))
         token_counts = {name: float(getattr(response.usage, name, 0) or 0) for name in token_counts}
-    if isinstance(judge_score := _parse_judge_score(reply["text"], judge_config["highest_score"]), ValueError):
+    if isinstance(judge_score := _parse_judge_score(judge_reply["text"], judge_config["highest_score"]), ValueError):
         return judge_score
     if judge_config["cache"]:
-        with suppress(OSError):  # a full disk or a read-only home folder must not cost the score
+        with suppress(OSError):  # the score is valid even if the cache cannot be written
             cache_file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(cache_file, json.dumps(reply), fsync=False)
+            write_text(cache_file, json.dumps(judge_reply), fsync=False)
     return judge_score / judge_config["highest_score"], token_counts
 
 
 def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str, str]) -> dict[str, Any]:
-    # All placeholders are replaced in one pass, because the texts may contain placeholders too.
+    # Replace all placeholders in one pass, because the inserted texts may look like placeholders.
     user_message = _PLACEHOLDER_PATTERN.sub(lambda match: template_fields[match[1]], judge_config["template"])
     highest_score = judge_config["highest_score"]
     score_schema = {"type": "integer", "minimum": 0, "maximum": highest_score}
-    properties = {"reason": {"type": "string"}, "score": score_schema}
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    reply_fields = {"reason": {"type": "string"}, "score": score_schema}
+    schema = {"type": "object", "properties": reply_fields, "required": [*reply_fields], "additionalProperties": False}
     return {
         "model": judge_config["model"],
         "messages": [
@@ -100,8 +100,8 @@ def _turns_to_text(text_or_turns: Any) -> str:
     return "\n\n".join(f"{turn['role']}: {_content_to_text(turn['content'])}" for turn in turns)
 
 
-def _content_to_text(content: Any) -> str:
+def _content_to_text(turn_content: Any) -> str:
     """Return the content of a turn as text, with the type of each part that is no text, such as `[image]`."""
-    if not isinstance(content, list):
-        return str(content)
-    return "".join(part["text"] if "text" in part else f"[{part['type']}]" for part in content)
+    if not isinstance(turn_content, list):
+        return str(turn_content)
+    return "".join(part["text"] if "text" in part else f"[{part['type']}]" for part in turn_content)

@@ -16,8 +16,8 @@ from PIL import Image
 from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
-_QUOTED_TEXT = re.compile(r'"([^"]+)"|“([^”]+)”')
-_SINGLE_QUOTED_TEXT = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
+_QUOTED_TEXT_PATTERN = re.compile(r'"([^"]+)"|“([^”]+)”')
+_SINGLE_QUOTED_TEXT_PATTERN = re.compile(r"(?<!\w)'(.+?)'(?!\w)")
 _MAX_FRAMES = 4
 
 
@@ -54,7 +54,7 @@ def text_similarity(recognised_text: str, expected_text: str) -> float:
 
 
 def _score_item(item: RewardInput) -> float:
-    quote_match = _QUOTED_TEXT.search(item.prompt) or _SINGLE_QUOTED_TEXT.search(item.prompt)
+    quote_match = _QUOTED_TEXT_PATTERN.search(item.prompt) or _SINGLE_QUOTED_TEXT_PATTERN.search(item.prompt)
     expected_text = item.reference or next(filter(None, quote_match.groups() if quote_match else ()), "")
     if not expected_text:
         raise ValueError("the prompt has no text in quotes, and there is no reference: nothing to look for")
@@ -63,9 +63,8 @@ def _score_item(item: RewardInput) -> float:
 
 
 def _recognise_text(image: Image.Image) -> str:
-    recognised_lines, _ = _load_ocr_engine()(
-        np.asarray(image)[..., ::-1]
-    )  # convert RGB to BGR, which the engine expects
+    # Convert RGB to BGR, which the engine expects.
+    recognised_lines, _ = _load_ocr_engine()(np.asarray(image)[..., ::-1])
     return "".join(text for _, text, confidence in recognised_lines or [] if float(confidence) > 0)
 
 

@@ -28,7 +28,8 @@ START_TIMEOUT_SECONDS = 120.0
 _HEARTBEAT_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
-"""Pause in seconds after a process has ended: pebble reads its request, which else would wait for the deadline."""
+"""Pause in seconds after a process has ended, in which pebble reads the acknowledgement of the last call: without it,
+the call would fail only at its deadline."""
 
 
 class WorkerPool(ABC):
@@ -55,13 +56,13 @@ class WorkerPool(ABC):
         self._pool = None
 
     def _replace_pool(
-        self, initializer: Callable[..., None], *arguments: Any, env_names: Sequence[str], num_processes: int
+        self, initializer: Callable[..., None], *arguments: Any, environment_names: Sequence[str], num_processes: int
     ) -> ProcessPool:
         """Replace the pool by a new pool, whose processes first call `initializer`, and return the new pool."""
         self.close()
         spawn_context = SpawnContext()
-        spawn_context.Process = partial(_WorkerProcess, tuple(env_names))  # type: ignore[assignment,misc]
-        initargs = (*arguments, env_names, os.getpid())
+        spawn_context.Process = partial(_WorkerProcess, tuple(environment_names))  # type: ignore[assignment,misc]
+        initargs = (*arguments, environment_names, os.getpid())
         self._pool = ProcessPool(num_processes, initializer=initializer, initargs=initargs, context=spawn_context)
         return self._pool
 
@@ -71,7 +72,8 @@ class WorkerPool(ABC):
 
 
 class _WorkerProcess(SpawnProcess):
-    """Worker process with standard environment variables and `environment_names`; its process group ends with it."""
+    """Worker process with the standard environment variables and those in `environment_names`; when it ends, the other
+    processes of its process group are killed."""
 
     _is_terminated = False
 
@@ -87,7 +89,7 @@ class _WorkerProcess(SpawnProcess):
         """Kill the process group with SIGKILL, because Python does not handle SIGTERM during a loop in C code."""
         self._is_terminated = True
         self._kill_process_group()
-        self.kill()  # kill the process too, because right after its start it may have no process group
+        self.kill()  # right after its start, a process may not yet lead a process group
 
     def is_alive(self) -> bool:
         """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""
@@ -95,7 +97,7 @@ class _WorkerProcess(SpawnProcess):
         if is_alive and self.pid:
             try:
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # other code of the parent has already waited for the child
+            except ChildProcessError:  # the child has ended, and other code has waited for it
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated:
@@ -147,9 +149,9 @@ def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
-    ignore_job_signals()  # the parent ends this process with SIGKILL
-    multiprocessing.set_start_method(None, force=True)  # restore fork: a spawned child could not import user files
-    os.dup2(2, 1)  # standard output of user code goes to the log
+    ignore_job_signals()  # the parent process ends this process with SIGKILL
+    multiprocessing.set_start_method(None, force=True)  # back to fork: spawned children cannot import user files
+    os.dup2(2, 1)  # send the standard output of user code to the log, with standard error
     configure_logging()
     _lower_oom_priority()
     mask_secrets(environment_names)

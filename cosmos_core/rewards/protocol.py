@@ -41,21 +41,21 @@ class ProtocolError(ValueError):
 
 def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
     """Return the HTTP body that enqueues items at a reward service, byte for byte as Cosmos-RL's client writes it."""
-    buffer = io.BytesIO()
-    buffer.write(json.dumps(fields).encode("utf-8") + b"\n")
-    np.save(buffer, array, allow_pickle=False)
-    return buffer.getvalue()
+    body_buffer = io.BytesIO()
+    body_buffer.write(json.dumps(fields).encode("utf-8") + b"\n")
+    np.save(body_buffer, array, allow_pickle=False)
+    return body_buffer.getvalue()
 
 
 def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], np.ndarray]:
     """Return the JSON fields and the array in the HTTP body of an enqueue; the array is a read-only view of the body.
     Raise `ProtocolError` if the body does not have the format of the protocol."""
     body_view = memoryview(request_body)
-    first_bytes = bytes(body_view[: MAX_JSON_BYTES + 1])
-    newline_index = first_bytes.find(b"\n")
+    body_start = bytes(body_view[: MAX_JSON_BYTES + 1])
+    newline_index = body_start.find(b"\n")
     if newline_index < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
-    fields, array_bytes = _parse_json_fields(first_bytes[:newline_index]), body_view[newline_index + 1 :]
+    fields, array_bytes = _parse_json_fields(body_start[:newline_index]), body_view[newline_index + 1 :]
     if bytes(array_bytes[:4]) != ZIP_SIGNATURE:
         return fields, decode_array(array_bytes)
     try:
@@ -70,19 +70,19 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
 def decode_array(npy_bytes: memoryview) -> np.ndarray:
     """Return the array in a file of numpy's format, without unpickling. Raise `ProtocolError` if the content is no
     array of numbers, or its length differs from its header."""
-    stream = io.BytesIO(bytes(npy_bytes[: _MAX_NPY_HEADER_BYTES + 16]))
+    header_stream = io.BytesIO(bytes(npy_bytes[: _MAX_NPY_HEADER_BYTES + 16]))
     header_error = "no array in numpy's format follows the JSON: "
     with convert_errors(lambda error: ProtocolError(header_error + type(error).__name__), ProtocolError):
-        version = np.lib.format.read_magic(stream)
+        version = np.lib.format.read_magic(header_stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran_order, dtype = read_header(stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
+        shape, is_fortran_order, dtype = read_header(header_stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
     if dtype.str not in _SUPPORTED_DTYPES:
         raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
     if not 1 <= len(shape) <= _MAX_AXES or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
-    data_offset, num_bytes = stream.tell(), math.prod(shape) * dtype.itemsize
+    data_offset, num_bytes = header_stream.tell(), math.prod(shape) * dtype.itemsize
     if len(npy_bytes) - data_offset != num_bytes:
         raise ProtocolError(f"the array has {len(npy_bytes) - data_offset} bytes; its shape and dtype make {num_bytes}")
     flat_array = np.frombuffer(npy_bytes, dtype, offset=data_offset)
@@ -105,7 +105,7 @@ def _parse_json_fields(json_line: bytes) -> dict[str, Any]:
 
 
 def _json_depth(json_line: bytes) -> int:
-    """Return the nesting depth of JSON text, or an upper bound, the number of its brackets, if there are few."""
+    """Return the nesting depth of JSON text; for a text with few brackets, their number, which is an upper bound."""
     num_brackets = json_line.count(b"[") + json_line.count(b"{")
     if num_brackets <= _MAX_JSON_DEPTH:
         return num_brackets

@@ -44,12 +44,12 @@ class _CompletionScores:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str = ""
     is_service_error: bool = False
-    """Whether the service reported that the completion cannot be scored, rather than not responding."""
+    """Whether the service responded with an error for the completion; False if the service did not respond in time."""
 
-    def record_missing_score(self, function: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
+    def record_missing_score(self, reward: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
         """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
-        if function.weight:
-            self.error, self.is_service_error = self.error or f"{function.name}: {reason}", is_service_error
+        if reward.weight:
+            self.error, self.is_service_error = self.error or f"{reward.name}: {reason}", is_service_error
 
 
 _RequestAndScores = tuple[Mapping[str, Any], _CompletionScores]
@@ -59,10 +59,10 @@ class RemoteRewards:
     """Client that scores completions by the functions of a reward service; `on_wait` is called while it waits."""
 
     def __init__(
-        self, config: RemoteRewardConfig, service: ServiceEndpoints, *, on_wait: Callable[[], None] = lambda: None
+        self, config: RemoteRewardConfig, endpoints: ServiceEndpoints, *, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        self._config, self._service, self._on_wait = config, service, on_wait
-        self._replica_state = ReplicaState([0] * len(service.replicas))
+        self._config, self._endpoints, self._on_wait = config, endpoints, on_wait
+        self._replica_state = ReplicaState([0] * len(endpoints.replica_urls))
         self._video_vae: WanVae | None = None
         self._vae_lock = threading.Lock()
 
@@ -117,27 +117,28 @@ class RemoteRewards:
         weighted_score = min(max(weighted_score, self._config.reward_clip_min), self._config.reward_clip_max)
         return Score(self._config.scale * weighted_score, completion_scores.metrics)
 
-    async def _score_batches(self, items: Sequence[_RequestAndScores]) -> None:
+    async def _score_batches(self, requests_and_scores: Sequence[_RequestAndScores]) -> None:
         request_semaphore = asyncio.Semaphore(self._config.max_in_flight)
         limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
-            httpx.AsyncClient(headers=self._service.auth_headers, limits=limits, verify=make_tls_verify()) as client,
+            httpx.AsyncClient(headers=self._endpoints.auth_headers, limits=limits, verify=make_tls_verify()) as client,
             asyncio.TaskGroup() as task_group,
         ):
-            for batch in _split_into_batches(items, self._config.batch_size):
+            for batch in _split_into_batches(requests_and_scores, self._config.batch_size):
                 task_group.create_task(self._score_batch(client, request_semaphore, batch))
 
     async def _score_batch(
         self, client: httpx.AsyncClient, request_semaphore: asyncio.Semaphore, batch: Sequence[_RequestAndScores]
     ) -> None:
         async with request_semaphore:
-            service_request = ServiceRequest(self._service, client, self._config.timeout_seconds, self._replica_state)
+            service_request = ServiceRequest(self._endpoints, client, self._config.timeout_seconds, self._replica_state)
             batch_scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
-                functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)  # metrics come last
-                function_names = dict.fromkeys(item.name for item in functions)
-                result_by_function = await service_request.fetch_results(request_body, list(function_names))
+                # Fetch the rewards of weight 0 last, because they are only metrics.
+                functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)
+                reward_names = dict.fromkeys(item.name for item in functions)
+                result_by_function = await service_request.fetch_results(request_body, list(reward_names))
             except MissingScoresError as error:
                 for scores in batch_scores:
                     scores.error = str(error)
@@ -186,15 +187,15 @@ async def _cancel_other_tasks() -> None:
     await asyncio.gather(*other_tasks, return_exceptions=True)
 
 
-def _split_into_batches(items: Sequence[Any], batch_size: int) -> list[list[Any]]:
+def _split_into_batches(requests_and_scores: Sequence[Any], batch_size: int) -> list[list[Any]]:
     """Return batches of at most `batch_size` items, whose media have the same shape within a batch."""
     batches_by_shape: dict[Any, list[Any]] = {}
-    for item in items:
-        media = item[0].get("media")
+    for request_and_scores in requests_and_scores:
+        media = request_and_scores[0].get("media")
         is_video = isinstance(media, np.ndarray)
         media_shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
-        batches_by_shape.setdefault(media_shape, []).append(item)
-    return [each[i : i + batch_size] for each in batches_by_shape.values() for i in range(0, len(each), batch_size)]
+        batches_by_shape.setdefault(media_shape, []).append(request_and_scores)
+    return [items[i : i + batch_size] for items in batches_by_shape.values() for i in range(0, len(items), batch_size)]
 
 
 def _build_metadata_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -221,37 +222,35 @@ def _record_metrics(
 
 
 def _record_scores(
-    function: RewardFunctionConfig, metric_name: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
+    reward: RewardFunctionConfig, metric_name: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
 ) -> None:
     """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
     scores, errors = response.get("scores"), response.get("errors")
     if not isinstance(scores, dict) or not scores:
         error = response.get("error")
-        is_service_error = bool(error) and not response.get("is_lost")  # if a process was lost, a retry may help
+        is_service_error = bool(error) and not response.get("is_lost")  # a retry may help if the request was lost
         for each in batch:
-            each.record_missing_score(
-                function, error or "the response has no scores", is_service_error=is_service_error
-            )
+            each.record_missing_score(reward, error or "the response has no scores", is_service_error=is_service_error)
         return
-    score_key = function.score_key or function.name
+    score_key = reward.score_key or reward.name
     keys = [score_key] if score_key in scores else [part.strip() for part in score_key.split("+") if part.strip()]
     unknown_keys = [part for part in keys if part not in scores]
     if unknown_keys or not keys:
         missing_keys_text = ", ".join(map(repr, unknown_keys or [score_key]))
         raise RewardError(
-            f"remote_reward.reward_fns: {function.name!r} returns no {missing_keys_text}; set score_key to one of "
+            f"remote_reward.reward_fns: {reward.name!r} returns no {missing_keys_text}; set score_key to one of "
             f"{', '.join(sorted(scores))}, or to several with +"
         )
     for i, each in enumerate(batch):
         numbers = [None if _has_item_failed(scores, i) else _read_finite_number(scores[k], i, len(batch)) for k in keys]
         if None in numbers:
-            reason = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
-            each.record_missing_score(function, reason or "the response has no number for it", is_service_error=True)
+            item_error = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
+            each.record_missing_score(reward, item_error or "the response has no number for it", is_service_error=True)
             continue
-        score = math.fsum(v for v in numbers if v is not None)
-        each.scores[function] = function.clip_score(score)
+        total_score = math.fsum(v for v in numbers if v is not None)
+        each.scores[reward] = reward.clip_score(total_score)
         # A function of weight 0 is only logged, so its score is not clipped.
-        each.metrics[metric_name] = each.scores[function] if function.weight else score
+        each.metrics[metric_name] = each.scores[reward] if reward.weight else total_score
 
 
 def _has_item_failed(scores: Mapping[str, Any], i: int) -> bool:

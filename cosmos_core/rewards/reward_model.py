@@ -72,7 +72,7 @@ class FunctionReward:
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the values of the reward function for all items, with each further metric under a separate key."""
-        columns: ScoreColumns = {self._reward_name: [None] * len(items)}
+        score_columns: ScoreColumns = {self._reward_name: [None] * len(items)}
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
             request_fields = {
@@ -85,13 +85,13 @@ class FunctionReward:
             except Exception as error:  # noqa: BLE001 - user code may raise any error; the client receives its text
                 self.errors[i] = error_on_one_line(error, self._reward.find_user_code_location(error))
                 continue
-            columns[self._reward_name][i] = reward_value
+            score_columns[self._reward_name][i] = reward_value
             for metric_name, metric in metrics.items():
-                # A metric with the name of the reward must not replace its value.
+                # A metric named like the reward gets another key, so that it does not replace the value of the reward.
                 is_reward_name = metric_name == self._reward_name
                 column_name = f"{metric_name}/{metric_name}" if is_reward_name else metric_name
-                columns.setdefault(column_name, [None] * len(items))[i] = metric
-        return columns
+                score_columns.setdefault(column_name, [None] * len(items))[i] = metric
+        return score_columns
 
 
 def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> Scorer:
@@ -142,10 +142,10 @@ def _nonfinite_to_none(score_name: str, column: Any, num_items: int, item_errors
     return json_values
 
 
-def require_packages(name: str, install_hint: str, *module_names: str) -> None:
+def require_packages(reward: str, install_hint: str, *module_names: str) -> None:
     """Raise `RewardError`, which says what to install, if a package of a reward is not installed."""
     if missing_names := [module for module in module_names if importlib.util.find_spec(module) is None]:
-        raise RewardError(f"the reward {name!r} needs {', '.join(missing_names)}, not installed here; {install_hint}")
+        raise RewardError(f"the reward {reward!r} needs {', '.join(missing_names)}, not installed here; {install_hint}")
 
 
 def has_model(reward_name: str) -> bool:
@@ -176,11 +176,11 @@ def score_item(reward_name: str, item: RewardInput, custom: Mapping[str, Any] | 
     """Return the score of one item by the model of a built-in reward, see `open_model`. Raise `ValueError` if the item
     has no score."""
     columns, errors = replace_nonfinite(open_model(reward_name, custom).score([item]), 1)
-    numbers = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
-    score = numbers.pop(next(iter(columns)), None)
+    number_by_key = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    score = number_by_key.pop(next(iter(columns)), None)
     if score is None:
         raise ValueError(errors[0] or "it has no score")
-    return float(score), {k: float(v) for k, v in numbers.items()}
+    return float(score), {k: float(v) for k, v in number_by_key.items()}
 
 
 _loaded_models: dict[tuple[str, str], Scorer] = {}

@@ -48,7 +48,7 @@ _MAX_TIMEOUTS = 4
 class _RewardResult(NamedTuple):
     """Result of one reward for one completion; if value and error are missing, the reward does not apply to the row."""
 
-    value: float | None = None
+    raw_score: float | None = None
     metrics: Mapping[str, float] = {}
     error: str = ""
     is_permanent_error: bool = False
@@ -71,8 +71,8 @@ class RewardRunner(WorkerPool):
     call that ends its process is retried up to `retries` times. `constant_fields` are the values of
     `base.REWARD_PARAMETERS` that are the same for each completion; `on_wait` is called while the runner waits. If the
     first calls of a reward all time out, its other calls are cancelled. The processes see standard environment
-    variables and `env_names`. With `calls_per_group`, user functions are called once for all completions of a prompt,
-    with one deadline; if the call fails, these completions are all invalid. Calls from several threads run in turn.
+    variables and `environment_names`. With `calls_per_group`, user functions are called once for all completions of a
+    prompt, with one deadline; if the call fails, these completions are all invalid. Only one thread scores at a time.
     Entering the runner, and a call that replaces all processes, raise `RewardError` if a reward cannot be loaded.
     """
 
@@ -85,21 +85,21 @@ class RewardRunner(WorkerPool):
         num_workers: int | None = None,
         retries: int = 1,
         constant_fields: Mapping[str, Any] | None = None,
-        env_names: Sequence[str] = (),
+        environment_names: Sequence[str] = (),
         on_wait: Callable[[], None] = lambda: None,
         calls_per_group: bool = False,
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
-        self._weights = weights
-        self._group_functions = {name for name in weights if calls_per_group and is_import_path(name)}
-        self._image_functions: set[str] = set()
+        self._reward_weights = weights
+        self._group_rewards = {name for name in weights if calls_per_group and is_import_path(name)}
+        self._image_function_names: set[str] = set()
         self._metric_names = metric_names(weights)
-        self._default_timeout, self._retries, self._has_loaded = timeout_seconds, retries, False
+        self._default_timeout, self._retries, self._has_loaded_rewards = timeout_seconds, retries, False
         self._timeout_by_reward = timeout_by_reward or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._constant_fields = {"custom": {}, **(constant_fields or {})}
-        self._env_names, self._on_wait, self._scoring_lock = tuple(env_names), on_wait, threading.Lock()
+        self._environment_names, self._on_wait, self._scoring_lock = tuple(environment_names), on_wait, threading.Lock()
 
     def score_groups(self, groups: Sequence[Group]) -> list[ScoredGroup]:
         """Return the groups, in order, each with one score per completion."""
@@ -117,17 +117,17 @@ class RewardRunner(WorkerPool):
     ) -> list[tuple[Score, ...]]:
         """Return the scores of the requests of each prompt; `data_sources` are the data sets of the prompts."""
         calls = []
-        get_weights = partial(reward_weights_of_source, self._weights)
-        group_weights = list(map(get_weights, data_sources or [""] * len(groups)))
-        for group, weights in zip(groups, group_weights, strict=True):
+        get_weights = partial(reward_weights_of_source, self._reward_weights)
+        weights_by_group = list(map(get_weights, data_sources or [""] * len(groups)))
+        for group, weights in zip(groups, weights_by_group, strict=True):
             for name in weights:
-                requests = group if name in self._image_functions else [{**each, "images": ()} for each in group]
-                request_batches = [requests] if name in self._group_functions else [[request] for request in requests]
-                calls += [_RewardCall(name, batch, name in self._group_functions) for batch in request_batches if batch]
+                requests = group if name in self._image_function_names else [{**each, "images": ()} for each in group]
+                request_batches = [requests] if name in self._group_rewards else [[request] for request in requests]
+                calls += [_RewardCall(name, batch, name in self._group_rewards) for batch in request_batches if batch]
         with cleanup_on_error(self.close), self._scoring_lock:  # after an error, kill processes that still run calls
             results = itertools.chain.from_iterable(self._run_reward_calls(calls))
         scores = []
-        for group, weights in zip(groups, group_weights, strict=True):
+        for group, weights in zip(groups, weights_by_group, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
             scores.append(tuple(self._combine_results(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
@@ -136,60 +136,64 @@ class RewardRunner(WorkerPool):
         """Start the processes and wait until one of them has loaded the rewards. Raise `RewardError` if a reward cannot
         be loaded, or the process exits. Raise `StageFailed` if loading times out, if a signal kills the process, or if
         the process exits although an earlier pool of this runner has loaded the rewards."""
-        names = list(self._weights)
-        pool = self._replace_pool(
-            _start_worker, names, self._constant_fields, env_names=self._env_names, num_processes=self._num_workers
+        names = list(self._reward_weights)
+        process_pool = self._replace_pool(
+            _start_worker,
+            names,
+            self._constant_fields,
+            environment_names=self._environment_names,
+            num_processes=self._num_workers,
         )
         try:
             with cleanup_on_error(self.close):
-                load_future = pool.schedule(_load_rewards, args=(names,))
+                load_future = process_pool.schedule(_load_rewards, args=(names,))
                 if not wait_for_futures([load_future], _LOAD_SECONDS, self._on_wait):
                     raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {_LOAD_SECONDS:g} s")
-                group_functions, self._image_functions = load_future.result()
-                self._group_functions |= group_functions
+                group_function_names, self._image_function_names = load_future.result()
+                self._group_rewards |= group_function_names
         except (BrokenProcessPool, ProcessExpired) as error:
-            is_transient_exit = self._has_loaded or getattr(error, "exitcode", 0) < 0
+            is_transient_exit = self._has_loaded_rewards or getattr(error, "exitcode", 0) < 0
             raise (StageFailed if is_transient_exit else RewardError)(
                 f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
             ) from error
-        self._has_loaded = True
-        return pool
+        self._has_loaded_rewards = True
+        return process_pool
 
     def _run_reward_calls(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
         """Return the results of each call of a reward function. Calls that ended their worker process are retried when
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
-        results: list[list[_RewardResult]] = [[]] * len(calls)
+        results_by_call: list[list[_RewardResult]] = [[]] * len(calls)
         pending_indices = list(range(len(calls)))
         attempt, num_broken_pools = 1, 0
         while pending_indices and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
-            pool = self._get_working_pool()
-            futures = {
-                i: pool.schedule(_score_completions, args=calls[i], timeout=self._get_timeout(calls[i].reward))
+            process_pool = self._get_working_pool()
+            call_futures = {
+                i: process_pool.schedule(_score_completions, args=calls[i], timeout=self._get_timeout(calls[i].reward))
                 for i in pending_indices
             }
             cancelled_rewards: set[str] = set()
-            reward_futures = [(calls[i].reward, future) for i, future in futures.items()]
+            reward_futures = [(calls[i].reward, future) for i, future in call_futures.items()]
             cancel_hanging_rewards = partial(self._cancel_hanging_rewards, reward_futures, cancelled_rewards)
             max_timeout = max(self._get_timeout(calls[i].reward) for i in pending_indices)
-            if not wait_for_futures(futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging_rewards):
+            if not wait_for_futures(call_futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging_rewards):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             pending_indices, is_pool_broken = [], False
-            for i, future in futures.items():
+            for i, future in call_futures.items():
                 reward = calls[i].reward
                 try:
-                    results[i] = future.result(timeout=0)
+                    results_by_call[i] = future.result(timeout=0)
                 except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
                     is_pool_broken |= isinstance(error, BrokenProcessPool)
-                    failure = self._describe_failure(error, reward)
-                    results[i] = [_RewardResult(error=failure)] * len(calls[i].requests)
+                    error_text = self._describe_failure(error, reward)
+                    results_by_call[i] = [_RewardResult(error=error_text)] * len(calls[i].requests)
                     if reward not in cancelled_rewards:
                         pending_indices.append(i)
-                        log.warning("reward %s: %s (attempt %d of %d)", reward, failure, attempt, self._retries + 1)
+                        log.warning("reward %s: %s (attempt %d of %d)", reward, error_text, attempt, self._retries + 1)
             for reward in cancelled_rewards:
                 log.warning("reward %s: its first %d calls were not done in %g s; the rest is given up",
                             reward, self._max_timeouts, self._get_timeout(reward))  # fmt: skip
             attempt, num_broken_pools = attempt + (not is_pool_broken), num_broken_pools + is_pool_broken
-        return results
+        return results_by_call
 
     def _cancel_hanging_rewards(self, futures: Sequence[tuple[str, Future[Any]]], cancelled_rewards: set[str]) -> None:
         """Call `on_wait`, and cancel the remaining calls of each reward whose first calls have all timed out, because
@@ -217,17 +221,17 @@ class RewardRunner(WorkerPool):
     def _combine_results(self, results: Sequence[_RewardResult], weights: Mapping[str, float]) -> Score:
         weighted_sum, metrics, error_texts, is_permanent_error = 0.0, {}, [], False
         weighted_results = [result for result, weight in zip(results, weights.values(), strict=True) if weight]
-        if weighted_results and not any(result.value is not None or result.error for result in weighted_results):
+        if weighted_results and not any(result.raw_score is not None or result.error for result in weighted_results):
             return Score(None, error="no reward applies to it: each returned None", is_permanent_error=True)
         for (reward, weight), result in zip(weights.items(), results, strict=True):
             metric_name = self._metric_names[reward]
-            if result.value is None:
+            if result.raw_score is None:
                 if weight and result.error:
                     error_texts.append(f"{metric_name}: {result.error}")
                     is_permanent_error |= result.is_permanent_error
                 continue
-            weighted_sum += weight * result.value
-            metrics[metric_name] = result.value
+            weighted_sum += weight * result.raw_score
+            metrics[metric_name] = result.raw_score
             metrics |= {f"{metric_name}/{key}": metric for key, metric in result.metrics.items()}
         if not error_texts and not math.isfinite(weighted_sum):
             error_texts.append(f"the weighted sum is {weighted_sum}")
@@ -241,24 +245,24 @@ _logged_errors: set[tuple[str, type]] = set()
 """Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
-def _start_worker(names: Sequence[str], field_values: Mapping[str, Any], env: Sequence[str], parent_pid: int) -> None:
+def _start_worker(rewards: Sequence[str], fields: Mapping[str, Any], env_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process and load the rewards; ignore `RewardError`, which `_load_rewards` raises again."""
-    init_worker(env, parent_pid)
-    mask_secrets(values=find_secrets(field_values["custom"]))
-    _constant_fields.update(field_values)
+    init_worker(env_names, parent_pid)
+    mask_secrets(secret_values=find_secrets(fields["custom"]))
+    _constant_fields.update(fields)
     with suppress(RewardError):
-        _load_rewards(names)
+        _load_rewards(rewards)
 
 
 def _load_rewards(reward_names: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Load the rewards with their models, and return the names of rewards whose parameters require lists, and of those
-    that take the images of prompts."""
+    """Load the rewards with their models. Return the names of rewards whose parameters require lists, and the names of
+    rewards that take the images of prompts."""
     bindings = {name: _load_cached_reward(name).binding for name in reward_names}
-    group_functions = {name for name, binding in bindings.items() if binding.takes_whole_group}
-    image_functions = {name for name, binding in bindings.items() if binding.takes_images}
+    group_function_names = {name for name, binding in bindings.items() if binding.takes_whole_group}
+    image_function_names = {name for name, binding in bindings.items() if binding.takes_images}
     for name in filter(has_model, reward_names):
         open_model(name, _constant_fields["custom"])
-    return group_functions, image_functions
+    return group_function_names, image_function_names
 
 
 _load_cached_reward = cache(load_reward)
@@ -266,9 +270,9 @@ _load_cached_reward = cache(load_reward)
 
 def _score_completions(name: str, requests: Sequence[Mapping[str, Any]], takes_lists: bool) -> list[_RewardResult]:
     reward = _load_cached_reward(name)
-    all_fields = [{**request, **_constant_fields} for request in requests]
+    request_fields = [{**request, **_constant_fields} for request in requests]
     try:
-        results = reward.score_group(all_fields) if takes_lists else [reward(item) for item in all_fields]
+        results = reward.score_group(request_fields) if takes_lists else [reward(item) for item in request_fields]
         return [
             _make_error_result(reward, each) if isinstance(each, ValueError) else _RewardResult(*(each or ()))
             for each in results

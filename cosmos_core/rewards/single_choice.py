@@ -1,4 +1,4 @@
-"""Reward for completions whose choice between answer tags equals that of the reference."""
+"""Reward for completions whose text between `<answer>` tags equals the text between the tags of the reference."""
 
 import re
 

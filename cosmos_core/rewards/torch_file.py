@@ -115,8 +115,8 @@ def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[in
         raise NotATensorError("its tensor has hooks")
     if storage.type_name not in _DTYPE_BY_STORAGE_TYPE:
         raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
-    all_numbers = (storage_offset, storage.num_elements, *shape, *strides)
-    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in all_numbers):
+    tensor_integers = (storage_offset, storage.num_elements, *shape, *strides)
+    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in tensor_integers):
         raise NotATensorError("its shape is none")
     return storage, storage_offset, tuple(shape), tuple(strides)
 
@@ -127,7 +127,7 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
     pickle_memo: dict[Any, Any] = {}
     for opcode, opcode_argument, _ in pickletools.genops(pickle_bytes):
         match opcode.name:
-            case "PROTO" | "FRAME" | "STOP":  # `genops` ends with the first STOP, and raises an error without one
+            case "PROTO" | "FRAME" | "STOP":  # `genops` ends at STOP, and raises an error without STOP
                 pass
             case "BINPUT" | "LONG_BINPUT":
                 pickle_memo[opcode_argument] = pickle_stack[-1]

@@ -1,5 +1,5 @@
-"""Score of an image by a vision-language judge behind an endpoint: UnifiedReward (arXiv 2503.05236), 1 to 5 divided by
-5.
+"""Score of an image by a vision-language judge behind an endpoint: UnifiedReward (arXiv 2503.05236), whose
+score from 1 to 5 is divided by 5.
 
 The endpoint is any server with the chat API of OpenAI, such as vLLM with the published model.
 """
@@ -39,29 +39,29 @@ class UnifiedRewardReward:
                 "such as vllm serve CodeGoat24/UnifiedReward-7b-v1.5"
             )
         self._model = settings.options.get("model") or settings.model_path or _DEFAULT_MODEL
-        self._question = settings.options.get("question", _JUDGE_QUESTION)
+        self._question_template = settings.options.get("question", _JUDGE_QUESTION)
         self._max_concurrency = int(settings.options.get("concurrent", 8))
         headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
-        self._client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_TIMEOUT_SECONDS)
+        self._http_client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_TIMEOUT_SECONDS)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image; an image for which the judge returns no number has no score."""
         with ThreadPoolExecutor(self._max_concurrency) as executor:
-            results = list(executor.map(self._request_score, items))
-        self.errors = [error for _, error in results]
-        return {"unified_reward": [score for score, _ in results]}
+            scores_and_errors = list(executor.map(self._request_score, items))
+        self.errors = [error for _, error in scores_and_errors]
+        return {"unified_reward": [score for score, _ in scores_and_errors]}
 
     def _request_score(self, item: RewardInput) -> tuple[float | None, str]:
-        stream = BytesIO()
-        middle_image(item.media).save(stream, format="PNG")
-        image_url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        png_buffer = BytesIO()
+        middle_image(item.media).save(png_buffer, format="PNG")
+        image_url = f"data:image/png;base64,{base64.b64encode(png_buffer.getvalue()).decode()}"
         message_content: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": image_url}},
-            {"type": "text", "text": self._question.replace("{prompt}", item.prompt)},
+            {"type": "text", "text": self._question_template.replace("{prompt}", item.prompt)},
         ]
         request = {"model": self._model, "messages": [{"role": "user", "content": message_content}], "temperature": 0}
         try:
-            response = self._client.post("chat/completions", json=request).raise_for_status()
+            response = self._http_client.post("chat/completions", json=request).raise_for_status()
             reply_text = str(response.json()["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             return None, error_on_one_line(error)

@@ -62,11 +62,11 @@ class WanVae:
         """Return the videos of latents as uint8 of B, 3, F, H, W; latents of type uint8 are bytes of bfloat16."""
         import torch
 
-        tensor = torch.from_numpy(np.array(latents))
-        tensor = tensor.view(torch.bfloat16) if latents.dtype == np.uint8 else tensor.to(torch.bfloat16)
+        all_latents = torch.from_numpy(np.array(latents))
+        all_latents = all_latents.view(torch.bfloat16) if latents.dtype == np.uint8 else all_latents.to(torch.bfloat16)
         videos = []
         with torch.inference_mode():
-            for latent in tensor.to(self._device, self._dtype).split(1):
+            for latent in all_latents.to(self._device, self._dtype).split(1):
                 video = self._vae.decode(latent * self._latents_std + self._latents_mean, return_dict=False)[0]
                 videos.append((((1 + video.clamp(-1, 1)) / 2).float() * 255).to(torch.uint8).cpu())
         return torch.cat(videos).numpy()

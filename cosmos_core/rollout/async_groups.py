@@ -26,7 +26,8 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 _POLL_SECONDS = 0.5
 
 StepStatus = Literal["waiting", "stale", "whole"]
-"""Status of a step's groups: all are scored (`whole`), an engine has no weights (`stale`), or groups are missing."""
+"""Status of a step's groups: all are scored (`whole`), some are missing (`waiting`), or an engine has no weights
+(`stale`)."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class AsyncGroupSource:
 
     fleet: EngineFleet
     take_prompts: Callable[[int, int], Sequence[Prompt]]
-    """Function of position and count that returns `count` prompts of the data over all epochs; fewer at the end."""
+    """Function `(position, count)` that returns `count` prompts from `position` on in all epochs; fewer at the end."""
     score: ScoreGroups
     """Function that scores groups of completions; called in a thread of the first rank only."""
     sampling: Sampling
@@ -45,14 +46,14 @@ class AsyncGroupSource:
     max_lag: int
     """Maximum number of steps by which the weights that generate a group may be older than its train step."""
     send_missing_weights: Callable[[int], object]
-    """Function of the current train step that sends the current weights to engines without weights."""
+    """Function `(step)` that sends the weights of train step `step` to engines without weights."""
     on_wait: Callable[[], None] = lambda: None
     """Function called while the source waits for groups; it may raise an error to end the training."""
     num_extra_prompts: int = 0
     """Number of prompts that engines get in addition to those that `max_lag` allows, to stay busy; groups that become
-    too old are generated again. A filter lowers the number to that of the groups that it is expected to drop."""
+    too old are generated again. With a filter, it is at most the number of groups that the filter may drop."""
     max_steps_ahead: int | None = None
-    """Maximum number of train steps whose prompts are in flight or waiting; None: unbounded."""
+    """Maximum number of train steps whose groups are being generated or wait to be trained on; None: unbounded."""
     filter: GroupFilter | None = None
     """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
     sleeps_in_training: bool = False
@@ -66,7 +67,7 @@ class AsyncGroupSource:
     """Number of groups that the current train step needs; None: the number in `group_plan`."""
     _next_position: int = 0
     """Position, in the order of the data, of the next prompt to send to an engine."""
-    _futures: dict[int, Future[Group]] = field(default_factory=dict)
+    _group_futures: dict[int, Future[Group]] = field(default_factory=dict)
     _scored_groups: dict[int, ScoredGroup] = field(default_factory=dict)
     _condition: threading.Condition = field(default_factory=threading.Condition)
     _rollout_error: BaseException | None = None
@@ -76,7 +77,7 @@ class AsyncGroupSource:
     _num_outdated_groups: int = 0
     _event_counts_at_last_step: tuple[int, int] = (0, 0)
     """Total numbers of outdated groups and of engine restarts at the end of the last train step."""
-    _sampled_per_kept: float = 1.0
+    _groups_per_kept_group: float = 1.0
     """Number of sampled groups for each group that the filter kept, as a moving average over recent train steps."""
 
     @property
@@ -117,7 +118,7 @@ class AsyncGroupSource:
         self.sampled_groups = sampled_groups
         if not sampled_groups:
             return [], {}
-        self._sampled_per_kept = (self._sampled_per_kept + len(sampled_groups) / max(1, len(kept_groups))) / 2
+        self._groups_per_kept_group = (self._groups_per_kept_group + len(sampled_groups) / max(1, len(kept_groups))) / 2
         previous_event_counts = self._event_counts_at_last_step
         self._event_counts_at_last_step = (self._num_outdated_groups, self.fleet.num_restarts)
         return kept_groups, {
@@ -151,11 +152,11 @@ class AsyncGroupSource:
             )
             if self._rollout_error is not None:
                 raise self._rollout_error
-            groups = self._find_step_groups(step)
+            step_groups = self._find_step_groups(step)
         self.fleet.raise_thread_error()
-        if groups is None:
+        if step_groups is None:
             return "stale" if self.fleet.needs_weights else "waiting", [], []
-        return "whole", *groups
+        return "whole", *step_groups
 
     def _find_step_groups(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""
@@ -167,7 +168,7 @@ class AsyncGroupSource:
             position = self._train_position + len(sampled_groups)
             scored_group = self._scored_groups.get(position)
             if scored_group is None:
-                is_group_pending = position in self._futures or self.take_prompts(position, 1)
+                is_group_pending = position in self._group_futures or self.take_prompts(position, 1)
                 return None if is_group_pending else (kept_groups, sampled_groups)
             if step - scored_group.group.version > self.max_lag:
                 self._request_outdated_groups(step, range(position, position + num_groups - len(kept_groups)))
@@ -190,7 +191,7 @@ class AsyncGroupSource:
             if scored_group is not None and step - scored_group.group.version > self.max_lag:
                 del self._scored_groups[position]
                 self._num_outdated_groups += 1
-                self._futures[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
+                self._group_futures[position] = self._request_group(position, scored_group.group.prompt, is_urgent=True)
 
     def _request_group(self, position: int, prompt: Prompt, *, is_urgent: bool = False) -> Future[Group]:
         """Request the completions of the prompt at `position`. The seeds depend on the train step that would use the
@@ -217,26 +218,26 @@ class AsyncGroupSource:
                 return
             end_position = self._train_position + self._max_prefetched_prompts()
             for prompt in self.take_prompts(self._next_position, max(0, end_position - self._next_position)):
-                self._futures[self._next_position] = self._request_group(self._next_position, prompt)
+                self._group_futures[self._next_position] = self._request_group(self._next_position, prompt)
                 self._next_position += 1
 
     def _max_prefetched_prompts(self) -> int:
         """Return how many prompts after `_train_position` may be sent to the engines before training needs them."""
-        last_allowed_step = self.fleet.version + self.max_lag  # last step that may use groups of these weights
+        last_allowed_step = self.fleet.version + self.max_lag  # last step that may train on the engines' new groups
         num_prompts = self._num_groups_of_steps(last_allowed_step - self._next_step + 1)
         max_prompts = math.inf if self.max_steps_ahead is None else self._num_groups_of_steps(self.max_steps_ahead)
         if self.filter is None:
             return int(min(num_prompts + self.num_extra_prompts, max_prompts))
         if num_prompts <= 0:
             return 0
-        # Engines may sample another prompt for each dropped group; otherwise the train step would never be complete.
+        # Engines may sample another prompt for each dropped group: without it, the step would never be complete.
         num_dropped_groups = sum(not self.filter.has_learning_signal(group) for group in self._scored_groups.values())
-        num_expected_drops = min(self.num_extra_prompts, num_prompts * (self._sampled_per_kept - 1))
+        num_expected_drops = min(self.num_extra_prompts, num_prompts * (self._groups_per_kept_group - 1))
         max_groups = max_prompts if math.isinf(max_prompts) else self.filter.max_sampled_groups(int(max_prompts))
         return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_expected_drops), max_groups))
 
     def _num_groups_of_steps(self, num_steps: int) -> int:
-        """Return how many groups the next `num_steps` train steps need; not above 0 if `num_steps` is not positive."""
+        """Return how many groups the next `num_steps` train steps need; 0 or less if `num_steps` is 0 or less."""
         step, group_plan = self._next_step, self.group_plan
         num_groups = group_plan.first_position(step + num_steps) - group_plan.first_position(step)
         if num_steps <= 0 or self._num_groups_needed is None:
@@ -246,7 +247,7 @@ class AsyncGroupSource:
     def _score_finished_groups(self) -> None:
         """Wait up to 50 ms for a generated group, and score all groups that are generated but not scored."""
         with self._condition:
-            group_futures = dict(self._futures)
+            group_futures = dict(self._group_futures)
         if not group_futures:
             time.sleep(0.02)
             return
@@ -257,7 +258,7 @@ class AsyncGroupSource:
         scored_groups = self.score(list(finished_groups.values()))
         with self._condition:
             for position, scored_group in zip(finished_groups, scored_groups, strict=True):
-                del self._futures[position]
+                del self._group_futures[position]
                 self._scored_groups[position] = scored_group
             self._condition.notify_all()
 
@@ -265,7 +266,7 @@ class AsyncGroupSource:
 def prompts_by_position(
     get_step_prompts: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int
 ) -> Callable[[int, int], list[Any]]:
-    """Return a function of position and count that returns prompts in the order of the data. `get_step_prompts` returns
+    """Return a function `(position, count)` that returns prompts in the order of the data. `get_step_prompts` returns
     the `num_groups` prompts of a train step."""
 
     def take_prompts(start_position: int, num_prompts: int) -> list[Any]:

@@ -43,7 +43,7 @@ class EngineDenoiser:
     """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
     which is 0 in conditioning frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
-    """Function that returns a context manager in which the denoiser uses the weights of this name, such as `policy`,
+    """Function that returns a context manager in which the denoiser uses the weights of a name, such as `policy`,
     without dropout and gradients."""
     device: torch.device
     mesh: Mesh | None = None
@@ -80,7 +80,7 @@ class EngineSettings:
 
     @property
     def complete_model(self) -> PreTrainedModel:
-        """Return a model that has all layers, and the adapter of all of them, maybe without weights."""
+        """Return the model with all layers and their adapters; it may be a copy without weights."""
         return self.model if self.meta_copy is None else self.meta_copy
 
 
@@ -122,13 +122,13 @@ class Engine(Protocol):
         ...
 
     def completed(self) -> list[Group]:
-        """Wait until a group is complete, and return groups that were not returned before, in any order; the list is
-        empty if no request is in flight."""
+        """Wait until a group is complete, and return all complete groups that were not returned before, in any order;
+        the list is empty if no request is in flight."""
         ...
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Replace all weights, bucket by bucket, and clear all caches. Completions in flight continue with the new
-        weights in a new segment. Raise `StageFailed` if a tensor is missing, or the model has no such tensor."""
+        weights in a new segment. Raise `StageFailed` if a tensor is missing or unknown to the model."""
         ...
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -209,14 +209,14 @@ def request_seed(seed: int, step: int, prompt_id: int, k: int) -> int:
 
 
 def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
-    """Return sampling settings with another seed if the train step has sampled the prompt `num_repeats` > 0 times."""
+    """Return sampling settings with another seed if the train step sampled the prompt before (`num_repeats` > 0)."""
     return replace(sampling, seed=request_seed(sampling.seed, -num_repeats, 0, 0)) if num_repeats else sampling
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
-    eos_config = getattr(model.generation_config, "eos_token_id", None)
-    configured_eos_ids = eos_config if isinstance(eos_config, (list, tuple)) else [eos_config]
+    eos_setting = getattr(model.generation_config, "eos_token_id", None)
+    configured_eos_ids = eos_setting if isinstance(eos_setting, (list, tuple)) else [eos_setting]
     return sorted({token_id for token_id in [*configured_eos_ids, tokenizer.eos_token_id] if token_id is not None})
 
 
@@ -303,7 +303,8 @@ class WeightReceiver:
             yield bucket
 
     def acknowledge(self, version: int) -> LoadReceipt:
-        """Acknowledge a load after its last tensor; raise a `StageFailed` if the tensor names have changed."""
+        """Return the receipt after the last tensor; raise a `StageFailed` if its tensor names differ from earlier
+        loads."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

@@ -37,11 +37,11 @@ def find_changed_words(old_data: ByteArray, new_data: ByteArray) -> ChangedWords
     if old_data.size != new_data.size or new_data.size % 2:
         return None
     new_words = new_data.view(np.uint16)
-    is_changed = old_data.view(np.uint16) != new_words
+    is_word_changed = old_data.view(np.uint16) != new_words
     if (
-        np.count_nonzero(is_changed) > _MAX_CHANGED_FRACTION * new_words.size
+        np.count_nonzero(is_word_changed) > _MAX_CHANGED_FRACTION * new_words.size
         or new_words.size > np.iinfo(np.uint32).max
     ):
         return None
-    positions = np.flatnonzero(is_changed)
+    positions = np.flatnonzero(is_word_changed)
     return ChangedWords(positions.astype(np.uint32), new_words[positions])

@@ -34,19 +34,19 @@ _MAX_ENGINE_DEATHS = 3
 
 
 class WeightsUnavailable(StageFailed):
-    """Error raised if no engine has the version of the weights any more that a request needs."""
+    """Error raised if no engine still has the version of the weights that a request needs."""
 
 
 class EngineHandle(Protocol):
     """Remote handle of a `replica.EngineReplica`, a rollout engine in a separate process."""
 
     def call(self, method: str, *arguments: Any, shared_value: Any = None, **kwargs: Any) -> Future[Any]:
-        """Call a method of the replica; a `ConnectionError` in the future means that its process has died.
+        """Call a method of the replica; a `ConnectionError` of the returned future means that its process has died.
         `shared_value`, a reference that `put` returned, is the last argument of the method; None: no such argument."""
         ...
 
     def put(self, value: Any) -> Any:
-        """Return a reference to `value`, for the `shared_value` of `call`, so that it is transferred only once."""
+        """Return a reference to `value`, for the `shared_value` of `call`, so that `value` is transferred only once."""
         ...
 
     def kill(self) -> None:
@@ -161,7 +161,7 @@ class EnginePool:
             return [e for e in self.engines.values() if e.version is not None and not e.connection_error]
 
     def mark_dead(self, engine: PooledEngine, description: EngineDescription | None, error: ConnectionError) -> None:
-        """Stop using an engine, because a call in another thread failed with `error`: its process is dead.
+        """Stop using an engine whose process has died, because a call in another thread failed with `error`.
         `description` identifies the process that was called, which a new process may have replaced."""
         with self.lock:
             if engine.description is description and description is not None:
@@ -220,9 +220,9 @@ class EnginePool:
 
     def _requeue_requests(self, engine: PooledEngine) -> None:
         """Move the requests in flight of an engine back to the front of their queues."""
-        requests = list(reversed(engine.requests.values()))
-        self._waiting_requests.extendleft(request for request in requests if request.version is None)
-        self._versioned_requests.extendleft(request for request in requests if request.version is not None)
+        reversed_requests = list(reversed(engine.requests.values()))
+        self._waiting_requests.extendleft(request for request in reversed_requests if request.version is None)
+        self._versioned_requests.extendleft(request for request in reversed_requests if request.version is not None)
         engine.requests = {}
 
     def _handle_engine_reply(self, engine: PooledEngine) -> None:
@@ -243,10 +243,10 @@ class EnginePool:
                 engine.last_progress_time = current_time
             return
         try:
-            reply_value = engine.pending_reply.result()
+            reply = engine.pending_reply.result()
         except ConnectionError as error:
-            is_opening = isinstance(error, ConnectionRefusedError) and engine.description is None
-            if is_opening and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
+            was_refused = isinstance(error, ConnectionRefusedError) and engine.description is None
+            if was_refused and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
                 engine.pending_reply, engine.last_progress_time = None, current_time
                 return
             self._reopen_dead_engine(engine, error)
@@ -257,15 +257,15 @@ class EnginePool:
             # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
-            engine.description, engine.last_progress_time = reply_value, current_time
-            logger.info("rollout engine %s, process %d, is open", reply_value.name, reply_value.pid)
+            engine.description, engine.last_progress_time = reply, current_time
+            logger.info("rollout engine %s, process %d, is open", reply.name, reply.pid)
         else:
-            groups, num_forward_passes = reply_value
-            if num_forward_passes != engine.num_forward_passes or groups or not engine.requests:
+            finished_groups, num_forward_passes = reply
+            if num_forward_passes != engine.num_forward_passes or finished_groups or not engine.requests:
                 engine.num_forward_passes, engine.last_progress_time = num_forward_passes, current_time
             elif not self.is_loading_weights and current_time - engine.last_progress_time > self.timeout_seconds:
                 engine.handle.kill()
-            for group in groups:
+            for group in finished_groups:
                 request_key = (group.step, group.prompt.id, len(group.completions))
                 if (request := engine.requests.pop(request_key, None)) is not None:
                     engine.num_process_deaths = 0
@@ -296,7 +296,7 @@ class EnginePool:
         version = self._versioned_requests[0].version or 0
         matching_engines = [engine for engine in ready_engines if engine.version == version]
         self._send_to_engines(matching_engines, self._versioned_requests)
-        # If all engines have older weights, the requests wait: the next weight load is of the requested version.
+        # Requests wait while all engines have older weights, because the next weight load has the requested version.
         if not matching_engines and any((engine.version or 0) > version for engine in ready_engines):
             while self._versioned_requests:
                 request = self._versioned_requests.popleft()
@@ -309,13 +309,13 @@ class EnginePool:
             engine = min(free_engines, key=lambda engine: len(engine.requests), default=None)
             if engine is None or len(engine.requests) >= self._max_groups:
                 return
-            max_groups = min(self._max_groups - len(engine.requests), -(-len(request_queue) // len(ready_engines)))
+            max_batch_size = min(self._max_groups - len(engine.requests), -(-len(request_queue) // len(ready_engines)))
             if not engine.requests:
                 engine.last_progress_time = time.monotonic()
-            batch = _take_request_batch(request_queue, max_groups, engine.requests)
+            batch = _take_request_batch(request_queue, max_batch_size, engine.requests)
             prompts, sampling, step = [request.prompt for request in batch], batch[0].sampling, batch[0].step
-            reply = engine.handle.call("submit", self._session_id, prompts, sampling, step)
-            reply.add_done_callback(partial(self._handle_submit_reply, engine, engine.description, batch))
+            submit_reply = engine.handle.call("submit", self._session_id, prompts, sampling, step)
+            submit_reply.add_done_callback(partial(self._handle_submit_reply, engine, engine.description, batch))
 
     def _handle_submit_reply(
         self, engine: PooledEngine, description: EngineDescription | None, batch: Sequence[_Request], reply: Future[Any]

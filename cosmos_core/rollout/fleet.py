@@ -47,7 +47,7 @@ class EngineFleet:
         weight_transfer: NativeWeightTransfer | DeltaWeightTransfer | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until the first engine is open, or all engines that share the trainer's GPUs.
+        """Wait until the first engine is open; if engines share the trainer's GPUs, wait until all engines are open.
 
         `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
         one engine. An engine without a forward pass for `timeout_seconds` is killed. `weight_sync_mode`: value of
@@ -127,7 +127,7 @@ class EngineFleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into all open engines except those that die during the load; see `Engine.load_weights`."""
         self._release_cached_memory()
-        engines = self._pool.open_engines()  # only the first rank has engines
+        engines = self._pool.open_engines()  # empty on all ranks except the first
         processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_new_only]
         num_sent_tensors, weight_load = 0, WeightLoad(self._pool, processes)
         uses_host_link = self._loads_new_only and isinstance(self._weight_transfer, NativeWeightTransfer)
@@ -160,7 +160,7 @@ class EngineFleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities from each engine whose weights have version `version`; None: from all."""
+        """Return the log-probabilities from each engine whose weights have version `version`; None: any version."""
         logprobs: list[list[float]] = []
         if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
@@ -201,8 +201,8 @@ class EngineFleet:
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the groups that were submitted to the engines (None: not all are complete), an error of an engine
-        (None: there was none), and whether an engine has no weights."""
+        """Return the submitted groups (None if some are not complete), the error of an engine (None if there is none),
+        and whether an engine has no weights."""
         try:
             wait([future for _, future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
             self._pool.raise_thread_error()
@@ -240,7 +240,7 @@ class EngineFleet:
     def _call_engine_processes(
         self, processes: Sequence[EngineProcess], method: str, *arguments: Any, **kwargs: Any
     ) -> list[tuple[EngineProcess, Any]]:
-        """Call a method of each engine process and return the replies; processes that died are marked as lost."""
+        """Call a method of each engine process and return the replies; mark engines whose process died as dead."""
         reply_futures = [(process, process.engine.handle.call(method, *arguments, **kwargs)) for process in processes]
         self._pool.await_replies([(process.engine, reply_future) for process, reply_future in reply_futures])
         process_replies = []

@@ -1,7 +1,7 @@
 """Sampling path from noise to data along a table of noise levels, and the choice of its stochastic steps.
 
-The velocity is a parameter, so that tests need no model; `flow_sampler` supplies that of the model. The velocity is
-evaluated at exactly the noise levels of the table, as in training.
+`denoise` takes a function for the velocity, so that tests need no model; `flow_sampler` passes the model's velocity. It
+is evaluated at exactly the noise levels of the table, as in training.
 
 Shapes: B samples, N steps, dots for the dimensions of a latent.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
-"""Function of latents and of the noise level of each sample that returns the flow velocity."""
+"""Function `(latents, sigma_B)` that returns the flow velocity at the noise level of each sample."""
 
 SHARED_NOISE_INDEX = -1
 """Value that replaces the completion number in the seed of the initial noise that all completions of a group share."""
@@ -56,12 +56,12 @@ class SamplingPath:
             return torch.stack([tensor[sample_index] for tensor in step_tensors]) if step_tensors else None
 
         logprobs = tuple(log_prob[sample_index].item() for log_prob in self.log_probs)
-        num_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
-        tensors = (self.latents_before, self.latents_after, self.transition_means)
-        latents_before, latents_after, transition_means = map(stack_steps, tensors)
-        latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
+        num_conditioning_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
+        tensors_by_field = (self.latents_before, self.latents_after, self.transition_means)
+        latents_before, latents_after, transition_means = map(stack_steps, tensors_by_field)
+        final_latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
         transition_fields = (self.steps, latents_before, latents_after, transition_means, logprobs)
-        return DiffusionSample(pixels, latents, sigmas, version, *transition_fields, num_frames)
+        return DiffusionSample(pixels, final_latents, sigmas, version, *transition_fields, num_conditioning_frames)
 
 
 def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
@@ -74,18 +74,18 @@ def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
     """Return the sampling steps that are stochastic in train step `step`. The last sampling step is never stochastic,
     because its noise would remain in the sample."""
-    last_step, step_window = sampling.num_steps - 1, sampling.window
+    last_sampling_step, step_window = sampling.num_steps - 1, sampling.window
     if not sampling.stochastic_solver:
         return range(0)
     if step_window is None:
-        return range(last_step)
+        return range(last_sampling_step)
     num_window_positions = max(1, step_window.end_step - step_window.first_step - step_window.size + 1)
     if step_window.steps_per_move:
         window_offset = step // step_window.steps_per_move % num_window_positions
     else:
         window_offset = int(shuffled_indices(num_window_positions, seed, step, _STEP_WINDOW_SEED_OFFSET)[0])
     first_step = step_window.first_step + window_offset
-    return range(first_step, min(first_step + step_window.size, last_step))
+    return range(first_step, min(first_step + step_window.size, last_sampling_step))
 
 
 @dataclass(frozen=True, slots=True)

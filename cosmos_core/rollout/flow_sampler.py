@@ -48,8 +48,8 @@ class FlowSamplerEngine(ModuleEngine):
         row_batches = (rows[start : start + rows_per_batch] for start in range(0, len(rows), rows_per_batch))
         samples = (sample for batch in row_batches for sample in self._sample_by_shape(batch, sampling, step))
         completions = [Completion((), "stop", "", diffusion_sample=sample) for sample in samples]
-        groups = zip(prompts, range(0, len(rows), group_size), strict=True)
-        return [Group(prompt, tuple(completions[start : start + group_size]), step) for prompt, start in groups]
+        prompt_starts = zip(prompts, range(0, len(rows), group_size), strict=True)
+        return [Group(prompt, tuple(completions[start : start + group_size]), step) for prompt, start in prompt_starts]
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Record the version of the weights, which are those of the trainer's denoiser."""
@@ -83,8 +83,8 @@ class FlowSamplerEngine(ModuleEngine):
         local_rows = mesh.select_local_items(rows)
         num_padding_rows = -(-len(rows) // self._num_ranks) - len(local_rows)
         samples = self._sample_locally([*local_rows, *[rows[0]] * num_padding_rows], sampling, step)
-        rank_samples = mesh.all_gather_object(samples[: len(local_rows)])
-        return [rank_samples[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
+        samples_by_rank = mesh.all_gather_object(samples[: len(local_rows)])
+        return [samples_by_rank[i % self._num_ranks][i // self._num_ranks] for i in range(len(rows))]
 
     def _make_conditioning_frames(
         self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int, latent_shape: Sequence[int]
@@ -142,8 +142,8 @@ class FlowSamplerEngine(ModuleEngine):
             pixels = decode_latents(model, sampling_path.latents, device)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
-        indices, version = range(len(rows)), self._version
-        return [sampling_path.to_diffusion_sample(i, pixels[i].clone(), sigmas_N, version) for i in indices]
+        sample_indices, version = range(len(rows)), self._version
+        return [sampling_path.to_diffusion_sample(i, pixels[i].clone(), sigmas_N, version) for i in sample_indices]
 
 
 def decode_latents(model: Any, latents: Tensor, device: torch.device) -> Tensor:
@@ -160,8 +160,8 @@ def to_uint8_pixels(pixels: Tensor) -> Tensor:
     return scaled_pixels.movedim(1, -1).contiguous()
 
 
-def _make_generator(seed: int, step: int, prompt_id: int, k: int) -> torch.Generator:
-    return torch.Generator().manual_seed(request_seed(seed, step, prompt_id, k))
+def _make_generator(seed: int, step: int, prompt_id: int, completion_index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(request_seed(seed, step, prompt_id, completion_index))
 
 
 def _stack_embeddings(embeddings: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:

@@ -85,8 +85,8 @@ class SyncGroupSource:
     batch_size: int
     """Number of prompts that an engine processes at a time."""
     on_wait: Callable[[], None] = lambda: None
-    """Function called after each generated batch and after scoring; it may raise an error to stop the training: a
-    signal to all processes of a job may also have ended a process that a tool or a reward had started."""
+    """Function called after each generated batch and after scoring. It may raise an error to stop the training, because
+    a stop signal to all processes of a job may also have ended processes of tools or rewards."""
     publish_interval: int = 1
     """Number of train steps between two weight loads into the engine."""
     is_exhausted: ClassVar[bool] = False
@@ -114,10 +114,10 @@ class SyncGroupSource:
         groups_by_index: dict[int, Group] = {}
         prompts_per_batch = self.batch_size * num_ranks()
         self.progress.phase("generate")
-        for num_repeats, indices in indices_by_num_repeats.items():
+        for num_repeats, prompt_indices in indices_by_num_repeats.items():
             sampling = reseed(self.sampling, num_repeats)
-            for start in range(0, len(indices), prompts_per_batch):
-                batch_indices = indices[start : start + prompts_per_batch]
+            for start in range(0, len(prompt_indices), prompts_per_batch):
+                batch_indices = prompt_indices[start : start + prompts_per_batch]
                 groups = generate(self.engine, [prompts[i] for i in batch_indices], sampling, step)
                 groups_by_index |= zip(batch_indices, groups, strict=True)
                 self.progress.beat()
@@ -146,8 +146,8 @@ class GroupFilter:
     """Filter of dynamic sampling (DAPO, arXiv 2503.14476), which drops groups whose completions have equal rewards."""
 
     metrics: Sequence[str] = ()
-    """Names of reward metrics that must differ between the completions of a group; the total reward if its rewards
-    report none of them."""
+    """Names of reward metrics that must differ between the completions of a group; if its rewards report none of them,
+    the total reward must differ."""
     max_retries: int = 0
     """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 
@@ -170,7 +170,7 @@ class FilteredGroupSource:
 
     sync_source: SyncGroupSource
     take_prompts: Callable[[int, int], Sequence[Prompt]]
-    """Function of position and count that returns `count` prompts of the data over all epochs; fewer at the end."""
+    """Function `(position, count)` that returns `count` prompts from `position` on in all epochs; fewer at the end."""
     groups_per_step: int
     filter: GroupFilter | None = GroupFilter()
     """Filter that selects groups; None: every group is kept."""
@@ -184,19 +184,19 @@ class FilteredGroupSource:
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step` and their metrics; fewer groups if prompts or rounds are exhausted."""
         num_requested_groups = self.groups_per_step if num_groups is None else num_groups
-        max_rounds = self.filter.max_retries if self.filter else 0
+        max_retries = self.filter.max_retries if self.filter else 0
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
         sample_counts = Counter[int]()
         num_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
         # The state is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
-        position = self._num_taken_prompts
+        next_position = self._num_taken_prompts
         self.sync_source.engine.wake()
-        while len(kept_groups) < num_requested_groups and not 0 < max_rounds < num_rounds:
-            prompts = self.take_prompts(position, num_requested_groups - len(kept_groups))
+        while len(kept_groups) < num_requested_groups and not 0 < max_retries < num_rounds:
+            prompts = self.take_prompts(next_position, num_requested_groups - len(kept_groups))
             if not prompts:
                 break
-            position += len(prompts)
+            next_position += len(prompts)
             round_start_time = time.perf_counter()
             groups = self.sync_source.generate_repeated(prompts, step, sample_counts)
             generation_seconds += time.perf_counter() - round_start_time
@@ -205,10 +205,10 @@ class FilteredGroupSource:
             check_scores(step, sampled_groups, self.filter.metrics if self.filter else ())
             kept_groups += [g for g in scored_groups if not self.filter or self.filter.has_learning_signal(g)]
             num_rounds += 1
-        if self.filter and len(kept_groups) < num_requested_groups and not self.take_prompts(position, 1):
-            warning = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
-            logger.warning(warning, step + 1, len(kept_groups), num_requested_groups)
-        self._num_taken_prompts, self.sampled_groups = position, sampled_groups
+        if self.filter and len(kept_groups) < num_requested_groups and not self.take_prompts(next_position, 1):
+            log_message = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
+            logger.warning(log_message, step + 1, len(kept_groups), num_requested_groups)
+        self._num_taken_prompts, self.sampled_groups = next_position, sampled_groups
         self.sync_source.sleep_until_next_step(step)
         if not sampled_groups:
             return [], {}
@@ -257,9 +257,9 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def filter_metrics(filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the number of sampled groups, and the fractions dropped whose largest reward is above 0 or at most 0."""
-    dropped_groups = [group for group in sampled_groups if not filter.has_learning_signal(group)]
+def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the number of sampled groups, and the fractions dropped with a largest reward above 0 and at most 0."""
+    dropped_groups = [group for group in sampled_groups if not group_filter.has_learning_signal(group)]
     valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
     max_rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
     return {
@@ -281,13 +281,13 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 def _throughput_metrics(groups: Sequence[ScoredGroup], generation_seconds: float, seconds: float) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-    unit_name, num_units = "tokens", sum(completion.num_sampled for completion in completions)
+    output_name, num_generated = "tokens", sum(completion.num_sampled for completion in completions)
     if completions[0].diffusion_sample is not None:
-        unit_name, num_units = "samples", len(completions)
+        output_name, num_generated = "samples", len(completions)
     return {
         "time/generate": generation_seconds,
         "time/score": seconds - generation_seconds,
-        f"throughput/generated_{unit_name}_per_second": num_units / max(1e-9, generation_seconds),
+        f"throughput/generated_{output_name}_per_second": num_generated / max(1e-9, generation_seconds),
     }
 
 

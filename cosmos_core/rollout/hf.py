@@ -61,11 +61,11 @@ class HfEngine(ModuleEngine):
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._dtype = settings.dtype
-        self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision = settings.vision
-        self._receiver = WeightReceiver()
+        self._stop_token_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._image_reader = settings.vision
+        self._weight_receiver = WeightReceiver()
         self._cache_argument = find_cache_argument(type(self._model))
-        self._batching = self._choose_batching()
+        self._prompt_batching = self._choose_batching()
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         check_prompts(prompts, self._max_model_len)
@@ -73,7 +73,7 @@ class HfEngine(ModuleEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         groups_by_index: dict[int, Group] = {}
-        for indices in _group_into_batches(prompts, self._batching.has_padding):
+        for indices in _group_into_batches(prompts, self._prompt_batching.has_padding):
             batch_groups = self._generate_batch([prompts[i] for i in indices], sampling, step)
             groups_by_index |= zip(indices, batch_groups, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
@@ -86,12 +86,12 @@ class HfEngine(ModuleEngine):
         for ks in (completion_ks[k : k + completions_per_pass] for k in completion_ks[::completions_per_pass]):
             with self._inference_mode():
                 output_rows = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
-            for row, (tokens, logprobs, length) in enumerate(zip(*output_rows, strict=True)):
-                row_completion = completion(
+            for row_index, (tokens, logprobs, length) in enumerate(zip(*output_rows, strict=True)):
+                new_completion = completion(
                     self._tokenizer, tokens[:length], logprobs[:length], version=self._version,
-                    ends_with_stop=tokens[length - 1] in self._stop_ids, vision=self._vision,
+                    ends_with_stop=tokens[length - 1] in self._stop_token_ids, vision=self._image_reader,
                 )  # fmt: skip
-                completions[row // len(ks)].append(row_completion)
+                completions[row_index // len(ks)].append(new_completion)
         return [Group(*group, step) for group in zip(prompts, map(tuple, completions), strict=True)]
 
     def abort(self) -> None:
@@ -105,11 +105,11 @@ class HfEngine(ModuleEngine):
             return LoadReceipt(version, 0)
         state_dict = self._model.state_dict()
         with torch.no_grad():
-            for name, tensor in self._receiver.tensors(buckets):
+            for name, tensor in self._weight_receiver.tensors(buckets):
                 if name not in state_dict or state_dict[name].shape != tensor.shape:
                     raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
                 state_dict[name].copy_(tensor)
-        return self._receiver.acknowledge(version)
+        return self._weight_receiver.acknowledge(version)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
@@ -125,7 +125,7 @@ class HfEngine(ModuleEngine):
         model, was_training = self._model, self._model.training
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         model.eval()
-        # On a GPU `cumsum` raises an error in deterministic mode, although it adds up a row in a fixed order.
+        # Only warn, because `cumsum` on a GPU raises an error in deterministic mode, although its order is fixed.
         torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
         try:
             with torch.no_grad(), torch.autocast(model.device.type, self._dtype, enabled=self._dtype != model.dtype):
@@ -151,7 +151,7 @@ class HfEngine(ModuleEngine):
         inputs = (
             {"attention_mask": mask_PT, **image_inputs}
             if image_inputs
-            else self._batching.inputs(mask_PT, positions_PT)
+            else self._prompt_batching.inputs(mask_PT, positions_PT)
         )
         logits_PV = self._forward(input_ids_PT, cache, inputs)
         # One forward pass over the prompt serves all completions of a group, so the rows of the cache are repeated.
@@ -161,7 +161,7 @@ class HfEngine(ModuleEngine):
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
         is_used_token_BV = _used_token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
-        stop_ids = torch.tensor(self._stop_ids, dtype=torch.long, device=device)
+        stop_ids = torch.tensor(self._stop_token_ids, dtype=torch.long, device=device)
 
         rows_B = torch.arange(len(max_new_tokens_B), device=device)
         tokens_RT = torch.zeros(len(rows_B), int(max_new_tokens_B.max()), dtype=torch.long, device=device)
@@ -191,7 +191,7 @@ class HfEngine(ModuleEngine):
                 is_used_token_BV, mask_BT = is_used_token_BV[kept_rows_B], mask_BT[kept_rows_B]
                 positions_B, max_new_tokens_B = positions_B[kept_rows_B], max_new_tokens_B[kept_rows_B]
             # A model with images computes the positions of new tokens itself; batches with images have no padding.
-            inputs = self._batching.inputs(mask_BT, positions_B.unsqueeze(-1))
+            inputs = self._prompt_batching.inputs(mask_BT, positions_B.unsqueeze(-1))
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, new_token_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
 
@@ -199,15 +199,15 @@ class HfEngine(ModuleEngine):
         """Return the images of prompts as model inputs; the model computes the positions of rows with images itself."""
         if not prompts[0].images:
             return {}
-        assert self._vision is not None, "opened without a processor"
+        assert self._image_reader is not None, "opened without a processor"
         samples = [
             Sample(np.array(p.token_ids, dtype=np.int64), np.zeros(len(p.token_ids), dtype=np.uint8), images=p.images)
             for p in prompts
         ]
-        inputs, dtype = self._vision.make_image_inputs(samples, input_ids_PT.cpu()), self._model.dtype
+        image_inputs, dtype = self._image_reader.make_image_inputs(samples, input_ids_PT.cpu()), self._model.dtype
         return {
             name: tensor.to(self._model.device, dtype if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in inputs.items()
+            for name, tensor in image_inputs.items()
         }
 
     def _forward(self, input_ids: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -238,7 +238,7 @@ class HfEngine(ModuleEngine):
         """Compute the logits after a probe prompt in two ways. Return those with a cache whose rows are repeated, as in
         `_sample` (shape 2V, for two copies of the prompt), and those of one forward pass without a cache (shape V)."""
         model, num_padding = self._model, PROBE_TOKENS // 2 if batching.has_padding else 0
-        ids_T = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device)  # no pad tokens
+        ids_T = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device)  # low ids may be pad tokens
         input_ids_BT = (ids_T % model.config.get_text_config().vocab_size).view(2, -1)
         mask_BT = torch.ones_like(input_ids_BT)
         mask_BT[0, :num_padding] = 0
@@ -251,13 +251,13 @@ class HfEngine(ModuleEngine):
         return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding:], use_cache=False).logits[0, -1]
 
     def _make_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self._model.config)  # sliding-window and recurrent layers are kept
+        cache = DynamicCache(config=self._model.config)  # sliding-window and recurrent layers stay
         cache.layers = [_PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache
 
 
 class _PromptBatching(NamedTuple):
-    """Inputs with which a model generates for a batch of prompts of different lengths."""
+    """Way to batch prompts of different lengths: with or without padding, and with or without positions."""
 
     has_padding: bool
     """Whether shorter prompts are padded on the left; otherwise all prompts of a batch have equally many tokens."""
@@ -307,10 +307,10 @@ def _allocate(old_states: Tensor | None, new_states: Tensor, num_allocated_token
     return cache_buffer
 
 
-def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], k: int) -> dict[str, Tensor]:
+def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
     """Return the image inputs of new tokens, which attend to the same image tiles as the prompt's last token."""
     name = "cross_attention_mask"
-    return {name: image_inputs[name][:, -1:].repeat_interleave(k, 0)} if name in image_inputs else {}
+    return {name: image_inputs[name][:, -1:].repeat_interleave(group_size, 0)} if name in image_inputs else {}
 
 
 def find_cache_argument(model_class: Any) -> str:
@@ -329,18 +329,18 @@ def _group_into_batches(prompts: Sequence[Prompt], supports_padding: bool) -> li
     of a batch have equally many tokens."""
     indices_by_batch_key: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        required_length = len(prompt.token_ids) if prompt.images or not supports_padding else 0
-        indices_by_batch_key.setdefault((len(prompt.images), required_length), []).append(i)
+        length_key = len(prompt.token_ids) if prompt.images or not supports_padding else 0
+        indices_by_batch_key.setdefault((len(prompt.images), length_key), []).append(i)
     return list(indices_by_batch_key.values())
 
 
 def _load_replica(settings: EngineSettings) -> PreTrainedModel:
     """Load the complete model as a replica of the trainer's sharded model. It has an adapter if the training changes
     only linear LoRA factors; otherwise it receives merged weights."""
-    trained_model, revision = settings.complete_model, getattr(settings.model.config, "_commit_hash", None)
-    replica = load_model(settings.folder, revision=revision, dtype=trained_model.dtype)
-    if trains_only_linear_factors(trained_model):
-        add_adapter_like(replica, trained_model)
+    trainer_model, revision = settings.complete_model, getattr(settings.model.config, "_commit_hash", None)
+    replica = load_model(settings.folder, revision=revision, dtype=trainer_model.dtype)
+    if trains_only_linear_factors(trainer_model):
+        add_adapter_like(replica, trainer_model)
     nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
     return replica.requires_grad_(False)
 

@@ -53,8 +53,8 @@ class BucketHeader(NamedTuple):
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket, and the tensors to send, in the order of the header."""
     first_name_by_storage: dict[Any, str] = {}
-    names = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
-    aliases = {name: first_name for name, first_name in names.items() if first_name != name}
+    first_name_by_name = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
+    aliases = {name: first_name for name, first_name in first_name_by_name.items() if first_name != name}
     named_tensors = [(name, tensor) for name, tensor in bucket if name not in aliases]
     named_tensors.sort(key=lambda named_tensor: -named_tensor[1].element_size())
     tensors = [tensor.detach() for _, tensor in named_tensors]
@@ -85,11 +85,11 @@ def call_with_timeout(
     result_future: Future[T] = Future()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
-    def run() -> None:
+    def run_function() -> None:
         with nullcontext() if device is None else torch.accelerator.device_index(device):
             complete_future(result_future, function)
 
-    threading.Thread(target=run, daemon=True, name="weight transfer").start()
+    threading.Thread(target=run_function, daemon=True, name="weight transfer").start()
     deadline = time.monotonic() + timeout_seconds
     while not wait([result_future], min(_POLL_SECONDS, timeout_seconds)).done:
         if (is_late := time.monotonic() > deadline) or has_failed():

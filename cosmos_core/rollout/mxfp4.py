@@ -42,7 +42,7 @@ def quantize_bucket(bucket: Bucket) -> Bucket:
 
 def quantize_experts(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest MXFP4 weight: blocks, uint8 (E, O, N, 16) with two values in each byte, the first in the lower
-    half; and scales, uint8 (E, O, N), which are exponents plus 127."""
+    4 bits; and scales, uint8 (E, O, N), which are exponents plus 127."""
     # Experts are quantized one at a time, because intermediate values need as much memory as the float weights.
     blocks, scales = zip(*map(_quantize_expert, weight_EOI), strict=True)
     return torch.stack(blocks), torch.stack(scales)

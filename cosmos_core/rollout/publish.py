@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from cosmos_core.errors import StageFailed
-from cosmos_core.models.export import make_float32_test
+from cosmos_core.models.export import make_float32_predicate
 from cosmos_core.models.lora import adapted_layers, keys_without_adapter, merge_adapter
 from cosmos_core.parallel.gather import FullTensorGatherer
 from cosmos_core.rollout.base import Bucket, Engine, WeightFormat, storage_key
 from cosmos_core.rollout.fleet import EngineFleet
 
 BUCKET_BYTES = 256 << 20
-"""Size of a bucket of weights in bytes, in the trainer's dtype; on several ranks a bucket consists of two halves. A
-module whose weights are larger, such as an embedding, is a separate bucket."""
+"""Maximum size in bytes of a bucket of weights, in the trainer's dtype; half of it on several ranks. A module whose
+weights are larger, such as an embedding, is a separate bucket."""
 _LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine; tensors that are
 loaded under wrong names cause differences of whole nats."""
@@ -61,16 +61,16 @@ class WeightPublisher:
     def publish(self, version: int) -> dict[str, float]:
         """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
         the engine did not load all tensors, or its log-probabilities differ from the trainer's."""
-        start_time, is_float32 = time.perf_counter(), make_float32_test(self.model, self.transfer_dtype)
+        start_time, stays_float32 = time.perf_counter(), make_float32_predicate(self.model, self.transfer_dtype)
         num_sent_tensors = num_bytes = 0
 
         def cast_and_count_buckets() -> Iterator[Bucket]:
             nonlocal num_sent_tensors, num_bytes
             assert self._weight_buckets is not None
             for bucket in self._weight_buckets.buckets():
-                cast_tensors = {  # tied weights have one entry and are cast once
+                cast_tensors = {  # one entry for tied weights, so that they are cast once
                     storage_key(tensor): tensor.to(
-                        dtype=self.transfer_dtype if tensor.is_floating_point() and not is_float32(name) else None
+                        dtype=self.transfer_dtype if tensor.is_floating_point() and not stays_float32(name) else None
                     )
                     for name, tensor in bucket
                 }
@@ -119,7 +119,7 @@ class WeightPublisher:
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
     """Return the mean absolute difference of log-probabilities that rounding to these dtypes can cause."""
-    return max(_LOGPROB_TOLERANCES[d] for d in (dtype, transfer_dtype) if d is not None)
+    return max(_LOGPROB_TOLERANCES[cast_dtype] for cast_dtype in (dtype, transfer_dtype) if cast_dtype is not None)
 
 
 def make_probe_token_ids(vocab_size: int) -> list[int]:
@@ -156,8 +156,8 @@ class _WeightBuckets:
         group_weights = _group_lora_factors if weight_format == "adapter" else _group_weights_by_module
         weight_groups = group_weights(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        self._bucket_contents = _pack_buckets(weight_groups, bucket_bytes if full_model is None else bucket_bytes // 2)
-        max_bytes = max(sum(group.num_bytes for group in contents) for contents in self._bucket_contents)
+        self._groups_by_bucket = _pack_buckets(weight_groups, bucket_bytes if full_model is None else bucket_bytes // 2)
+        max_bytes = max(sum(group.num_bytes for group in bucket_groups) for bucket_groups in self._groups_by_bucket)
         is_sharded = full_model is not None
         self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bytes) if is_sharded else None
 
@@ -166,7 +166,7 @@ class _WeightBuckets:
         state_dict = self._model.state_dict(keep_vars=True)
         if self._gatherer is not None:
             self._gatherer.tensors = state_dict
-        for weight_groups in self._bucket_contents:
+        for weight_groups in self._groups_by_bucket:
             yield self._gather_bucket(weight_groups, state_dict)
 
     @torch.no_grad()
@@ -192,18 +192,18 @@ def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
     name_by_key = keys_without_adapter(full_model)
     for key in state_dict:
         name = name_by_key.get(key, "")
-        adapted_layer = next((layer for layer in adapted_layer_by_name if key.startswith(f"{layer}.")), "")
+        adapted_layer_name = next((layer for layer in adapted_layer_by_name if key.startswith(f"{layer}.")), "")
         tied_key = first_key_by_tensor.setdefault(state_dict[key], key)
         if tied_key != key:  # a tied weight belongs to the group of its first name
             weight_group = group_by_key[tied_key]
         else:
-            # The key is the parent of the adapted layer or of the weight's module, so that siblings share a group.
-            parent_name = (adapted_layer or (name or key).rpartition(".")[0]).rpartition(".")[0]
+            # Group by the parent of the weight's module or adapted layer, so that q_proj and k_proj share a group.
+            parent_name = (adapted_layer_name or (name or key).rpartition(".")[0]).rpartition(".")[0]
             weight_group = group_by_parent_module.setdefault(parent_name, _WeightGroup())
             weight_group.tensors[key] = state_dict[key]
         group_by_key[key] = weight_group
-        if adapted_layer:
-            weight_group.adapted_layers[adapted_layer] = adapted_layer_by_name[adapted_layer]
+        if adapted_layer_name:
+            weight_group.adapted_layers[adapted_layer_name] = adapted_layer_by_name[adapted_layer_name]
         if name:
             weight_group.key_by_name[name] = tied_key
     return list(group_by_parent_module.values())
@@ -228,10 +228,10 @@ def _pack_buckets(weight_groups: Sequence[_WeightGroup], bucket_bytes: int) -> l
     return buckets
 
 
-def _merge_layer(name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def _merge_layer(layer_name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Merge a layer's adapter and return the weights; `gathered_tensors` replace tensors on the meta device."""
     if gathered_tensors is not None:
         layer = copy.deepcopy(layer)
-        layer.load_state_dict({key: gathered_tensors[f"{name}.{key}"] for key in layer.state_dict()}, assign=True)
+        layer.load_state_dict({key: gathered_tensors[f"{layer_name}.{key}"] for key in layer.state_dict()}, assign=True)
     with merge_adapter(layer):
-        return {f"{name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}
+        return {f"{layer_name}.base_layer.{key}": p.data for key, p in layer.get_base_layer().named_parameters()}

@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size: int = 1) -> None:
-    """Check that the engine that `rollout.backend` names can run a model on `tp_size` ranks; raise a `ConfigError` if
-    not."""
+    """Raise a `ConfigError` if the engine that `rollout.backend` names cannot run a model on `tp_size` ranks."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is not None:
         from cosmos_core.rollout.vllm import check_heads
 
@@ -43,12 +42,12 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """Return the engine that `rollout.backend` names, one per rank; `hf` if its library cannot be imported. Random
-    states and the environment are unchanged. Raise a `ConfigError` if the engine does not support the model or
+    """Return this rank's engine, which `rollout.backend` names; an `hf` engine if its library cannot be imported. Leave
+    random states and the environment unchanged. Raise a `ConfigError` if the engine does not support the model or its
     settings."""
-    name = settings.rollout.backend
+    backend = settings.rollout.backend
     if settings.flow is not None:  # engines of diffusion models distribute samples over the ranks themselves
-        return _make_engine(name, settings)
+        return _construct_engine(backend, settings)
     text_config = settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
     if max_positions < settings.max_model_len:
@@ -56,21 +55,21 @@ def make_engine(settings: EngineSettings) -> Engine:
         logger.warning(warning_message, max_positions, settings.max_model_len)
         settings = replace(settings, max_model_len=max_positions)
     try:
-        engine = _make_engine(name, settings)
+        engine = _construct_engine(backend, settings)
     except ImportError as error:
-        if name == FALLBACK_ENGINE or is_import_path(name):
+        if backend == FALLBACK_ENGINE or is_import_path(backend):
             raise
         warning_message = "rollout.backend = %r cannot be imported (%s); using %r in its place"
-        logger.warning(warning_message, name, " ".join(str(error).split()), FALLBACK_ENGINE)
-        engine = _make_engine(FALLBACK_ENGINE, settings)
+        logger.warning(warning_message, backend, " ".join(str(error).split()), FALLBACK_ENGINE)
+        engine = _construct_engine(FALLBACK_ENGINE, settings)
     if settings.rollout.multi_turn_config.enable:
         engine = MultiTurnEngine(engine, settings)
     return engine if is_single_rank() else DataParallelEngine(engine)
 
 
-def _make_engine(name: str, settings: EngineSettings) -> Engine:
-    class_path = f"cosmos_core.rollout.{name}:{to_class_name(name)}Engine"
-    engine: Engine = (import_user_code(name) if is_import_path(name) else import_object(class_path))(settings)
+def _construct_engine(backend: str, settings: EngineSettings) -> Engine:
+    class_path = f"cosmos_core.rollout.{backend}:{to_class_name(backend)}Engine"
+    engine: Engine = (import_user_code(backend) if is_import_path(backend) else import_object(class_path))(settings)
     return engine
 
 

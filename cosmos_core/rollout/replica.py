@@ -68,17 +68,18 @@ class _WeightLoad:
     """A weight load in progress."""
 
     buckets: queue.Queue[_BucketQueueItem]
-    """Queue of the buckets to load; None marks the end of the load, an error the end of an abandoned load."""
+    """Queue of the buckets to load; None marks the end of the load, and an error ends an abandoned load."""
     receipt_future: Future[LoadReceipt]
     timeout_seconds: float
     is_scheduled: bool = False
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
-    def put(self, item: _BucketQueueItem) -> None:
-        """Queue an item when there is room, or discard it if the load has failed: then no thread takes it."""
+    def put(self, queue_item: _BucketQueueItem) -> None:
+        """Wait for room in the queue and add an item. Discard it if the load has failed, because the queue has no
+        reader."""
         while not self.receipt_future.done():
             with suppress(queue.Full):
-                self.buckets.put(item, timeout=_POLL_SECONDS)
+                self.buckets.put(queue_item, timeout=_POLL_SECONDS)
                 return
 
 
@@ -98,12 +99,12 @@ class EngineReplica:
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []
         self._permanent_error: Exception | None = None
-        """Error of the generation that a restart of the engine would not mend."""
+        """Error of model, data or settings during generation, which a restart of the engine would not fix."""
         self._session_id = ""
         self._num_forward_passes = 0
         self._num_in_flight = 0
         self._weight_load: _WeightLoad | None = None
-        self._kept_buckets: dict[int, PackedBucket] = {}
+        self._kept_bucket_by_index: dict[int, PackedBucket] = {}
         self._version: int | None = None
         self._description_future: Future[EngineDescription] = Future()
         self._engine_thread = threading.Thread(target=self._run_engine, args=(open_engine,), daemon=True)
@@ -115,25 +116,25 @@ class EngineReplica:
         with self._group_condition:
             if self._engine_thread.ident is None:
                 self._engine_thread.start()
-        description = self._description_future.result()
+        engine_description = self._description_future.result()
 
         def reset_session(engine: Engine) -> None:
             if hasattr(engine, "abort"):
                 engine.abort()
                 self._num_in_flight = 0
             elif self._permanent_error:
-                os._exit(1)  # the requests that remain in the engine would be generated among those of the session
+                os._exit(1)  # exit, because without `abort` the engine would generate its old requests in this session
             while self._num_in_flight:
                 self._generate(engine)
             with self._group_condition:
                 self._session_id, self._finished_groups, self._permanent_error = session_id, [], None
 
-        if self._weight_load is not None and not self._weight_load.receipt_future.done():  # the trainer died
+        if self._weight_load is not None and not self._weight_load.receipt_future.done():  # load of a dead trainer
             if self._weight_load.is_scheduled:
                 self._weight_load.put(StageFailed("weight sync: the trainer has gone"))
             self._weight_load = None
         self._run_on_engine_thread(reset_session)
-        return description
+        return engine_description
 
     def submit(self, session_id: str, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Submit prompts; raise a `ConnectionError` if the session is over or began in a process that has died."""
@@ -182,12 +183,12 @@ class EngineReplica:
         in host memory for the difference of the next load. Raise a `ConnectionError` if the process that got the
         previous load has died."""
         if isinstance(bucket, ChangedWords):
-            if bucket_index not in self._kept_buckets:
+            if bucket_index not in self._kept_bucket_by_index:
                 raise ConnectionError("the process that got the previous weights has died")
-            kept_bucket = self._kept_buckets[bucket_index]
+            kept_bucket = self._kept_bucket_by_index[bucket_index]
             bucket.apply(kept_bucket.data)
         else:  # copied, because the array may be in memory that all processes of the machine share
-            kept_bucket = self._kept_buckets[bucket_index] = bucket._replace(data=bucket.data.copy())
+            kept_bucket = self._kept_bucket_by_index[bucket_index] = bucket._replace(data=bucket.data.copy())
         self.receive_bucket(kept_bucket)
 
     def connect_link(self, backend: str, init_info: dict[str, Any], timeout_seconds: float) -> None:
@@ -199,8 +200,8 @@ class EngineReplica:
         weight_load = self._get_current_load()
         received_future: Future[None] = Future()
         weight_load.put(_NativeBucket(header, timeout_seconds, received_future))
-        futures: list[Future[Any]] = [received_future, weight_load.receipt_future]
-        wait(futures, return_when=FIRST_COMPLETED)
+        pending_futures: list[Future[Any]] = [received_future, weight_load.receipt_future]
+        wait(pending_futures, return_when=FIRST_COMPLETED)
         if not received_future.done():
             raise TransferFailed("the engine's weight load has ended")
         received_future.result()
@@ -236,10 +237,10 @@ class EngineReplica:
         """Reallocate the engine's memory between two forward passes."""
         self._run_on_engine_thread(lambda engine: engine.wake())
 
-    def _run_on_engine_thread(self, engine_call: Callable[[Engine], Any]) -> Any:
+    def _run_on_engine_thread(self, call_engine: Callable[[Engine], Any]) -> Any:
         """Call a function with the engine between two forward passes, and return the result."""
         result_future: Future[Any] = Future()
-        self._engine_commands.put(lambda engine: complete_future(result_future, lambda: engine_call(engine)))
+        self._engine_commands.put(lambda engine: complete_future(result_future, lambda: call_engine(engine)))
         return result_future.result()
 
     def _count_forward_pass(self) -> None:
@@ -259,8 +260,8 @@ class EngineReplica:
             self._generate(engine)
 
     def _generate(self, engine: Engine) -> None:
-        """Make a forward pass with `step`, or generate a group if the engine has no `step`; exit after an error, unless
-        another process would raise it too."""
+        """Make a forward pass with `step`, or generate a group if the engine has no `step`. Exit the process after an
+        error, except errors of model, data or settings, which a new process would raise, too."""
         try:
             groups = getattr(engine, "step", engine.completed)()
         except (ConfigError, DataError, ModelError) as error:
@@ -299,23 +300,23 @@ def pack_bucket(bucket: Bucket) -> PackedBucket:
     return PackedBucket(header, data)
 
 
-def unpack_bucket(bucket: PackedBucket) -> Bucket:
+def unpack_bucket(packed_bucket: PackedBucket) -> Bucket:
     """Return the tensors of a bucket as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat_bytes = torch.from_numpy(bucket.data)
-    header = bucket.header
+        flat_bytes = torch.from_numpy(packed_bucket.data)
+    header = packed_bucket.header
     dtypes = [getattr(torch, name) for name in header.dtype_names]
-    num_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
-    tensor_slices = zip(header.names, flat_bytes.split(num_bytes), dtypes, strict=True)
+    tensor_sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
+    tensor_slices = zip(header.names, flat_bytes.split(tensor_sizes), dtypes, strict=True)
     return header.make_bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
 
 
 def _get_native_link(engine: Engine) -> Any:
-    link = getattr(engine, "link", None)
-    if link is None:
+    native_link = getattr(engine, "link", None)
+    if native_link is None:
         raise TransferFailed(f"engine {engine.name!r} has no native link")
-    return link
+    return native_link
 
 
 def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucket]:
@@ -326,7 +327,7 @@ def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucke
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
                 bucket.received_future.set_exception(TransferFailed(first_line(error)))
                 continue
-            bucket.received_future.set_result(None)  # now, so that the trainer gathers the next bucket during the load
+            bucket.received_future.set_result(None)  # before the load, so the trainer can gather the next bucket
             yield bucket.header.make_meta_bucket()
             continue
         if isinstance(bucket, StageFailed):

@@ -11,7 +11,7 @@ from cosmos_core.errors import ModelError
 
 def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: Tensor | None = None) -> Tensor:
     """Return one token id per row (shape B): inverse transform sampling with the row's uniform number, or the most
-    probable token without these numbers. Raise ModelError if the log-probabilities of an active row are NaN; None: all
+    probable token if `uniforms_B` is None. Raise ModelError if an active row has NaN log-probabilities; by default, all
     rows are active."""
     if uniforms_B is None:
         max_logprobs_B, token_ids_B = logprobs_BV.max(-1)
@@ -20,7 +20,7 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: T
         cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
         thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
         token_ids_B = torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
-        is_nan_B = token_ids_B == logprobs_BV.shape[-1]  # no probability is above a threshold of NaN
+        is_nan_B = token_ids_B == logprobs_BV.shape[-1]  # no probability exceeds a NaN threshold
         token_ids_B = token_ids_B.masked_fill(is_nan_B, 0)
     if (is_nan_B if is_active_B is None else is_nan_B & is_active_B).any():
         raise ModelError(
@@ -31,7 +31,7 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: T
 
 
 def use_uniform_sampling(worker: object) -> None:
-    """Make a vLLM worker sample with `sample_tokens`; vLLM's sampling takes a fifth of a decoding step on CPU."""
+    """Make a vLLM worker sample with `sample_tokens`; vLLM's own sampling takes a fifth of a decoding step on CPU."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     def forward(

@@ -43,7 +43,7 @@ class EngineProcess(NamedTuple):
 
 
 class WeightLoad:
-    """Weight load into engine processes. Only the first rank has the list of processes; dead ones are removed."""
+    """Weight load into engine processes. Only the first rank has the list of processes; dead processes are removed."""
 
     def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
         self._pool, self.processes = pool, list(processes)
@@ -73,7 +73,7 @@ class WeightLoad:
             except TransferFailed:
                 failed_ids.add(id(process))
         self.processes = [process for process in self.processes if id(process) not in dead_ids]
-        return [i for i, process in enumerate(self.processes) if id(process) in failed_ids]
+        return [position for position, process in enumerate(self.processes) if id(process) in failed_ids]
 
 
 class HostWeightLink:
@@ -95,7 +95,7 @@ class HostWeightLink:
         """Do nothing, because the link has no memory to release."""
 
     def confirm_weight_load(self) -> None:
-        """Record, on the first rank, that the engines have loaded all buckets; here nothing needs to be recorded."""
+        """Record on the first rank that the engines have loaded all buckets; a host link records nothing."""
 
 
 class DeltaWeightTransfer:
@@ -108,7 +108,7 @@ class DeltaWeightTransfer:
         self.up_to_date_processes: list[EngineDescription | None] = []
         """Engine processes that have all of `buckets`."""
         self.num_sent_bytes = 0
-        """Number of bytes that the last load sent to one engine: to one with the previous weights, if there was any."""
+        """Number of bytes that the last load sent to an engine, if possible to one that had the previous weights."""
 
     def open_link(self, weight_load: WeightLoad) -> DeltaWeightLink:
         """Return the link for one weight load."""
@@ -121,7 +121,7 @@ class DeltaWeightLink(HostWeightLink):
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
         self._transfer, self._num_buckets, self._has_changes = delta_transfer, 0, False
-        # The list is filled again when the load is confirmed. So if the load fails, the next one sends all values.
+        # `confirm_weight_load` fills the list again. So if the load fails, the next load sends all values.
         self._previous_processes, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
         delta_transfer.num_sent_bytes = 0
 
@@ -129,9 +129,9 @@ class DeltaWeightLink(HostWeightLink):
         assert not positions
         if not is_first_rank():
             return
-        index, self._num_buckets, buckets = self._num_buckets, self._num_buckets + 1, self._transfer.buckets
-        previous_bucket, packed_bucket = buckets.get(index), pack_bucket(bucket)
-        buckets[index] = packed_bucket
+        bucket_index, self._num_buckets, sent_buckets = self._num_buckets, self._num_buckets + 1, self._transfer.buckets
+        previous_bucket, packed_bucket = sent_buckets.get(bucket_index), pack_bucket(bucket)
+        sent_buckets[bucket_index] = packed_bucket
         changed_words = None
         if previous_bucket is not None and previous_bucket.header == packed_bucket.header:
             changed_words = find_changed_words(previous_bucket.data, packed_bucket.data)
@@ -140,23 +140,23 @@ class DeltaWeightLink(HostWeightLink):
         has_previous_weights = [id(process.description) in up_to_date_ids for process in self._weight_load.processes]
         replies: list[Future[Any]] = []
         for shared_bucket, gets_changes in ((changed_words, True), (packed_bucket, False)):
-            if receivers := [i for i, known in enumerate(has_previous_weights) if known is gets_changes]:
+            if receivers := [i for i, has_weights in enumerate(has_previous_weights) if has_weights is gets_changes]:
                 shared_value = self._weight_load.processes[receivers[0]].engine.handle.put(shared_bucket)
-                arguments = [(index,)] * len(receivers)
+                arguments = [(bucket_index,)] * len(receivers)
                 replies += self._weight_load.call_engines("receive_kept_bucket", arguments, shared_value, receivers)
         self._weight_load.await_replies(replies)
-        num_bytes = packed_bucket.data.nbytes
+        sent_bytes = packed_bucket.data.nbytes
         if changed_words is not None and any(has_previous_weights):
-            num_bytes = changed_words.nbytes
-        self._transfer.num_sent_bytes += num_bytes
+            sent_bytes = changed_words.nbytes
+        self._transfer.num_sent_bytes += sent_bytes
 
     def confirm_weight_load(self) -> None:
         if not self._num_buckets:
             return
-        processes = [process.description for process in self._weight_load.processes]
+        loaded_processes = [process.description for process in self._weight_load.processes]
         # A load may include only new engines. If no value has changed, the other engines still have the same weights.
         unchanged_processes = [] if self._has_changes else self._previous_processes
-        self._transfer.up_to_date_processes = [*unchanged_processes, *processes]
+        self._transfer.up_to_date_processes = [*unchanged_processes, *loaded_processes]
 
 
 class NativeWeightTransfer:
@@ -165,7 +165,7 @@ class NativeWeightTransfer:
 
     def __init__(self, transport: WeightTransport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
-        self._processes: list[EngineDescription | None] = []
+        self._last_processes: list[EngineDescription | None] = []
         """Engine processes of the last attempt to connect, in order."""
         self._is_connected = False
         self.num_failures = 0
@@ -184,20 +184,20 @@ class NativeWeightTransfer:
         if is_first_rank():
             is_last_attempt = self.num_failures >= _MAX_TRANSFER_FAILURES
             retry_note = ", as all later ones until an engine is replaced" if is_last_attempt else ""
-            message = "native weight transfer: %s; these weights travel through host memory%s"
-            logger.warning(message, failure_reason, retry_note)
+            log_message = "native weight transfer: %s; these weights travel through host memory%s"
+            logger.warning(log_message, failure_reason, retry_note)
 
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
         """Return whether exactly these engine processes are connected, in this order."""
         # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
-        return self._is_connected and list(map(id, self._processes)) == [id(p.description) for p in processes]
+        return self._is_connected and list(map(id, self._last_processes)) == [id(p.description) for p in processes]
 
     def _ensure_connection(self, weight_load: WeightLoad) -> bool:
         if self.is_connected(weight_load.processes):
             return True
         descriptions = [process.description for process in weight_load.processes]
-        if list(map(id, descriptions)) != list(map(id, self._processes)):
-            self._processes, self.num_failures, self._is_connected = descriptions, 0, False
+        if list(map(id, descriptions)) != list(map(id, self._last_processes)):
+            self._last_processes, self.num_failures, self._is_connected = descriptions, 0, False
         if descriptions and self.num_failures < _MAX_TRANSFER_FAILURES:
             # After an error, weights are sent through host memory, which needs neither NCCL nor CUDA IPC.
             with log_errors(lambda error: self.disconnect_after_failure(first_line(error))):
@@ -207,11 +207,11 @@ class NativeWeightTransfer:
 
     def _connect_engines(self, weight_load: WeightLoad) -> None:
         num_processes = len(weight_load.processes)
-        if not all(d and d.supports_native_transfer for d in self._processes):
+        if not all(description and description.supports_native_transfer for description in self._last_processes):
             self.num_failures = _MAX_TRANSFER_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         init_infos = self.transport.prepare_connection(num_processes, self._ranks_per_engine)
-        arguments = [(self.transport.backend, info, _CONNECT_TIMEOUT_SECONDS) for info in init_infos]
+        arguments = [(self.transport.backend, init_info, _CONNECT_TIMEOUT_SECONDS) for init_info in init_infos]
         replies = weight_load.call_engines("connect_link", arguments)
         try:
             call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_make_failure_check(replies))

@@ -81,8 +81,8 @@ class NcclTransport(WeightTransport):
     def __init__(self) -> None:
         super().__init__()
         self._communicator: Any = None
-        self._staged_bytes: Tensor | None = None
-        self._unique_id, self._num_ranks = b"", 0
+        self._staged_bucket: Tensor | None = None
+        self._nccl_unique_id, self._num_ranks = b"", 0
 
     def prepare_connection(self, num_engines: int, ranks_per_engine: int) -> list[dict[str, Any]]:
         self.abort()
@@ -91,20 +91,20 @@ class NcclTransport(WeightTransport):
             import_vllm()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-        self._unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        self._nccl_unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         self._num_ranks = 1 + num_engines * ranks_per_engine
         common_init_info = {
-            "nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._num_ranks,
+            "nccl_unique_id_b64": base64.b64encode(self._nccl_unique_id).decode(), "world_size": self._num_ranks,
             "packed": True, "packed_buffer_size_bytes": _MAX_BUFFER_BYTES,
         }  # fmt: skip
-        # vLLM's own trainer sends the same rank offset to all engines, so it supports only one `LLM`.
+        # Each engine has its own rank offset; with vLLM's trainer code, all engines would have the same offset.
         return [{**common_init_info, "rank_offset": 1 + i * ranks_per_engine} for i in range(num_engines)]
 
     def connect(self) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         device = torch.cuda.current_device()
-        self._communicator = PyNcclCommunicator.from_unique_id_bytes(self._unique_id, 0, self._num_ranks, device)
+        self._communicator = PyNcclCommunicator.from_unique_id_bytes(self._nccl_unique_id, 0, self._num_ranks, device)
         if self._communicator.disabled:  # a disabled communicator transfers nothing, without an error
             raise TransferFailed("vLLM cannot use NCCL")
 
@@ -112,14 +112,14 @@ class NcclTransport(WeightTransport):
         header, tensors = split_bucket(bucket)
         if is_first_rank():
             try:
-                self._staged_bytes = self.fill_buffer(tensors)
+                self._staged_bucket = self.fill_buffer(tensors)
             except RuntimeError as error:
                 raise TransferFailed(first_line(error)) from error
         return header
 
     def transmit(self) -> None:
         stream = self.stream()
-        self._communicator.broadcast(self._staged_bytes, src=0, stream=stream)
+        self._communicator.broadcast(self._staged_bucket, src=0, stream=stream)
         stream.synchronize()
 
     def abort(self) -> None:

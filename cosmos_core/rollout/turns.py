@@ -26,7 +26,7 @@ from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.types import Completion, Group, Prompt, Sampling, Segment, Turn
 
 _TOOL_TIMEOUT = timedelta(days=1)
-"""Time for which the ranks of an engine wait for the tools that its first rank calls; the tools have a time limit."""
+"""Time for which the ranks of an engine wait for the tools that its first rank calls; each tool has a shorter limit."""
 
 
 @dataclass
@@ -61,10 +61,10 @@ class MultiTurnEngine(EngineWrapper):
 
     def __init__(self, engine: Any, settings: EngineSettings) -> None:
         super().__init__(engine)
-        config = settings.rollout.multi_turn_config
+        multi_turn_config = settings.rollout.multi_turn_config
         self._tokenizer, self._max_model_len = settings.tokenizer, settings.max_model_len
-        self._max_turns, self._has_tools = config.max_assistant_turns, config.enable_tools
-        self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._max_turns, self._has_tools = multi_turn_config.max_assistant_turns, multi_turn_config.enable_tools
+        self._stop_token_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._pending_samplings: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
         self._conversations: dict[int, _Conversation] = {}
         if hasattr(engine, "step"):
@@ -76,13 +76,13 @@ class MultiTurnEngine(EngineWrapper):
             self._rank_group, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_TIMEOUT, backend="gloo")
         num_workers = max(1, len(os.sched_getaffinity(0)) // num_ranks())
         self._send_heartbeat = settings.beat
-        self._tool_runner = make_tool_runner(config, num_workers, partial(send_heartbeat, settings.beat))
+        self._tool_runner = make_tool_runner(multi_turn_config, num_workers, partial(send_heartbeat, settings.beat))
         if self._has_tools:
-            chat_rendering = make_prompt_rendering(config, self._tool_runner.schemas())
-            self._tool_result_tokens = ToolResultTokens(settings.tokenizer, chat_rendering, self._stop_ids)
+            chat_rendering = make_prompt_rendering(multi_turn_config, self._tool_runner.schemas())
+            self._tool_result_tokens = ToolResultTokens(settings.tokenizer, chat_rendering, self._stop_token_ids)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
-        """Submit the first turns of a group together."""
+        """Submit prompts; the first turns of all completions of a prompt form one group."""
         self._engine.submit(prompts, sampling, step)
         for prompt in prompts:
             self._pending_samplings[prompt.id, step].append(sampling)
@@ -101,8 +101,8 @@ class MultiTurnEngine(EngineWrapper):
         self._engine.close()
 
     def _continue_conversations(self, groups: Sequence[Group]) -> list[Group]:
-        """Continue the conversations whose turns have ended, and return the groups of which all have ended."""
-        conversation_states = [update for group in groups for update in self._add_turns(group)]
+        """Continue the conversations whose turns have ended, and return the groups with only ended conversations."""
+        conversation_states = [turn_update for group in groups for turn_update in self._add_turns(group)]
         self._submit_next_turns([conversation for conversation, has_ended in conversation_states if not has_ended])
         unfinished_groups = {id(conversation.group): conversation.group for conversation, _ in conversation_states}
         return list(filter(None, (group.to_group() for group in unfinished_groups.values())))
@@ -125,23 +125,23 @@ class MultiTurnEngine(EngineWrapper):
         conversations = [_Conversation(unfinished_group, k) for k in range(len(group.completions))]
         return [(c, self._add_turn(c, turn)) for c, turn in zip(conversations, group.completions, strict=True)]
 
-    def _add_turn(self, conversation: _Conversation, turn: Completion) -> bool:
+    def _add_turn(self, conversation: _Conversation, turn_completion: Completion) -> bool:
         """Add a turn of the policy to a conversation, and return whether the conversation has ended."""
-        num_tokens_left, text = conversation.num_tokens_left, turn.text
-        is_too_long = turn.num_sampled > num_tokens_left
-        is_truncated = turn.finish_reason == "length" or is_too_long
-        segments = _first_tokens(turn.segments, num_tokens_left)
+        num_tokens_left, turn_text = conversation.num_tokens_left, turn_completion.text
+        is_too_long = turn_completion.num_sampled > num_tokens_left
+        is_truncated = turn_completion.finish_reason == "length" or is_too_long
+        segments = _truncate_segments(turn_completion.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:  # all turns of a submission are sampled with the largest of their token limits
-            text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        if is_too_long:  # all turns of a submission share the largest of their token limits
+            turn_text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.tool_calls = []
         if self._has_tools and not is_truncated:
-            # Some tokenizers mark calls by special tokens, of which the last may also end the turn.
-            decoded_texts = [str(self._tokenizer.decode(ids)) for ids in (token_ids[:-1], token_ids)]
+            # Decode special tokens, by which some tokenizers mark calls; the last one may also end the turn.
+            decoded_texts = [str(self._tokenizer.decode(kept_ids)) for kept_ids in (token_ids[:-1], token_ids)]
             conversation.tool_calls = parse_tool_calls(decoded_texts[-1])
-            text = next(t for t in (text, *decoded_texts) if parse_tool_calls(t) == conversation.tool_calls)
+            turn_text = next(t for t in (turn_text, *decoded_texts) if parse_tool_calls(t) == conversation.tool_calls)
         conversation.segments += segments
-        conversation.turns.append(Turn("assistant", text))
+        conversation.turns.append(Turn("assistant", turn_text))
         conversation.num_policy_turns += 1
         if conversation.tool_calls and conversation.num_policy_turns < self._max_turns:
             return False
@@ -158,8 +158,8 @@ class MultiTurnEngine(EngineWrapper):
                 conversation.end_conversation("length")
                 continue
             self._conversations[prompt.id] = conversation
-            submission_key = conversation.group.sampling, conversation.group.step
-            prompts_by_submission_key[submission_key].append((prompt, conversation.num_tokens_left))
+            sampling_and_step = conversation.group.sampling, conversation.group.step
+            prompts_by_submission_key[sampling_and_step].append((prompt, conversation.num_tokens_left))
         for (sampling, step), prompts in prompts_by_submission_key.items():
             # All prompts of a submission have the largest of their token limits; too long turns are truncated later.
             max_turn_tokens = max(num_tokens for _, num_tokens in prompts)
@@ -171,8 +171,8 @@ class MultiTurnEngine(EngineWrapper):
         if self._rank_group is None or not tool_calls:
             return self._tool_runner.run_tool_calls(tool_calls)
         first_rank = dist.get_global_rank(self._rank_group, 0)
-        results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
-        result_fields = [(result.text, result.is_error) for result in results]
+        tool_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
+        result_fields = [(result.text, result.is_error) for result in tool_results]
         return [ToolResult(*values) for values in exchange.broadcast(result_fields, first_rank, self._rank_group)]
 
     def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
@@ -190,14 +190,14 @@ class MultiTurnEngine(EngineWrapper):
         return replace(group.prompt, id=request_id, token_ids=token_ids, later_turn_token_ids=later_token_ids)
 
 
-def turn_request_id(prompt_id: int, step: int, k: int, turn: int, attempt: int = 0) -> int:
+def turn_request_id(prompt_id: int, step: int, completion_index: int, turn_index: int, attempt: int = 0) -> int:
     """Return the id of the prompt of a later turn; `attempt` distinguishes requests for one prompt in one step."""
-    id_digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{k}/{turn}/{attempt}".encode()).digest()
+    id_digest = hashlib.sha256(f"turn/{prompt_id}/{step}/{completion_index}/{turn_index}/{attempt}".encode()).digest()
     return int.from_bytes(id_digest[:8], "big") >> 1
 
 
-def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
-    """Return the first `num_tokens` tokens of sampled segments; at least one segment, which may be empty."""
+def _truncate_segments(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
+    """Return the first `num_tokens` tokens of sampled segments as segments: at least one, which may be empty."""
     kept_segments = []
     for segment in segments:
         token_ids = segment.token_ids[: max(0, num_tokens)]

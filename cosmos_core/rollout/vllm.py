@@ -56,7 +56,7 @@ _SINGLE_GPU_RANK_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLRED
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS_TAG, _KV_CACHE_TAG = "weights", "kv_cache"
 _COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
-"""Head sizes that vLLM's CPU attention supports. For other head sizes vLLM is asked, whose import takes seconds."""
+"""Head sizes that vLLM's CPU attention supports. For others, vLLM is imported and asked, which takes seconds."""
 _CPU_MAX_BATCHED_TOKENS = 4096
 
 
@@ -70,7 +70,7 @@ class VllmEngine:
         self.ranks_per_engine = 1 if self._has_child_ranks else settings.rollout.parallelism.tp_size
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
-        self._stop_ids = stop_token_ids(settings.model, settings.tokenizer)
+        self._stop_token_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._vision, self._is_separate, self._send_heartbeat = settings.vision, settings.is_separate, settings.beat
         self._version = 0
         self._asleep_tags: list[str] = []
@@ -90,9 +90,9 @@ class VllmEngine:
             self._adapter = open_adapter(settings)
             self.weight_format: WeightFormat = "adapter" if self._adapter else "checkpoint"
             try:
-                arguments = self._adapter.llm_arguments if self._adapter else {}
+                adapter_arguments = self._adapter.llm_arguments if self._adapter else {}
                 with nullcontext() if is_single_rank() or self._has_child_ranks else vllm_process.unique_memory_names():
-                    self._llm = self._vllm.LLM(**_engine_arguments(settings), **arguments)
+                    self._llm = self._vllm.LLM(**_engine_arguments(settings), **adapter_arguments)
             except ValueError as error:
                 error_text = " ".join(str(error).split())[:400]
                 problem = f"vLLM refuses {settings.folder!r}: {error_text}"
@@ -113,11 +113,11 @@ class VllmEngine:
         requests = [(group, k) for group in (UnfinishedGroup(prompt, sampling, step) for prompt in prompts) for k in ks]
         inputs = [tokens_prompt for prompt in prompts for tokens_prompt in [self._make_tokens_prompt(prompt)] * len(ks)]
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
-        parameters = [self._sampling_params(sampling, seed) for seed in seeds]
+        sampling_params = [self._sampling_params(sampling, seed) for seed in seeds]
         with vllm_process.restore_process_state():
             if not self._in_flight:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
-            request_ids = self._llm.enqueue(inputs, parameters, lora_request=self._lora_request, use_tqdm=False)
+            request_ids = self._llm.enqueue(inputs, sampling_params, lora_request=self._lora_request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
         self._in_flight |= zip((request_id.partition("-")[0] for request_id in request_ids), requests, strict=True)
 
@@ -160,9 +160,9 @@ class VllmEngine:
             if self._vision is not None:  # cached image embeddings were computed with the old weights
                 self._llm.llm_engine.reset_encoder_cache()
             for request_state in self._llm.llm_engine.output_processor.request_states.values():
-                group, k = self._in_flight[request_state.external_req_id]
+                unfinished_group, k = self._in_flight[request_state.external_req_id]
                 num_tokens = request_state.detokenizer.num_output_tokens()
-                group.earlier_versions.setdefault(k, []).append((num_tokens, self._version))
+                unfinished_group.earlier_versions.setdefault(k, []).append((num_tokens, self._version))
         self._version, self.sleep_level = version, 0
         return self._receiver.acknowledge(version)
 
@@ -193,7 +193,7 @@ class VllmEngine:
                     else:
                         self._groups_finished_during_probe += self._add_completion(output)
         token_logprobs = zip(token_ids[1:], probe_output.prompt_logprobs[1:], strict=True)
-        return [logprobs[token].logprob for token, logprobs in token_logprobs]
+        return [logprob_by_token[token].logprob for token, logprob_by_token in token_logprobs]
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Release GPU memory; level 1 moves the weights to the host. With an adapter, level 2 is the same as level 1,
@@ -209,7 +209,7 @@ class VllmEngine:
         self._reallocate_memory(_KV_CACHE_TAG)
 
     def _reallocate_memory(self, memory_tag: str) -> None:
-        """Reallocate vLLM's memory `memory_tag` after freeing torch's cached memory, which vLLM cannot use."""
+        """Reallocate vLLM's memory named `memory_tag` after freeing torch's cached memory, which vLLM cannot use."""
         if memory_tag in self._asleep_tags:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[memory_tag])
@@ -245,12 +245,12 @@ class VllmEngine:
             yield complete_group
 
     def _make_tokens_prompt(self, prompt: Prompt) -> Any:
-        """Return a prompt in vLLM's format, with the token ids before image expansion, which vLLM does itself."""
+        """Return a prompt in vLLM's format. Its token ids are those before image expansion, which vLLM does itself."""
         if not prompt.images:
             return self._vllm.TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         # If the chat template added no BOS token, the tokenizer adds it, as it did when the rows were prepared.
-        has_bos = bool(self._tokenizer.bos_token) and prompt.text.startswith(self._tokenizer.bos_token)
-        text_token_ids = self._tokenizer(prompt.text, add_special_tokens=not has_bos)["input_ids"]
+        has_bos_token = bool(self._tokenizer.bos_token) and prompt.text.startswith(self._tokenizer.bos_token)
+        text_token_ids = self._tokenizer(prompt.text, add_special_tokens=not has_bos_token)["input_ids"]
         token_ids, images = [*text_token_ids, *prompt.later_turn_token_ids], [*map(open_image, prompt.images)]
         return self._vllm.TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})
 
@@ -264,7 +264,7 @@ class VllmEngine:
         return self._vllm.SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
             repetition_penalty=sampling.repetition_penalty, max_tokens=sampling.max_tokens, seed=seed,
-            stop_token_ids=self._stop_ids, logprobs=0, flat_logprobs=True, detokenize=False,
+            stop_token_ids=self._stop_token_ids, logprobs=0, flat_logprobs=True, detokenize=False,
         )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def set_environment() -> None:
 
 
 def import_vllm() -> Any:
-    """Import vLLM, after `set_environment`."""
+    """Import vLLM and return the module; call `set_environment` before."""
     with without_garbage_collection():
         import vllm
         from vllm.platforms import current_platform
@@ -290,7 +290,7 @@ def import_vllm() -> Any:
 
 
 def find_head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
-    """Return why vLLM's CPU attention does not support the head size of a model; empty if it does."""
+    """Return why vLLM's CPU attention does not support the head size of a model; empty if it supports it."""
     text_config = model_config.get_text_config()
     num_heads = getattr(text_config, "num_attention_heads", 0)
     head_size = getattr(text_config, "head_dim", None) or (text_config.hidden_size // num_heads if num_heads else 0)
@@ -329,7 +329,7 @@ def _is_mxfp4_checkpoint(settings: EngineSettings) -> bool:
 
 
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    rollout, has_gpu = settings.rollout, torch.cuda.is_available()
+    rollout_config, has_gpu = settings.rollout, torch.cuda.is_available()
     revision = getattr(settings.model.config, "_commit_hash", None)
     arguments: dict[str, Any] = {
         "model": settings.folder,
@@ -337,8 +337,8 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "tokenizer_revision": revision,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len,
-        "tensor_parallel_size": rollout.parallelism.tp_size,
-        "enforce_eager": rollout.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
+        "tensor_parallel_size": rollout_config.parallelism.tp_size,
+        "enforce_eager": rollout_config.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # With "external_launcher", the engines use the trainer's ranks, but create separate process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
@@ -352,26 +352,26 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if vllm_ranks.has_child_ranks(settings):
         arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
     if settings.vision is not None:  # pass the image size limits with which prompts were tokenised
-        image_sizes = settings.custom.get("vision") or {}
-        arguments["mm_processor_kwargs"] = {key: image_sizes[key] for key in PIXEL_LIMIT_KEYS if key in image_sizes}
-    if rollout.n_generation_mini_batch:
-        arguments["max_num_seqs"] = rollout.batch_size * rollout.n_generation_mini_batch
-    if rollout.quantization != "none" and not has_gpu:
-        warning = "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here"
-        logger.warning(warning, rollout.quantization)
-    elif rollout.quantization == QUANTIZATION_FORMAT and not _is_mxfp4_checkpoint(settings):
+        size_limits = settings.custom.get("vision") or {}
+        arguments["mm_processor_kwargs"] = {key: size_limits[key] for key in PIXEL_LIMIT_KEYS if key in size_limits}
+    if rollout_config.n_generation_mini_batch:
+        arguments["max_num_seqs"] = rollout_config.batch_size * rollout_config.n_generation_mini_batch
+    if rollout_config.quantization != "none" and not has_gpu:
+        log_message = "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here"
+        logger.warning(log_message, rollout_config.quantization)
+    elif rollout_config.quantization == QUANTIZATION_FORMAT and not _is_mxfp4_checkpoint(settings):
         raise ConfigError(
             f"rollout.quantization = {QUANTIZATION_FORMAT!r} is a format of checkpoints, which {settings.folder!r} "
             f"has not; set it to 'fp8' or 'none'"
         )
-    elif rollout.quantization == "fp8":
+    elif rollout_config.quantization == "fp8":
         arguments["quantization"] = "fp8"
     if has_gpu and arguments["distributed_executor_backend"] == "external_launcher":
         arguments["disable_custom_all_reduce"] = True
         for name, value in _SINGLE_GPU_RANK_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if has_gpu:
-        arguments |= {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+        arguments |= {"gpu_memory_utilization": rollout_config.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
         # Avoid chunked prefill, after which vLLM rewinds the request's generator; CPU generators do not support that.
         num_tokens = max(_CPU_MAX_BATCHED_TOKENS, settings.max_model_len)

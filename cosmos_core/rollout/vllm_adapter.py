@@ -18,9 +18,9 @@ from cosmos_core.models.lora import lora_scale_by_layer, split_factor_key, train
 from cosmos_core.rollout.base import EngineSettings
 
 _ADAPTER_NAME, _ADAPTER_ID = "policy", 1
-_SUPPORTED_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+_LAYER_SUFFIXES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Suffixes of layer names to which vLLM applies adapters in every family of decoders."""
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of the maximum LoRA rank that vLLM supports; one value is chosen when the engine starts."""
 
 
@@ -38,22 +38,22 @@ class VllmAdapter:
     @property
     def llm_arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's `LLM` that enable the adapter."""
-        max_lora_rank = next(rank for rank in _LORA_RANKS if rank >= self.max_rank)
+        max_lora_rank = next(rank for rank in _SUPPORTED_LORA_RANKS if rank >= self.max_rank)
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the LoRA factors of a new version of the policy, which vLLM reads from a temporary file."""
         from vllm.lora.request import LoRARequest
 
-        weights = {}
+        scaled_factors = {}
         for key, tensor in tensors:
             layer, factor_name = split_factor_key(key)
             scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor_name == "B" else 1.0)
-            weights[f"base_model.model.{layer}.lora_{factor_name}.weight"] = scaled_factor.contiguous()
+            scaled_factors[f"base_model.model.{layer}.lora_{factor_name}.weight"] = scaled_factor.contiguous()
         target_modules = sorted({layer.rpartition(".")[2] for layer in self._scale_by_layer})
         config = {"r": self.max_rank, "lora_alpha": self.max_rank, "target_modules": target_modules, "bias": "none"}
         with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as folder:
-            save_file(weights, Path(folder) / "adapter_model.safetensors")
+            save_file(scaled_factors, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
             llm.llm_engine.add_lora(LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
         self.lora_request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder)
@@ -65,13 +65,13 @@ def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
         return None
     if settings.rollout.parallelism.tp_size > 1 or settings.rollout.quantization != "none":
         return None
-    if any(layer.rpartition(".")[2] not in _SUPPORTED_LAYERS for layer in lora_scale_by_layer(settings.complete_model)):
+    if any(layer.rpartition(".")[2] not in _LAYER_SUFFIXES for layer in lora_scale_by_layer(settings.complete_model)):
         return None
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     adapter = VllmAdapter(settings)
     architectures = settings.model.config.architectures or [type(settings.model).__name__]
     registered_model = ModelRegistry.models.get(architectures[0])
-    if adapter.max_rank > _LORA_RANKS[-1] or registered_model is None:
+    if adapter.max_rank > _SUPPORTED_LORA_RANKS[-1] or registered_model is None:
         return None
     return adapter if supports_lora(registered_model.load_model_cls()) else None

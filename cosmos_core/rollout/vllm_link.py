@@ -52,10 +52,10 @@ class RankWeightLink:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
         self._received_bucket: Bucket | None = None
-        model, config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
+        model, transfer_config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
         create_engine = WeightTransferEngineFactory.create_engine
-        # Any: `receive` passes a collector of tensors where vLLM's annotation says module.
-        self._transfer_engine: Any = create_engine(config, worker.vllm_config, worker.device, model)
+        # The type is Any, because `receive` passes a collector of tensors where vLLM's annotation says module.
+        self._transfer_engine: Any = create_engine(transfer_config, worker.vllm_config, worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
         # A disabled communicator transfers nothing, without an error.
         if getattr(self._communicator_group, "disabled", False):
@@ -108,8 +108,8 @@ def _call_and_get_error(worker: Any, function: Callable[..., None], *arguments: 
 
 
 def _connect_rank(worker: Any, backend: str, init_info: dict[str, Any], timeout_seconds: float) -> None:
-    if link := getattr(worker, "weight_link", None):
-        link.close()
+    if earlier_link := getattr(worker, "weight_link", None):
+        earlier_link.close()
     worker.weight_link = None
     worker.weight_link = call_with_timeout(timeout_seconds, partial(RankWeightLink, worker, backend, init_info))
 

@@ -41,7 +41,7 @@ def restore_process_state() -> Iterator[None]:
     which would affect the trainer's child processes. Variables named VLLM_* stay, because vLLM reads them again.
     """
     python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    original_set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     signal_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     initial_environment = dict(os.environ)
     try:
@@ -50,7 +50,7 @@ def restore_process_state() -> Iterator[None]:
     finally:
         random.setstate(python_rng_state)
         np.random.set_state(numpy_rng_state)
-        torch.set_num_threads = set_num_threads
+        torch.set_num_threads = original_set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         for signal_number, signal_handler in signal_handlers.items():

@@ -58,14 +58,14 @@ def end_weight_load(worker: Any) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_runner.model_config)
-    if link := getattr(worker, "weight_link", None):
-        link.end_weight_load()
+    if weight_link := getattr(worker, "weight_link", None):
+        weight_link.end_weight_load()
 
 
-def exit_with_parent(worker: Any, pid: int) -> None:
+def exit_with_parent(worker: Any, parent_pid: int) -> None:
     """Make the kernel kill this rank when its parent process ends. Unlink the shared memory of the rank already now, so
     that it is freed even if the rank is killed."""
-    kill_with_parent(pid)
+    kill_with_parent(parent_pid)
     unlink_shared_memory()
 
 

@@ -28,7 +28,7 @@ _ENDPOINT_URL_VARIABLES = (f"{_COSMOS_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOI
 _DENIED_CODES = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _NOT_FOUND_CODES = {"404", "NoSuchKey", "NotFound"}
 _WRITE_CONFLICT_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
-"""Errors of a write whose condition does not hold for the stored object."""
+"""Codes of errors with which a store refuses a conditional write because the object has changed or is missing."""
 _DOWNLOAD_BLOCK_BYTES = 1 << 20
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _MAX_REQUEST_ATTEMPTS = 6
@@ -88,13 +88,13 @@ def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, 
         retries={"total_max_attempts": _MAX_REQUEST_ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
         s3={"addressing_style": "path" if endpoint else "auto"},
-        # Not every compatible store supports these checksums; the digest of the received bytes is compared instead.
+        # Use no checksums of boto3, which some compatible stores lack; `_TransferDigest` compares digests instead.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
     try:
         return session.client("s3", endpoint_url=endpoint, config=client_config)
-    except BotoCoreError:  # not translated, although some are also ValueErrors
+    except BotoCoreError:  # some errors of boto3 are ValueErrors, but not about the URL
         raise
     except ValueError as error:
         url_variable = next(name for name in _ENDPOINT_URL_VARIABLES if os.environ.get(name) == endpoint)
@@ -110,14 +110,14 @@ class Bucket:
         """Read timeout in seconds, after which the connection is closed and the request is retried."""
 
     @cached_property
-    def client(self) -> Any:
+    def s3_client(self) -> Any:
         """Return the boto3 client, created at the first use because importing boto3 takes a third of a second; raise
         ConfigError if there are no credentials, or the endpoint is no URL."""
         access_key_id = _read_environment_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
-        open_client: Callable[..., Any] = _create_client if access_key_id else _create_client.__wrapped__
+        create_client: Callable[..., Any] = _create_client if access_key_id else _create_client.__wrapped__
         has_cosmos_key = bool(os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"))
-        client = open_client(
+        s3_client = create_client(
             os.getpid(),
             endpoint=_read_environment_variable("ENDPOINT_URL", *_ENDPOINT_URL_VARIABLES[1:]),
             read_timeout_seconds=self._read_timeout_seconds,
@@ -126,9 +126,9 @@ class Bucket:
             aws_secret_access_key=_read_environment_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
             aws_session_token=None if has_cosmos_key else os.environ.get("AWS_SESSION_TOKEN"),
         )
-        if client is None:
+        if s3_client is None:
             raise ConfigError(f"{S3_SCHEME}{self.name}: no credentials; set {CREDENTIAL_VARIABLES}")
-        return client
+        return s3_client
 
     def url(self, key: str) -> str:
         """Return the URL of an object or a prefix."""
@@ -139,29 +139,29 @@ class Bucket:
         from botocore.exceptions import ClientError
 
         with translate_errors(f"{S3_SCHEME}{self.name}"):
-            self.client.head_bucket(Bucket=self.name)
+            self.s3_client.head_bucket(Bucket=self.name)
             try:
-                multipart_upload = self.client.create_multipart_upload(Bucket=self.name, Key=key)
-                self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=multipart_upload["UploadId"])
+                multipart_upload = self.s3_client.create_multipart_upload(Bucket=self.name, Key=key)
+                self.s3_client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=multipart_upload["UploadId"])
             except ClientError as error:
                 if error.operation_name == "CreateMultipartUpload" and _read_error_code(error) in _DENIED_CODES:
                     raise
 
     def read_clock(self) -> float:
         """Return the time by the clock of the store, in seconds since 1970."""
-        headers = self.client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
+        headers = self.s3_client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
         return parsedate_to_datetime(headers["date"]).timestamp()
 
     def list_objects(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects whose key begins with a prefix, sorted by key."""
-        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
-            for entry in page.get("Contents", ()):
+        for listing_page in self.s3_client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
+            for entry in listing_page.get("Contents", ()):
                 etag, modified_time = entry["ETag"].strip('"'), entry["LastModified"].timestamp()
                 yield StoredObject(entry["Key"], entry["Size"], etag, modified_time)
 
     def head(self, key: str) -> dict[str, Any] | None:
         """Return size, ETag and metadata of an object, or None if the object does not exist."""
-        response = _call_or_none(_NOT_FOUND_CODES, self.client.head_object, Bucket=self.name, Key=key)
+        response = _call_or_none(_NOT_FOUND_CODES, self.s3_client.head_object, Bucket=self.name, Key=key)
         if response is None:
             return None
         etag = response["ETag"].strip('"')
@@ -175,7 +175,7 @@ class Bucket:
         """Return the content and the ETag of a small object, or None and an empty string if there is no such object."""
 
         def read_object() -> tuple[bytes, str]:
-            response = self.client.get_object(Bucket=self.name, Key=key)
+            response = self.s3_client.get_object(Bucket=self.name, Key=key)
             digest = _TransferDigest(response)
             content = response["Body"].read()
             digest.update(content)
@@ -189,45 +189,45 @@ class Bucket:
         `condition` limits the write to a stored ETag (`IfMatch`), or to a new object (`IfNoneMatch` with "*")."""
         digest = hashlib.md5(data, usedforsecurity=False)
         for _ in range(_MAX_TRANSFER_ATTEMPTS):
-            response = self.client.put_object(
+            response = self.s3_client.put_object(
                 Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **condition
             )
             etag: str = response["ETag"].strip('"')
             # The ETag is the MD5 of the data, but with server-side encryption it may be another value.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            if condition:  # the retry replaces only the altered object, not one of another process
+            if condition:  # let the retry replace only the object that arrived altered
                 condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
     def replace_if_unchanged(self, key: str, data: bytes, etag: str) -> str:
         """Replace a small object whose ETag is `etag`, or create it if `etag` is empty, and return its new ETag. Return
         an empty string if another process has changed or created the object."""
-        condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
-        return _call_or_none(_WRITE_CONFLICT_CODES, self.write, key, data, **condition) or ""
+        write_condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
+        return _call_or_none(_WRITE_CONFLICT_CODES, self.write, key, data, **write_condition) or ""
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
-        self.client.delete_object(Bucket=self.name, Key=key)
+        self.s3_client.delete_object(Bucket=self.name, Key=key)
 
     def sha256(self, key: str) -> str:
         """Return the SHA-256 digest of a stored object; this reads the whole object."""
 
         def read_object() -> str:
-            digest = hashlib.sha256()
-            for block in self._iterate_blocks(key, self.client.get_object(Bucket=self.name, Key=key)):
-                digest.update(block)
-            return digest.hexdigest()
+            sha256_hash = hashlib.sha256()
+            for block in self._iterate_blocks(key, self.s3_client.get_object(Bucket=self.name, Key=key)):
+                sha256_hash.update(block)
+            return sha256_hash.hexdigest()
 
         return self._retry_read(read_object)
 
     def download(self, key: str, path: Path, etag: str = "") -> None:
         """Download an object, and replace the file `path` atomically if the received bytes match the digest of the
         store; try at most three times. If `etag` is not empty, only this version of the object is downloaded."""
-        condition = {"IfMatch": f'"{etag}"'} if etag else {}
+        read_condition = {"IfMatch": f'"{etag}"'} if etag else {}
 
         def download_object(temporary_path: Path) -> None:
-            response = self.client.get_object(Bucket=self.name, Key=key, **condition)
+            response = self.s3_client.get_object(Bucket=self.name, Key=key, **read_condition)
             digest = _TransferDigest(response)
             with open(temporary_path, "wb") as file:
                 for block in self._iterate_blocks(key, response):
@@ -241,13 +241,13 @@ class Bucket:
         with replace_file(path) as temporary_path:
             self._retry_read(partial(download_object, temporary_path))
 
-    def _iterate_blocks(self, key: str, object_info: dict[str, Any]) -> Iterator[bytes]:
+    def _iterate_blocks(self, key: str, response: dict[str, Any]) -> Iterator[bytes]:
         num_bytes_read = 0
-        for block in object_info["Body"].iter_chunks(_DOWNLOAD_BLOCK_BYTES):
+        for block in response["Body"].iter_chunks(_DOWNLOAD_BLOCK_BYTES):
             num_bytes_read += len(block)
             yield block
-        if num_bytes_read != object_info["ContentLength"]:
-            raise ConnectionError(f"{key} ended after {num_bytes_read} of {object_info['ContentLength']} bytes")
+        if num_bytes_read != response["ContentLength"]:
+            raise ConnectionError(f"{key} ended after {num_bytes_read} of {response['ContentLength']} bytes")
 
     def _retry_read(self, read_object: Callable[[], T]) -> T:
         """Retry a read that was cut off or altered in transit: boto3 retries requests, not the reading of responses."""
@@ -269,11 +269,11 @@ class _TransferDigest:
     metadata of objects that this package uploaded, or an ETag that is an MD5. Without either (a multi-part upload of
     another program, or encryption with a customer's key), nothing is compared."""
 
-    def __init__(self, object_info: dict[str, Any]) -> None:
-        etag = object_info["ETag"].strip('"')
-        stored_sha256 = object_info.get("Metadata", {}).get("sha256", "")
-        encryption_algorithm = object_info.get("ServerSideEncryption", "AES256")
-        has_customer_key = encryption_algorithm != "AES256" or "SSECustomerAlgorithm" in object_info
+    def __init__(self, response: dict[str, Any]) -> None:
+        etag = response["ETag"].strip('"')
+        stored_sha256 = response.get("Metadata", {}).get("sha256", "")
+        encryption_algorithm = response.get("ServerSideEncryption", "AES256")
+        has_customer_key = encryption_algorithm != "AES256" or "SSECustomerAlgorithm" in response
         self._digest: hashlib._Hash | None = None
         if _SHA256_PATTERN.fullmatch(stored_sha256):
             self._digest, self._expected_digest = hashlib.sha256(), stored_sha256
@@ -292,13 +292,13 @@ class _TransferDigest:
 
 
 @contextmanager
-def translate_errors(location: str, error_class: type[CosmosError] = UploadError, hint: str = "") -> Iterator[None]:
+def translate_errors(url: str, error_class: type[CosmosError] = UploadError, message_hint: str = "") -> Iterator[None]:
     """Translate errors of boto3 into errors of this package with a message of one line: wrong credentials and names are
     permanent (`ConfigError`), all other errors may be transient. Raises `ConfigError` if the store refuses the
     credentials or has no such bucket, and `error_class` for any other error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    hint_suffix = f"; {hint}" if hint else ""
+    hint_suffix = f"; {message_hint}" if message_hint else ""
     try:
         yield
     except ClientError as error:
@@ -306,24 +306,24 @@ def translate_errors(location: str, error_class: type[CosmosError] = UploadError
         if error_code in _DENIED_CODES:
             remedy = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
             problem = f"the store refuses the credentials ({error_code}); {remedy}"
-            raise ConfigError(f"{location}: {problem}{hint_suffix}") from error
+            raise ConfigError(f"{url}: {problem}{hint_suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
-            raise error_class(f"{location}: what lies there was changed meanwhile{hint_suffix}") from error
+            raise error_class(f"{url}: what lies there was changed meanwhile{hint_suffix}") from error
         if error_code == "NoSuchKey":
-            raise error_class(f"{location}: an object of it is gone{hint_suffix}") from error
+            raise error_class(f"{url}: an object of it is gone{hint_suffix}") from error
         if error_code in {*_NOT_FOUND_CODES, "NoSuchBucket"}:
-            raise ConfigError(f"{location}: there is no such bucket; make it, or name another{hint_suffix}") from error
-        raise error_class(f"{location}: the store responds with {error_code}{hint_suffix}") from error
+            raise ConfigError(f"{url}: there is no such bucket; make it, or name another{hint_suffix}") from error
+        raise error_class(f"{url}: the store responds with {error_code}{hint_suffix}") from error
     except (BotoCoreError, ConnectionError) as error:
-        raise error_class(f"{location}: {' '.join(str(error).split())}{hint_suffix}") from error
+        raise error_class(f"{url}: {' '.join(str(error).split())}{hint_suffix}") from error
 
 
-def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keyword_options: Any) -> Any:
-    """Return the result of a call; None if the store responds with one of these error codes."""
+def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Return the result of a call; None if the store responds with one of `error_codes`."""
     from botocore.exceptions import ClientError
 
     try:
-        return function(*arguments, **keyword_options)
+        return function(*arguments, **keywords)
     except ClientError as error:
         if _read_error_code(error) not in error_codes:
             raise

@@ -1,4 +1,4 @@
-"""Select the files in a model or data folder that are read, and that its digest therefore covers.
+"""Select the files of a model or data folder that stages read; the digest of the folder covers only these files.
 
 Links are followed. Hidden files, documentation (*.md), and weights that the index in their folder does not name are
 left out.
@@ -22,8 +22,8 @@ def list_data_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path
     """Return the files below a folder that match the patterns (see `matches_patterns`), except hidden files and `*.md`.
     Symbolic links are followed; raise ConfigError if they form a cycle."""
     files = []
-    for subfolder, names in _walk_visible_folders(folder, ()):
-        for name in names:
+    for subfolder, file_names in _walk_visible_folders(folder, ()):
+        for name in file_names:
             is_ignored = name.startswith(".") or name.lower().endswith(".md")
             if not is_ignored and matches_patterns(Path(name), patterns) and (subfolder / name).is_file():
                 files.append(subfolder / name)
@@ -60,12 +60,12 @@ def _list_indexed_files(index_file: Path) -> list[Path]:
     """Return the files that an index of weights names; empty for a damaged index, which the worker reports later."""
     weight_map = read_json_object(index_file).get("weight_map")
     weight_file_names = weight_map.values() if isinstance(weight_map, dict) else ()
-    file_names = {name for name in weight_file_names if isinstance(name, str)}
-    for name in sorted(file_names):
-        if is_outside_folder(name):
+    file_names = {file_name for file_name in weight_file_names if isinstance(file_name, str)}
+    for file_name in sorted(file_names):
+        if is_outside_folder(file_name):
             remedy = "a model is one folder: copy the file there"
-            raise ModelError(f"{index_file} names {name!r}, which lies outside of its folder; {remedy}")
-    return [index_file.parent / name for name in file_names]
+            raise ModelError(f"{index_file} names {file_name!r}, which lies outside of its folder; {remedy}")
+    return [index_file.parent / file_name for file_name in file_names]
 
 
 def is_outside_folder(name: str) -> bool:

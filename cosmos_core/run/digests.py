@@ -13,7 +13,7 @@ from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import SHARED_FOLDER, sha256, write_text
 
 _MIN_FILE_AGE_NS = 100_000_000
-"""Age from which a digest is cached: a file may change twice within one tick of the clock of the file system."""
+"""Minimum age of a file whose digest is cached: a newer file may change without a change of its time stamps."""
 
 FileKey = list[int]
 

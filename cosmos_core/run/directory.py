@@ -66,7 +66,7 @@ class RunStartInfo(JsonDocument):
     kinds: dict[str, dict[str, Any]] = {}
     """Declared properties of each stage kind of the run, by name of the kind."""
     fixed: dict[str, Any] = {}
-    """Settings that were resolved when the run was created, such as `threads`: values in the user's config by key."""
+    """Settings that the creation of the run replaced, such as `threads`: the values in the user's config, by key."""
     entrypoint: str = ""
     """Import path `FILE.py:FLOW` of the Python flow that created the run; empty: a TOML file did."""
     parameters: dict[str, Any] = {}
@@ -124,12 +124,12 @@ def create_run(
     # The number of threads is set only once, so that the run can be resumed on a machine with another number of cores.
     # Revisions are set only once, so that models and data sets that change on the Hub do not change the run.
     original_pipeline, is_private = pipeline, pipeline.config.private
-    if is_private is None and read_umask() & 0o077 == 0o077:  # the umask makes new files private
+    if is_private is None and read_umask() & 0o077 == 0o077:  # the umask makes all new files private: so is the run
         is_private = True
     resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
     pipeline = pin_urls(pin_hub_revisions(pipeline))
-    versions = collect_stage_machine_properties(pipeline).versions
+    package_versions = collect_stage_machine_properties(pipeline).versions
     output_dir = create_writable_folder(pipeline.output_dir)
     start_info = RunStartInfo(
         pipeline=pipeline.config.name,
@@ -138,7 +138,7 @@ def create_run(
         host=socket.gethostname(),
         git_commit=git_commit(),
         python=sys.version.split()[0],
-        versions=versions,
+        versions=package_versions,
         seeds={stage.name: pipeline.recipes[stage.name].train.seed for stage in pipeline.stages},
         kinds={stage.kind: asdict(pipeline.stage_kind(stage)) for stage in pipeline.stages},
         fixed=_find_changed_values(original_pipeline, pipeline.as_toml()),
@@ -147,8 +147,8 @@ def create_run(
         working_directory=os.getcwd(),
         estimate=read_saved_estimate(original_pipeline, output_dir),
     )
-    timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
-    run_id = run_id or next(filter(None, timestamps), time.strftime("%Y%m%d%H%M%S"))
+    recipe_timestamps = (recipe.train.timestamp for recipe in pipeline.recipes.values())
+    run_id = run_id or next(filter(None, recipe_timestamps), time.strftime("%Y%m%d%H%M%S"))
     pipeline_toml, max_suffix = tomli_w.dumps(pipeline.as_toml()), 1 if requires_exact_id else 999
     run_path = _create_run_folder(output_dir, run_id, pipeline_toml, start_info, max_suffix)
     write_run_list(output_dir)
@@ -188,19 +188,21 @@ def replace_budget(run: Run, config: PipelineConfig) -> Run:
     new_config = run.pipeline.config.model_copy(update=budget_values)
     if new_config == run.pipeline.config:
         return run
-    parse_table(PipelineConfig, without_none(budget_values), source=str(run.path / PIPELINE_FILE), prefix="pipeline")
+    parse_table(
+        PipelineConfig, without_none(budget_values), error_prefix=str(run.path / PIPELINE_FILE), key_prefix="pipeline"
+    )
     return replace(run, pipeline=replace(run.pipeline, config=new_config), has_unsaved_budget=True)
 
 
-def open_run(path: Path, kinds: StageKinds) -> Run:
+def open_run(path: Path, stage_kinds: StageKinds) -> Run:
     """Open an existing run from its directory; raise ConfigError if there is none, or its settings are damaged."""
     if not (path / PIPELINE_FILE).is_file():
         raise ConfigError(f"{path} is not a run directory: it has no {PIPELINE_FILE}")
     try:
-        run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), kinds))
+        run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), stage_kinds))
     except ConfigError as error:
         raise ConfigError(f"{error}; if another version made the run, continue it with that version") from error
-    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # a copied run may have lost its permissions
+    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # make a copied run private again
         with suppress(PermissionError):  # only the owner may change permissions
             run.path.chmod(0o700)
     return run
@@ -221,26 +223,26 @@ def record_flow_run(run: Run, flow_run_id: str) -> None:
 def claim_run(run: Run, start_time: float | None = None) -> FileLock:
     """Acquire the lock that a process must hold to run the stages of `run`, and save a changed price or budget; raise
     ConfigError if another process holds it. The command began at the unix time `start_time`; None: now."""
-    if lock := try_claim_run(run, start_time):
-        return lock
+    if run_lock := try_claim_run(run, start_time):
+        return run_lock
     command = f"cosmos status {shlex.quote(str(run.path))}"
     raise ConfigError(f"run {run.id} is being run by another process; wait for it ({command}) or stop it")
 
 
 def try_claim_run(run: Run, start_time: float | None = None) -> FileLock | None:
     """Claim a run as `claim_run` does, but return None if another process is running it."""
-    lock = FileLock(run.path / "locks" / ".run")
-    if not lock.try_acquire():
-        lock.release()
+    run_lock = FileLock(run.path / "locks" / ".run")
+    if not run_lock.try_acquire():
+        run_lock.release()
         return None
     local_hosts = {"", socket.gethostname()}
     remote_stages = {path for path in run.path.glob("stages/*") if read_state(path).launcher_host not in local_hosts}
     remove_temporary_files(run.path, lambda file: not remote_stages.isdisjoint(file.parents))
     record_run_holder(run.path, time.time() if start_time is None else start_time)
-    if run.has_unsaved_budget:  # another process may have changed the saved pipeline
+    if run.has_unsaved_budget:  # change only the budget: another process may have saved other settings
         saved_run = replace_budget(open_run(run.path, run.pipeline.stage_kinds), run.pipeline.config)
         write_text(run.path / PIPELINE_FILE, tomli_w.dumps(saved_run.pipeline.as_toml()))
-    return lock
+    return run_lock
 
 
 def find_run(name_or_path: str, output_dir: Path) -> Path:
@@ -282,8 +284,8 @@ def create_writable_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: the path has a null byte
-        problem = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
-        raise ConfigError(f"pipeline.output_dir = {str(folder)!r} {problem}; choose another folder") from error
+        problem_text = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
+        raise ConfigError(f"pipeline.output_dir = {str(folder)!r} {problem_text}; choose another folder") from error
     return folder
 
 
@@ -309,7 +311,7 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info:
             write_json(new_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
                 return new_folder.rename(run_path)
-            except OSError as error:  # another command created this run
+            except OSError as error:  # another command created a run of this name
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
     raise ConfigError(f"run_id = {run_id!r} is taken in {output_dir}; wait if a process runs it, or choose another")
@@ -348,9 +350,9 @@ def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
 
 def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of `pipeline`, by key, that differ from those saved in the run directory."""
-    new_values, old_values = _flatten_settings(pipeline.as_toml()), _flatten_settings(saved_settings)
-    setting_keys = sorted({*new_values, *old_values})
-    return {key: new_values.get(key) for key in setting_keys if new_values.get(key) != old_values.get(key)}
+    current_values, saved_values = _flatten_settings(pipeline.as_toml()), _flatten_settings(saved_settings)
+    setting_keys = sorted({*current_values, *saved_values})
+    return {key: current_values.get(key) for key in setting_keys if current_values.get(key) != saved_values.get(key)}
 
 
 def _flatten_settings(settings: Any, key_prefix: str = "") -> dict[str, Any]:
@@ -359,7 +361,7 @@ def _flatten_settings(settings: Any, key_prefix: str = "") -> dict[str, Any]:
             k: v for key, item in settings.items() for k, v in _flatten_settings(item, f"{key_prefix}{key}.").items()
         }
     if isinstance(settings, list) and settings and isinstance(settings[0], dict):
-        names = [item.get("name", "") for item in settings]  # two data sets of a mixture may have the same name
+        names = [item.get("name", "") for item in settings]  # number equal names, as of two data sets in a mixture
         items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: settings[i] for i, name in enumerate(names)}
         return _flatten_settings(items_by_name, key_prefix)
     return {key_prefix.rstrip("."): settings}

@@ -25,7 +25,7 @@ SHARED_FOLDER = ".cosmos"
 """Name of the folder in the output folder with the data that all runs share, such as digests."""
 _WRITER_PID_PATTERN = re.compile(r"\.(\d+)(?:-\d+)?\.tmp$")
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_WRITE_PROBE_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
+_WRITE_TEST_BYTES = 1 << 20  # number of bytes that a disk must accept to count as writable
 
 
 def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | None:
@@ -43,7 +43,7 @@ def find_disk_error(folder: Path) -> DiskFull | None:
     try:
         # The write is buffered, because a raw write to a nearly full disk writes only some bytes and raises no error.
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_WRITE_PROBE_BYTES))
+            file.write(bytes(_WRITE_TEST_BYTES))
         return None
     except OSError as error:
         return make_disk_full_error(error, folder)
@@ -96,13 +96,13 @@ def write_bytes(path: Path, content: bytes, *, fsync: bool = True) -> None:
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` atomically when the block ends without an error."""
-    # The name has the thread id, because threads for parallel stages may replace the cache of digests at once.
+    # The name has the thread id, because threads for parallel stages may replace the same file at the same time.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         yield temporary_path
         os.replace(temporary_path, path)
     finally:
-        with suppress(OSError):  # the file was renamed, or the block has raised an error
+        with suppress(OSError):  # after a successful rename, the temporary file is gone
             temporary_path.unlink()
 
 
@@ -153,9 +153,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def parse_documents(json_values: Iterable[Any], document_class: type[JsonDocumentT]) -> list[JsonDocumentT]:
     """Return the JSON values that match `document_class`, as instances of it; skip all other values."""
     documents = []
-    for value in json_values:
+    for json_value in json_values:
         with suppress(ValueError):
-            documents.append(document_class.model_validate(value))
+            documents.append(document_class.model_validate(json_value))
     return documents
 
 
@@ -224,18 +224,18 @@ def sha256(path: Path, *, fsync: bool = False) -> str:
 
 def list_files_below(root: Path) -> list[Path]:
     """Return the regular files at or below `root`, sorted, except temporary files (`.x.tmp`, `.x.old`). Follow links to
-    folders, except those that lead back to a folder on the way."""
+    folders, except links to a folder that contains the link."""
     if root.is_file():
         return [root]
     files: list[Path] = []
-    folders_on_way: dict[str, tuple[Path, ...]] = {}
+    ancestors_by_folder: dict[str, tuple[Path, ...]] = {}
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        on_way = (*folders_on_way.pop(folder, ()), Path(folder).resolve())
+        real_ancestors = (*ancestors_by_folder.pop(folder, ()), Path(folder).resolve())
         targets = {name: Path(folder, name).resolve() for name in subfolders}
         subfolders[:] = [
-            name for name, target in targets.items() if not any(each.is_relative_to(target) for each in on_way)
+            name for name, target in targets.items() if not any(each.is_relative_to(target) for each in real_ancestors)
         ]
-        folders_on_way.update((os.path.join(folder, name), on_way) for name in subfolders)
+        ancestors_by_folder.update((os.path.join(folder, name), real_ancestors) for name in subfolders)
         files += (path for name in names if (path := Path(folder, name)).is_file())
     return sorted(path for path in files if not any(map(_is_temporary_name, path.relative_to(root).parts)))
 
@@ -250,7 +250,7 @@ def remove_temporary_files(folder: Path, is_on_other_machine: Callable[[Path], b
     """Remove the temporary files below a folder whose writers were killed, except those of other machines."""
     for path in folder.rglob(".*.tmp"):
         writer_pid_match = _WRITER_PID_PATTERN.search(path.name)
-        with suppress(FileNotFoundError):  # its writer on another machine may have renamed the file
+        with suppress(FileNotFoundError):  # a writer on another machine may have renamed the file
             if writer_pid_match and not is_on_other_machine(path) and not Path(f"/proc/{writer_pid_match[1]}").exists():
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
@@ -282,7 +282,7 @@ def link_or_copy(source_path: str | Path, target_path: str | Path) -> None:
 
 
 def apply_umask(path: Path) -> None:
-    """Add the permissions that the umask allows to a file, because only its owner can read a file of safetensors."""
+    """Give a file the permissions that the umask allows, because safetensors makes files for their owner only."""
     path.chmod(path.stat().st_mode | (0o666 & ~read_umask()))
 
 

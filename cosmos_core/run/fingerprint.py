@@ -62,20 +62,20 @@ class Fingerprint:
 
     def describe_difference(self, older_fingerprint: Fingerprint) -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
-        both_have_inputs = bool(self.inputs and older_fingerprint.inputs)
+        can_compare_inputs = bool(self.inputs and older_fingerprint.inputs)
         old_values = flatten_nonempty_tables(older_fingerprint.ingredients)
         new_values = flatten_nonempty_tables(self.ingredients)
         messages = []
         for key in sorted({*old_values, *new_values}):
             is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
             old_value, new_value = old_values.get(key), new_values.get(key)
-            if old_value == new_value or (both_have_inputs and is_input_digest):
+            if old_value == new_value or (can_compare_inputs and is_input_digest):
                 continue
             is_upstream = key.startswith("inputs.")
             shown_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
             change_text = f"{key.removeprefix('config.')} {' -> '.join(shown_values)}"
             messages.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text)
-        if both_have_inputs:
+        if can_compare_inputs:
             messages += _describe_input_changes(older_fingerprint.inputs, self.inputs)
         return list(dict.fromkeys(messages))
 
@@ -89,8 +89,8 @@ def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequen
         if old_digests.keys() == new_digests.keys():
             yield from (f"{name} changed" for name in new_digests if old_digests[name] != new_digests[name])
         elif sorted(old_digests.values()) != sorted(new_digests.values()):
-            name_list_texts = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
-            yield f"{role_and_key[1]} {' -> '.join(name_list_texts)}"
+            joined_names = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
+            yield f"{role_and_key[1]} {' -> '.join(joined_names)}"
 
 
 def compute_fingerprint(
@@ -107,13 +107,13 @@ def compute_fingerprint(
     code_labels = _label_user_code(inputs, is_key_read)
     recipe_values = result_values(recipe) if stage.entry else _remove_media_paths(result_values(recipe))
     for name in {"judge", *(each.table for each in pipeline.stage_kinds.values() if each.table)} - {stage_kind.table}:
-        # Recipe tables of other kinds are left out if they have only default values, even if user code reads them.
+        # Recipe tables of other stage kinds are skipped if they have only default values, even if user code reads them.
         if (recipe_table := getattr(recipe, name)) == type(recipe_table)():
             recipe_values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
-    includes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
+    hashes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
     hashed_settings = recipe_values
-    if not includes_all_settings:
+    if not hashes_all_settings:
         flat_recipe_values = flatten_nonempty_tables(_replace_import_paths(recipe_values, code_labels))
         hashed_settings = {key: value for key, value in flat_recipe_values.items() if is_key_read(key)}
     world_size = recipe.policy.parallelism.world_size if stage_kind.has_mesh else None
@@ -121,7 +121,7 @@ def compute_fingerprint(
     libraries += QUANTIZATION_LIBRARIES if is_key_read("export.formats") else ()
     libraries += recipe.policy.modality.evaluation_libraries if stage_kind.keys_by_modality else ()
     machine_properties = collect_stage_machine_properties(pipeline, has_several_ranks=(world_size or 1) > 1)
-    versions = machine_properties.versions
+    package_versions = machine_properties.versions
     computes_rewards = stage_kind.scores or stage_kind.trains_model
     ingredients: dict[str, Any] = {
         "kind": stage_kind.name,
@@ -131,7 +131,7 @@ def compute_fingerprint(
         "threads": count_worker_threads(pipeline) if stage_kind.in_worker and stage_kind.is_numeric else None,
         "device": machine_properties.device if stage_kind.in_worker and stage_kind.is_numeric else None,
         "world_size": world_size,
-        "versions": {name: versions[name] for name in libraries if name in versions},
+        "versions": {name: package_versions[name] for name in libraries if name in package_versions},
         **({"code": {}} if computes_rewards else {}),
         **_group_digests_by_role(inputs_and_digests, code_labels),
         **_collect_stage_keys(stage, stage_kind),
@@ -172,32 +172,29 @@ def _computes_rewards(stage_input: StageInput, stage_kind: StageKind) -> bool:
 def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) -> Any:
     """Return a value that identifies the content of an input: a digest, a pinned name, or the ids of end tokens."""
     if stage_input.location_type in {"stage", "literal"}:
-        return stage_input.location  # the ingredient `inputs` has the digest of the result of a stage
+        return stage_input.location  # the ingredient `inputs` of the fingerprint has the digest of the result
     if stage_input.location_type == "store":
         return f"remote:{stage_input.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
-    if stage_input.location_type == "hub":  # needs no digest: the revision of a Hub data set is in the config
-        return (
-            f"hub:{stage_input.location}"
-            if stage_input.role == "data"
-            else f"hub:{stage_input.location}@{stage_input.revision}"
-        )
+    if stage_input.location_type == "hub":  # the config, which is hashed too, has the revision of a Hub data set
+        revision_suffix = "" if stage_input.role == "data" else f"@{stage_input.revision}"
+        return f"hub:{stage_input.location}{revision_suffix}"
     if stage_input.location_type == "code":
         return compute_code_digest(stage_input.location)
     path = Path(stage_input.location)
     if stage_input.role == "end_tokens":
         return read_json_object(path)[_EOS_TOKEN_KEY]
-    if stage_input.key == EVALUATION_PROMPTS_KEY:  # the name counts: names of metrics contain it
+    if stage_input.key == EVALUATION_PROMPTS_KEY:  # hash the file name too, because metric names contain it
         files = list_data_files(path) if path.is_dir() else ()
         return [path.stem, digest_cache.digest_files(path, files) if path.is_dir() else digest_cache.digest_file(path)]
     if not path.is_dir():
         return digest_cache.digest_file(path)
     list_files = list_model_files if stage_input.role in {"model", "teacher", "carried"} else list_data_files
     digest = digest_cache.digest_files(path, list_files(path, stage_input.patterns))
-    if stage_input.role == "data" and (configs := read_card_metadata(path).get("configs")):  # files of splits
+    # Hash the `configs` in the card of a data set too, which assign files to splits.
+    if stage_input.role == "data" and (configs := read_card_metadata(path).get("configs")):
         return [digest, configs]
-    return (
-        [stage_input.location, digest] if stage_input.role == "media" else digest
-    )  # with the path, because prepared rows contain the paths of images
+    # Hash the path of a media folder too, because prepared rows contain paths of images.
+    return [stage_input.location, digest] if stage_input.role == "media" else digest
 
 
 def _make_input_entry(stage_input: StageInput, digest: Any) -> InputEntry:
@@ -258,7 +255,7 @@ def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[
 
 
 def count_worker_threads(pipeline: Pipeline) -> int:
-    """Return the number of CPU threads of a worker: the setting of the pipeline, or else that of the machine."""
+    """Return the number of CPU threads of a worker: the setting of the pipeline, or else the number of its machine."""
     return pipeline.config.threads or collect_stage_machine_properties(pipeline).threads
 
 
@@ -268,7 +265,7 @@ def collect_stage_machine_properties(pipeline: Pipeline, *, has_several_ranks: b
 
 
 def _remove_media_paths(recipe_values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without the paths in `custom.dataset`: the content of these files is hashed instead."""
+    """Return the recipe values without paths in `custom.dataset`: the content of these files is hashed instead."""
     custom_table = recipe_values.get("custom") or {}
     if not isinstance(custom_table.get("dataset"), dict):
         return recipe_values

@@ -78,7 +78,7 @@ def add_gpu_time_to_result(stage_path: Path) -> Result:
     with warn_if_disk_full(f"the GPU seconds of {stage_path.name}"):
         file_mode = result_path.stat().st_mode
         write_json(result_path, result)
-        result_path.chmod(file_mode)  # keep the mode: the worker may have set a private one
+        result_path.chmod(file_mode)  # keep the file private if the worker made it so
     return result
 
 
@@ -97,12 +97,12 @@ def save_estimate(pipeline: Pipeline, output_dir: Path, gpu_seconds: Mapping[str
 
 def read_saved_estimate(pipeline: Pipeline, output_dir: Path) -> dict[str, float | None]:
     """Return the last estimate of a pipeline with the same settings; empty if there is none."""
-    estimate = read_document(_locate_estimate_file(pipeline, output_dir), GpuTimeEstimate)
-    return estimate.gpu_seconds if estimate else {}
+    saved_estimate = read_document(_locate_estimate_file(pipeline, output_dir), GpuTimeEstimate)
+    return saved_estimate.gpu_seconds if saved_estimate else {}
 
 
 def _locate_estimate_file(pipeline: Pipeline, output_dir: Path) -> Path:
     settings = pipeline.as_toml()
     settings["pipeline"] = {key: value for key, value in settings["pipeline"].items() if key not in BUDGET_KEYS}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-    return output_dir / SHARED_FOLDER / "estimates" / f"{digest}.json"
+    settings_digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return output_dir / SHARED_FOLDER / "estimates" / f"{settings_digest}.json"

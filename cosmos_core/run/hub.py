@@ -31,7 +31,7 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     `ModelError` or `DataError` if the Hub has no such repository, or neither the Hub nor its local cache is
     readable."""
     commit_by_repository: dict[Repository, str] = {}  # stages that name the same repository read the same commit
-    recipes = {}
+    pinned_recipes = {}
     for stage in pipeline.stages:
         recipe = pipeline.recipes[stage.name]
         for each in (each for each in pipeline.inputs(stage) if each.location_type == "hub"):
@@ -43,8 +43,8 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
             except CosmosError as error:
                 raise type(error)(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
             recipe = replace_setting(recipe, revision_key, commit_by_repository[repository])
-        recipes[stage.name] = recipe
-    return replace(pipeline, recipes=recipes)
+        pinned_recipes[stage.name] = recipe
+    return replace(pipeline, recipes=pinned_recipes)
 
 
 def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
@@ -93,9 +93,9 @@ def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> An
 def _read_cached_commit(cache_folder: Path, revision: str) -> str | None:
     """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
     set return its only commit. Return None if there is no such commit."""
-    branch_file = cache_folder / "refs" / revision
-    if os.path.isfile(branch_file):  # Path.is_file raises an error for a name that is too long
-        return branch_file.read_text(encoding="utf-8").strip()
+    branch_ref_file = cache_folder / "refs" / revision
+    if os.path.isfile(branch_ref_file):  # Path.is_file would raise an error for a name that is too long
+        return branch_ref_file.read_text(encoding="utf-8").strip()
     cached_commits = [path.name for path in (cache_folder / "snapshots").glob("*")]
     return cached_commits[0] if len(cached_commits) == 1 and revision == _DEFAULT_BRANCH else None
 

@@ -61,15 +61,14 @@ def check_inputs(pipeline: Pipeline) -> None:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
                     problem = "these kernels need an NVIDIA GPU, and this machine has none"
                     raise ConfigError(f"policy.enable_liger_kernel = true: {problem}; leave it out")
-                if not stage.work_pool:  # a stage of a work pool is checked by the machine that runs it
+                if not stage.work_pool:  # the machine of a work pool checks its own compiler
                     _check_compiler(recipe, pipeline.config.python)
             unused_packages = {} if stage_kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
                 is_required = package not in unused_packages and (key not in _PACKAGE_KEYS or stage_kind.reads_key(key))
                 if is_required and package in missing_packages:
-                    remedy = (
-                        f"pip install 'cosmos-posttrain[{_EXTRA_BY_PACKAGE.get(package, package)}]' or leave it out"
-                    )
+                    extra_name = _EXTRA_BY_PACKAGE.get(package, package)
+                    remedy = f"pip install 'cosmos-posttrain[{extra_name}]' or leave it out"
                     raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
         except (ConfigError, DataError, ModelError, RewardError) as error:
             raise type(error)(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
@@ -80,32 +79,32 @@ def check_local_inputs(inputs: Sequence[StageInput]) -> None:
     model_input = next((stage_input for stage_input in inputs if stage_input.role == "model"), None)
     for stage_input in inputs:
         if stage_input.role == "weights" and model_input is not None and model_input.location_type != "folder":
-            problem = f"its configuration is {model_input.location!r}, which has to be a folder"
-            raise ModelError(f"{stage_input.key} = {stage_input.location!r}: {problem}; download it")
+            problem_text = f"its configuration is {model_input.location!r}, which has to be a folder"
+            raise ModelError(f"{stage_input.key} = {stage_input.location!r}: {problem_text}; download it")
         if stage_input.role == "data" and stage_input.location_type == "code":
             _check_code_location(stage_input)
         if stage_input.location_type == "folder":
             _check_files(stage_input, Path(stage_input.location))
 
 
-def _check_files(stage_input: StageInput, path: Path) -> None:
+def _check_files(stage_input: StageInput, local_path: Path) -> None:
     setting_text = f"{stage_input.key} = {stage_input.location!r}"
     match stage_input.role:
-        case "model" | "teacher" if not os.path.isdir(path):
+        case "model" | "teacher" if not os.path.isdir(local_path):
             raise ModelError(f"{setting_text}: no such folder; give a Hugging Face model folder or a Hub id")
-        case "weights" if not (stage_input.location.endswith(WEIGHTS_SUFFIXES) and os.path.isfile(path)):
+        case "weights" if not (stage_input.location.endswith(WEIGHTS_SUFFIXES) and os.path.isfile(local_path)):
             raise ModelError(f"{setting_text}: no .safetensors file, and no folder with one")
-        case "adapter" if not os.path.isfile(path / "adapter_config.json"):
+        case "adapter" if not os.path.isfile(local_path / "adapter_config.json"):
             raise ModelError(f"{setting_text}: no adapter; give a folder with adapter_config.json")
         case "resume":
-            _check_checkpoint(stage_input.key, path.parent)
+            _check_checkpoint(stage_input.key, local_path.parent)
         case "data":
-            _check_dataset_path(stage_input, path)
-        case "media" if not os.path.isdir(path):
+            _check_dataset_path(stage_input, local_path)
+        case "media" if not os.path.isdir(local_path):
             raise DataError(f"{setting_text}: no such folder")
-        case "chat_template" if not os.path.isfile(path):
+        case "chat_template" if not os.path.isfile(local_path):
             raise ConfigError(f"{setting_text}: no such file; give one that Jinja reads")
-        case "reward_service" if not os.path.isfile(path):
+        case "reward_service" if not os.path.isfile(local_path):
             raise ConfigError(f"{setting_text}: no such file; see docs/how-to/reward-service.md")
 
 
@@ -168,14 +167,14 @@ def deduplication_packages(recipe: Recipe) -> tuple[str, ...]:
 
 def kernel_packages(recipe: Recipe) -> dict[str, str]:
     """Return the packages that provide the kernels of a training, each with the setting that selects it."""
-    train_config, required_by = recipe.train, {}
+    train_config, setting_by_package = recipe.train, {}
     if train_config.optm_name.endswith("8bit"):
-        required_by["torchao"] = f"train.optm_name = {train_config.optm_name!r}"
+        setting_by_package["torchao"] = f"train.optm_name = {train_config.optm_name!r}"
     if train_config.fp8.enable_fp8:
-        required_by["torchao"] = "train.fp8.enable_fp8 = true"
+        setting_by_package["torchao"] = "train.fp8.enable_fp8 = true"
     if recipe.policy.enable_liger_kernel:
-        required_by["liger-kernel"] = "policy.enable_liger_kernel = true"
-    return required_by
+        setting_by_package["liger-kernel"] = "policy.enable_liger_kernel = true"
+    return setting_by_package
 
 
 def _list_required_packages(recipe: Recipe) -> dict[str, str]:
@@ -202,11 +201,11 @@ def _check_compiler(recipe: Recipe, python_path: str) -> None:
     machine_properties = measure_worker_machine(python_path=python_path, may_use_ray=True)
     optimizer_name = recipe.train.optm_name
     if optimizer_name.endswith("8bit"):
-        key, remedy = f"train.optm_name = {optimizer_name!r}", "take another optimizer"
+        setting_text, remedy = f"train.optm_name = {optimizer_name!r}", "take another optimizer"
     elif recipe.should_compile_blocks("cpu" if machine_properties.device == "cpu" else "cuda"):
-        key, remedy = "train.compile", "set train.compile = false"
+        setting_text, remedy = "train.compile", "set train.compile = false"
     else:
         return
     if machine_properties.lacks:
-        problem = f"{key} needs {machine_properties.lacks} on {machine_properties.host}, which runs it"
+        problem = f"{setting_text} needs {machine_properties.lacks} on {machine_properties.host}, which runs it"
         raise ConfigError(f"{problem}; install it there, or {remedy}")

@@ -18,4 +18,4 @@ EVALUATION_LIBRARIES = (*MODEL_FILE_LIBRARIES, "datasets", "lm-eval", *INFERENCE
 QUANTIZATION_LIBRARIES = ("compressed-tensors", *INFERENCE_ENGINE_LIBRARIES)
 """Packages that quantise exports and load them."""
 RECORDED_LIBRARIES = (*USER_CODE_LIBRARIES, "compressed-tensors", "datasketch", "lm-eval")
-"""All packages whose versions are recorded."""
+"""All packages whose versions are recorded in the `run.json` of a run."""

@@ -52,10 +52,8 @@ def trace_lineage(path: Path) -> list[LineageEntry]:
     digest = hashlib.sha256(json.dumps(publication_record["files"], sort_keys=True).encode()).hexdigest()
     content_status = _find_changed_file(path, publication_record["files"]) or "verified"
     published_entry = LineageEntry(0, path.resolve().name, "published", digest, str(path), content_status)
-    return [
-        published_entry,
-        *(replace(entry, depth=entry.depth + 1) for entry in collect_lineage(find_stage_path(path))),
-    ]
+    upstream_entries = collect_lineage(find_stage_path(path))
+    return [published_entry, *(replace(entry, depth=entry.depth + 1) for entry in upstream_entries)]
 
 
 def _find_changed_file(folder: Path, digest_by_file: dict[str, str]) -> str:
@@ -77,11 +75,11 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
     # A stack instead of recursion: the loop of a Python flow may add a thousand stages that depend on each other.
     pending_entries: list[LineageEntry | tuple[int, Path, Result]] = [(0, stage_path, result)]
     while pending_entries:
-        entry = pending_entries.pop()
-        if isinstance(entry, LineageEntry):
-            lineage.append(entry)
+        pending_entry = pending_entries.pop()
+        if isinstance(pending_entry, LineageEntry):
+            lineage.append(pending_entry)
             continue
-        depth, path, result = entry
+        depth, path, result = pending_entry
         if path in visited_paths:
             continue
         visited_paths.add(path)
@@ -90,8 +88,8 @@ def collect_lineage(stage_path: Path) -> list[LineageEntry]:
         name, kind_name = result["name"], result["kind"]
         lineage.append(LineageEntry(depth, name, kind_name, result["digest"], run_label, content_status, gpu_seconds))
         for source in parse_documents(result.get("sources", ()), ExternalSource):
-            name, status = Path(source.name).name, _check_source(source)
-            lineage.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, status))
+            name, source_status = Path(source.name).name, _check_source(source)
+            lineage.append(LineageEntry(depth + 1, name, source.kind, source.digest, source.name, source_status))
         for name, input_record in reversed(result["inputs"].items()):
             upstream_result = read_result(path.parent / name)
             if upstream_result is None or upstream_result["digest"] != input_record["digest"]:

@@ -86,7 +86,7 @@ def record_run_holder(run_path: Path, start_time: float) -> None:
     if previous_holder is not None and previous_holder.is_this_process:
         start_time = min(start_time, previous_holder.since)
     write_json(run_path / "locks" / _HOLDER_FILE, {**identify_process(), "since": start_time}, fsync=False)
-    if approval := read_required_approval(run_path):  # remove a pending request; the flow run sends it again
+    if approval := read_required_approval(run_path):  # drop a pending request for approval; the flow run repeats it
         save_approval(run_path, PublicationApproval(approved_models=approval.approved_models))
 
 
@@ -99,8 +99,8 @@ def record_flow_state(run_path: Path, flow_state: str) -> None:
     """Record the state of the flow that this process executes, unless another process has claimed the run."""
     run_holder = read_holder(run_path)
     if run_holder is not None and run_holder.is_this_process:
-        holder_file = run_path / "locks" / _HOLDER_FILE
-        write_json(holder_file, {**run_holder.model_dump(), "flow_state": flow_state}, fsync=False)
+        holder_path = run_path / "locks" / _HOLDER_FILE
+        write_json(holder_path, {**run_holder.model_dump(), "flow_state": flow_state}, fsync=False)
 
 
 def record_stop(run_path: Path, stage_names: Iterable[str]) -> None:
@@ -117,7 +117,7 @@ def is_flow_running(run_path: Path) -> bool:
 
 
 def has_flow_completed(run_path: Path) -> bool:
-    """Return True if the last execution of a Python flow has completed: it went on after any stage that has failed."""
+    """Return True if the last execution of a Python flow has completed, even if it caught the failure of a stage."""
     run_holder = read_holder(run_path)
     return run_holder is not None and run_holder.flow_state == "completed"
 
@@ -148,9 +148,9 @@ def find_dead_holder_start_time(run_path: Path) -> float | None:
     return run_holder.since if run_holder is not None and run_holder.has_ended else None
 
 
-def has_lost_launcher(state: StageState) -> bool:
+def has_lost_launcher(stage_state: StageState) -> bool:
     """Return True if a stage's launcher ran on this machine and has ended; its worker may still save a checkpoint."""
-    return state.launcher_pid is not None and state.has_ended
+    return stage_state.launcher_pid is not None and stage_state.has_ended
 
 
 def is_stage_dead(state: StageState, current_time: float) -> bool:

@@ -70,7 +70,7 @@ def create_locked_folder(folder: Path, parent_variable: str = "TMPDIR = ") -> in
     """Create a private folder for temporary files, and return the descriptor that holds its shared lock: while a
     process has it open, no other process removes the folder. Raise ConfigError, which names the parent folder by
     `parent_variable`, if the file system has no locks."""
-    hidden_folder = folder.with_name(f".{folder.name}")  # nobody looks for names that begin with a dot
+    hidden_folder = folder.with_name(f".{folder.name}")  # no process removes a folder whose name begins with a dot
     hidden_folder.mkdir(mode=0o700)
     lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -85,6 +85,6 @@ def create_locked_folder(folder: Path, parent_variable: str = "TMPDIR = ") -> in
     return lock_descriptor
 
 
-def _make_missing_locks_error(folder: Path, error: OSError, prefix: str = "") -> ConfigError:
-    problem = f"{prefix}{folder}: its file system has no locks ({error.strerror})"
+def _make_missing_locks_error(folder: Path, error: OSError, message_prefix: str = "") -> ConfigError:
+    problem = f"{message_prefix}{folder}: its file system has no locks ({error.strerror})"
     return ConfigError(f"{problem}; take a folder on a local disk or NFS 4")

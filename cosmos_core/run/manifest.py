@@ -83,11 +83,11 @@ def commit_manifest(
     """Write the manifest of a finished stage; raise StageFailed if an output is missing, ConfigError if an output is
     not below the folder of the stage, a metric is no number, or `info` holds a value that JSON or TOML lacks."""
     name, outputs, metrics = stage_path.name, stage_outcome.outputs, dict(stage_outcome.metrics)
-    outputs = (outputs,) if isinstance(outputs, str | Path) else tuple(outputs)  # a user may return one, or a generator
+    outputs = (outputs,) if isinstance(outputs, str | Path) else tuple(outputs)  # user code may return a single path
     for key, value in metrics.items():
         if not isinstance(value, Real) or isinstance(value, bool):
             raise ConfigError(f"stage {name!r} returned the metric {key} = {value!r}; a metric is a number")
-        metrics[key] = value if isinstance(value, int) else float(value)  # numbers of NumPy have no JSON form
+        metrics[key] = value if isinstance(value, int) else float(value)  # json cannot encode numbers of NumPy
     info = _with_relative_paths(stage_path, stage_outcome.info)
     try:
         tomli_w.dumps(without_none(dict(info)))
@@ -96,21 +96,21 @@ def commit_manifest(
         raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
     relative_paths = [_find_relative_path(stage_path, output) for output in outputs]
     for output, relative_path in zip(outputs, relative_paths, strict=True):
-        if not relative_path:  # refuse all such outputs before links below any output are replaced
+        if not relative_path:  # check all outputs before links below any output are replaced
             raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
     for path_text in (text for key in ("model", "data") if isinstance(text := info.get(key), str) and text):
-        relative_path = _find_relative_path(stage_path, path_text)  # what `stage:NAME` means is an output too
+        relative_path = _find_relative_path(stage_path, path_text)  # what a `stage:NAME` setting reads is an output too
         is_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
         if relative_path and not is_output and os.path.exists(stage_path / relative_path):
             relative_paths = [each for each in relative_paths if not Path(each).is_relative_to(relative_path)]
             relative_paths.append(relative_path)
     output_records = []
     for relative_path in relative_paths:
-        path = stage_path / relative_path
-        if not path.exists():
+        output_path = stage_path / relative_path
+        if not output_path.exists():
             raise StageFailed(f"stage {name!r} named the output {relative_path!r} but did not write it")
-        _replace_folder_links(stage_path, path)
-        output_records += [_make_file_record(stage_path, file) for file in list_files_below(path)]
+        _replace_folder_links(stage_path, output_path)
+        output_records += [_make_file_record(stage_path, file) for file in list_files_below(output_path)]
     result = {
         "name": name,
         "kind": kind,
@@ -169,26 +169,26 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
     if compute_result_digest(result) != result["digest"]:
         return "result.json itself was altered"
     if has_changed_records:
-        with suppress(OSError):  # the run may be a copy on a read-only disk, and its files are intact without the write
+        with suppress(OSError):  # a run on a read-only disk keeps its old records; its files are intact
             write_json(stage_path / RESULT_FILE, result)
     return None
 
 
 def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result:
     """Copy the outputs and metrics of the finished stage in `source_path` to `target_path`; write a manifest there."""
-    for link in _list_folder_links(target_path):  # an unfinished attempt may have linked to folders of others
-        if link != target_path:
-            link.unlink()
+    for folder_link in _list_folder_links(target_path):  # an unfinished attempt may have linked to other folders
+        if folder_link != target_path:
+            folder_link.unlink()
     for file_record in result["outputs"]:
-        file = target_path / file_record["path"]
+        target_file = target_path / file_record["path"]
         if result.get(STORE_URL_KEY) and not (source_path / file_record["path"]).is_file():
             continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)
-        copy_file(source_path / file_record["path"], file)
-        file_stat = file.stat()
+        target_file.parent.mkdir(parents=True, exist_ok=True)
+        target_file.unlink(missing_ok=True)
+        copy_file(source_path / file_record["path"], target_file)
+        file_stat = target_file.stat()
         file_record.update(mtime_ns=file_stat.st_mtime_ns, inode=file_stat.st_ino)
-    (target_path / METRICS_FILE).unlink(missing_ok=True)  # an unfinished attempt may have left metrics
+    (target_path / METRICS_FILE).unlink(missing_ok=True)  # remove the metrics of an unfinished attempt
     with suppress(FileNotFoundError):
         copy_file(source_path / METRICS_FILE, target_path / METRICS_FILE)
     adopted_result = {**result, "reused_from": str(source_path)}
@@ -208,32 +208,33 @@ def _find_relative_path(stage_path: Path, output: str | Path) -> str:
 
 
 def _with_relative_paths(stage_path: Path, info: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the info of a stage with absolute paths of its model and data below its folder as relative ones, which
-    still refer to these if another run takes over the outputs."""
+    """Return `info` with the paths of model and data made relative if they are below the folder of the stage: a
+    relative path stays valid when another run adopts the outputs."""
     absolute_paths = {key: str(info[key]) for key in ("model", "data") if os.path.isabs(str(info.get(key)))}
     return info | {key: _find_relative_path(stage_path, Path(path)) or path for key, path in absolute_paths.items()}
 
 
-def _replace_folder_links(stage_path: Path, path: Path) -> None:
+def _replace_folder_links(stage_path: Path, output_path: Path) -> None:
     """Replace each link to a folder outside of the stage, at or below an output, by a folder with a link to each of its
     files: the files are then part of the output, and nothing that is written to the output is written to the other
     folder."""
     real_stage_path = stage_path.resolve()
-    for link in _list_folder_links(path):
-        folder = link.resolve()
-        if folder.is_relative_to(real_stage_path) or real_stage_path.is_relative_to(folder):  # a circle has no end
+    for folder_link in _list_folder_links(output_path):
+        folder = folder_link.resolve()
+        # Keep links into the stage, and links to a folder around the stage, whose listing would not end.
+        if folder.is_relative_to(real_stage_path) or real_stage_path.is_relative_to(folder):
             continue
-        link.unlink()
-        link.mkdir()
+        folder_link.unlink()
+        folder_link.mkdir()
         for file in list_files_below(folder):
-            file_link = link / file.relative_to(folder)
+            file_link = folder_link / file.relative_to(folder)
             file_link.parent.mkdir(parents=True, exist_ok=True)
             file_link.symlink_to(file)
 
 
 def _make_file_record(stage_path: Path, file: Path) -> dict[str, Any]:
     digest = sha256(file, fsync=True)
-    if not file.is_symlink():  # a linked file belongs to somebody else
+    if not file.is_symlink():  # a linked file is not in the stage: keep its permissions
         apply_umask(file)
     file_stat = file.stat()
     file_identity = {"mtime_ns": file_stat.st_mtime_ns, "inode": file_stat.st_ino}

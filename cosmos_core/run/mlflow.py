@@ -28,22 +28,22 @@ def open_client() -> Any:
     return MlflowClient()
 
 
-def get_or_create_run(client: Any, experiment: str, run_key: str, name: str, tags: Mapping[str, str]) -> Any:
+def get_or_create_run(client: Any, experiment_name: str, run_key: str, run_name: str, tags: Mapping[str, str]) -> Any:
     """Return the MLflow run with a key in an experiment; create the run, and the experiment, if it does not exist."""
     from mlflow.exceptions import MlflowException
 
-    if (existing_experiment := client.get_experiment_by_name(experiment)) is None:
+    if (mlflow_experiment := client.get_experiment_by_name(experiment_name)) is None:
         try:
-            client.create_experiment(experiment)
+            client.create_experiment(experiment_name)
         except MlflowException:  # another process may have created the experiment
-            if client.get_experiment_by_name(experiment) is None:
+            if client.get_experiment_by_name(experiment_name) is None:
                 raise
-        existing_experiment = client.get_experiment_by_name(experiment)
-    experiment_id, run_key_filter = existing_experiment.experiment_id, f"tags.`{RUN_KEY_TAG}` = '{run_key}'"
+        mlflow_experiment = client.get_experiment_by_name(experiment_name)
+    experiment_id, run_key_filter = mlflow_experiment.experiment_id, f"tags.`{RUN_KEY_TAG}` = '{run_key}'"
     search_runs = partial(client.search_runs, [experiment_id], run_key_filter, order_by=["attributes.start_time ASC"])
     if not search_runs():
-        client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: run_key}, run_name=name)
-    return search_runs()[0]  # the oldest: a repeated request may have created a second run
+        client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: run_key}, run_name=run_name)
+    return search_runs()[0]  # take the oldest: a repeated request may have created a second run
 
 
 def sanitize_metric_name(name: str) -> str:

@@ -62,8 +62,8 @@ class PairedDifferences:
     @property
     def _nonconstant_differences(self) -> tuple[float, ...]:
         """Return the differences and one positive and one negative extra value, so that the variance is never zero."""
-        padding_value = 1.0 if self.is_binary else max(map(abs, self.item_differences)) or 1e-12
-        return (*self.item_differences, padding_value, -padding_value)
+        largest_difference = 1.0 if self.is_binary else max(map(abs, self.item_differences)) or 1e-12
+        return (*self.item_differences, largest_difference, -largest_difference)
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
@@ -94,7 +94,7 @@ def find_published_item_folders(publication_record: Mapping[str, Any], metric: s
 def compute_detectable_effect(metric: str, mean: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
-    differences. Return None if the evaluation kept no items, or if their mean is not `mean`, its metric."""
+    differences. Return None if the evaluation kept no items, or if the mean of its items is not `mean`."""
     scores = list(_read_item_values(metric, folder / ITEMS_FILE).values())
     num_items = len(scores)
     if num_items < 2 or not abs(math.fsum(scores) / num_items - mean) <= 1e-6:

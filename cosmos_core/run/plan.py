@@ -40,11 +40,11 @@ def fingerprint_folder(output_dir: Path, fingerprint_value: str) -> Path:
 
 
 def register_result(output_dir: Path, stage_path: Path, fingerprint_value: str) -> None:
-    """List a finished stage under its fingerprint so that other runs find it; a lost entry only costs time."""
+    """List a finished stage under its fingerprint so that other runs find it; without the entry they repeat it."""
     relative_path = stage_path.relative_to(output_dir)
-    file = fingerprint_folder(output_dir, fingerprint_value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"stage": str(relative_path)}, fsync=False)
+    entry_file = fingerprint_folder(output_dir, fingerprint_value) / f"{relative_path.parts[0]}.{stage_path.name}.json"
+    entry_file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(entry_file, {"stage": str(relative_path)}, fsync=False)
 
 
 def decide_reuse(
@@ -53,7 +53,7 @@ def decide_reuse(
     """Return the decision about a stage from the finished stages with its fingerprint; None if there are none.
     `stage_path` is the directory of the stage in its run (None: the run does not exist yet)."""
     entry_files = sorted(fingerprint_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
-    # The entries are read only if the stage is not done in its own run: the folder may list hundreds of other runs.
+    # Use generators, so that the entries of other runs, of which there may be hundreds, are read only if needed.
     stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
     other_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
     own_stage_paths, damage_text = [] if stage_path is None else [stage_path], ""
@@ -113,8 +113,8 @@ def plan_stages(
 
 def save_fingerprint(stage_path: Path, fingerprint: Fingerprint, work_pool: str = "") -> None:
     """Save the ingredients of a fingerprint, by which a later run can tell what changed, and the stage's work pool."""
-    saved_content = asdict(fingerprint) | {"of_training": fingerprint.training_hash}
-    write_json(stage_path / FINGERPRINT_FILE, saved_content | ({"work_pool": work_pool} if work_pool else {}))
+    saved_values = asdict(fingerprint) | {"of_training": fingerprint.training_hash}
+    write_json(stage_path / FINGERPRINT_FILE, saved_values | ({"work_pool": work_pool} if work_pool else {}))
 
 
 def read_fingerprint(stage_path: Path) -> Fingerprint | None:
@@ -150,13 +150,13 @@ def find_pool_fingerprints(
     def drop_machine_properties(ingredients: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in ingredients.items() if name not in _MACHINE_PROPERTIES}
 
-    fingerprints = [
+    pool_fingerprints = [
         fingerprint
         for fingerprint, work_pool in _read_saved_fingerprints(output_dir, pipeline.config.name, stage.name).values()
         if work_pool == stage.work_pool
         and drop_machine_properties(fingerprint.ingredients) == drop_machine_properties(local_fingerprint.ingredients)
     ]
-    return list({pool_fingerprint.value: pool_fingerprint for pool_fingerprint in fingerprints}.values())
+    return list({fingerprint.value: fingerprint for fingerprint in pool_fingerprints}.values())
 
 
 def _parse_fingerprint(saved_values: Any) -> Fingerprint | None:
@@ -183,18 +183,18 @@ def _read_saved_fingerprints(output_dir: Path, pipeline_name: str, stage: str) -
 
 
 def _explain_new_fingerprint(output_dir: Path, pipeline_name: str, stage: str, current_fingerprint: Fingerprint) -> str:
-    run_id, changes = _find_most_similar_run(output_dir, pipeline_name, stage, current_fingerprint)
-    if not changes:
+    run_id, change_texts = _find_most_similar_run(output_dir, pipeline_name, stage, current_fingerprint)
+    if not change_texts:
         return f"unfinished in run {run_id}" if run_id else "never made before"
-    omitted_changes_note = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
-    return f"changed since run {run_id}: {'; '.join(changes[:2])}{omitted_changes_note}"
+    omitted_changes_note = f" and {len(change_texts) - 2} more" if len(change_texts) > 2 else ""
+    return f"changed since run {run_id}: {'; '.join(change_texts[:2])}{omitted_changes_note}"
 
 
 def _find_most_similar_run(
-    output_dir: Path, pipeline_name: str, stage: str, current_fingerprint: Fingerprint
+    output_dir: Path, pipeline_name: str, stage_name: str, current_fingerprint: Fingerprint
 ) -> tuple[str, list[str]]:
     """Return the id of the earlier run whose stage has the most similar fingerprint, and the differences between the
     fingerprints; empty values if no earlier run has the stage."""
-    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline_name, stage).items()
+    saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline_name, stage_name).items()
     changes = [(run_id, current_fingerprint.describe_difference(saved)) for run_id, (saved, _) in saved_fingerprints]
     return min(changes, key=lambda run_changes: len(run_changes[1]), default=("", []))

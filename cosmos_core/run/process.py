@@ -15,13 +15,13 @@ ATTEMPT_VARIABLE = "COSMOS_ATTEMPT"
 
 
 def locate_socket_folder(attempt_id: str) -> Path:
-    """Return the folder for the sockets of an attempt whose TMPDIR is too long a path for them."""
+    """Return the folder for the sockets of Ray in an attempt whose TMPDIR has too long a path for sockets."""
     return Path("/tmp", f"cosmos-ray-{attempt_id[:12]}")
 
 
 def read_start_time(pid: int) -> float | None:
-    """Return the start time of a process in seconds after boot, which identifies it with its pid; None if the process
-    has ended. Setting the clock of the machine would change seconds since 1970."""
+    """Return the start time of a process in seconds after boot; None if the process has ended. Pid and start time
+    identify a process, even if the clock of the machine is set, which would change a time since 1970."""
     try:
         process = psutil.Process(pid)
         return round(process.create_time() - psutil.boot_time(), 2) if is_running(process) else None
@@ -80,7 +80,7 @@ class Launcher(JsonDocument):
     @property
     def has_ended(self) -> bool:
         """Return True if the process ran on this machine and has ended, at the latest when the machine restarted."""
-        if not self.is_local:  # only the boot differs; a container has another host name or pid namespace
+        if not self.is_local:  # a restart changes only the boot id; a container has its own host name or pid namespace
             is_same_host = self.launcher_machine.split("/")[::2] == identify_machine().split("/")[::2]
             return is_same_host and self.launcher_machine_id == _read_machine_id() != ""
         return not is_alive(self.launcher_pid, self.launcher_started)

@@ -56,68 +56,68 @@ class ProgressWriter:
     main loop, because a separate thread would continue while the loop hangs."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._progress_file = path
         self._last_write_time = 0.0
         self._last_step_time: float | None = None
         self._phase_and_compile_start = ("start", 0.0)
         self._lock = threading.RLock()  # reentrant, because a write may log a warning, which calls `warn`
-        self._record = ProgressRecord(pid=os.getpid())
+        self._progress_record = ProgressRecord(pid=os.getpid())
         self._write(should_write_now=True)
 
     @property
     def total(self) -> int | None:
         """Return the total number of steps of the stage, or None if it is unknown."""
-        return self._record.total
+        return self._progress_record.total
 
     def phase(self, name: str, deadline_seconds: float | None = None) -> None:
         """Enter a phase, which counts as hung after `deadline_seconds` (None: its default) without heartbeat."""
-        is_new_phase = name != self._record.phase
-        self._record.phase, self._record.done, self._record.count = name, 0, 0
-        self._record.deadline_seconds = deadline_seconds or PHASE_TIMEOUT_SECONDS.get(name, 600)
+        is_new_phase = name != self._progress_record.phase
+        self._progress_record.phase, self._progress_record.done, self._progress_record.count = name, 0, 0
+        self._progress_record.deadline_seconds = deadline_seconds or PHASE_TIMEOUT_SECONDS.get(name, 600)
         self._write(should_write_now=is_new_phase)
 
     def step(self, step: int, total: int | None = None, **metrics: float) -> None:
         """Report that step `step` of `total` steps is done; the progress line shows `metrics`."""
-        now, progress_record = time.monotonic(), self._record
+        current_time, progress_record = time.monotonic(), self._progress_record
         if self._last_step_time is not None and step > progress_record.step:
-            seconds_per_step = (now - self._last_step_time) / (step - progress_record.step)
+            seconds_per_step = (current_time - self._last_step_time) / (step - progress_record.step)
             progress_record.longest_step_seconds = max(progress_record.longest_step_seconds, seconds_per_step)
-        self._last_step_time = now
+        self._last_step_time = current_time
         progress_record.step, progress_record.total, progress_record.metrics = step, total, metrics
         self._write(should_write_now=step == total)
 
     def report_checkpoint(self, step: int) -> None:
         """Report that the checkpoint of `step` is complete, which counts as progress of the attempt."""
-        self._record.checkpoint_step = step
+        self._progress_record.checkpoint_step = step
         self._write(should_write_now=True)
 
     def advance(self, num_done: int, count: int) -> None:
         """Report that `num_done` of `count` rows, prompts or pairs of the current phase are processed."""
-        self._record.done, self._record.count = num_done, count
+        self._progress_record.done, self._progress_record.count = num_done, count
         self._write(should_write_now=False)
 
     @property
     def compile_seconds(self) -> float:
         """Return the seconds that torch has spent compiling so far."""
-        return self._record.compile_seconds
+        return self._progress_record.compile_seconds
 
     def begin_compiling(self) -> None:
         """Enter the phase `compile`, which lasts until `end_compiling` is called."""
-        self._phase_and_compile_start = (self._record.phase, time.monotonic())
+        self._phase_and_compile_start = (self._progress_record.phase, time.monotonic())
         self.phase("compile")
 
     def end_compiling(self) -> None:
         """End the phase `compile`, and return to the phase before it."""
         phase, start_time = self._phase_and_compile_start
-        self._record.compile_seconds += time.monotonic() - start_time
+        self._progress_record.compile_seconds += time.monotonic() - start_time
         self.phase(phase)
 
     def warn(self, message: str) -> None:
         """Report a warning, which the console and the report show; only the first few different ones are kept."""
         with self._lock:
-            if message in self._record.warnings or len(self._record.warnings) >= _MAX_WARNINGS:
+            if message in self._progress_record.warnings or len(self._progress_record.warnings) >= _MAX_WARNINGS:
                 return
-            self._record.warnings.append(message)
+            self._progress_record.warnings.append(message)
         self._write(should_write_now=True)
 
     def beat(self) -> None:
@@ -125,13 +125,13 @@ class ProgressWriter:
         self._write(should_write_now=False)
 
     def _write(self, *, should_write_now: bool) -> None:
-        now = time.monotonic()
+        current_time = time.monotonic()
         with self._lock:
-            self._record.heartbeat = time.time()
-            self._record.beats += 1
-            if should_write_now or now - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
-                self._last_write_time = now
-                write_json(self._path, self._record.model_dump(warnings=False), fsync=False)
+            self._progress_record.heartbeat = time.time()
+            self._progress_record.beats += 1
+            if should_write_now or current_time - self._last_write_time >= _MIN_HEARTBEAT_SECONDS:
+                self._last_write_time = current_time
+                write_json(self._progress_file, self._progress_record.model_dump(warnings=False), fsync=False)
 
 
 def read_progress(stage_path: Path) -> ProgressRecord | None:
@@ -153,8 +153,8 @@ class MetricsWriter:
         line = {"step": step, "time": time.time(), **metrics}
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        for watcher in self.line_callbacks:
-            watcher(line)
+        for line_callback in self.line_callbacks:
+            line_callback(line)
 
     def sync(self) -> None:
         """Wait until all lines of metrics are on the disk, so that a later checkpoint refers to no missing lines."""
@@ -184,13 +184,13 @@ class MetricsReader:
     """Incremental reader of a growing `metrics.jsonl`."""
 
     def __init__(self, path: Path) -> None:
-        self._file_tail = FileTail(path)
+        self._metrics_tail = FileTail(path)
         self.lines: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
         """Return all lines of metrics that were written so far; skip truncated lines and lines without a step."""
-        new_lines = self._file_tail.read_lines()
-        if self._file_tail.was_replaced:  # `remove_lines_after_step` replaces the file when training resumes
+        new_lines = self._metrics_tail.read_lines()
+        if self._metrics_tail.was_replaced:  # `remove_lines_after_step` replaces the file when training resumes
             self.lines = []
         self.lines += [line for line in parse_json_objects(new_lines) if has_step(line)]
         return self.lines

@@ -65,8 +65,8 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, on_file: Callable[[]
     urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"}
     if not urls:
         return stage, recipe
-    folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    local_paths = {url: str(download_pinned_url(url, folder, on_file)) for url in sorted(urls)}
+    downloads_folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
+    local_paths = {url: str(download_pinned_url(url, downloads_folder, on_file)) for url in sorted(urls)}
 
     def to_local_path(reference_kind: ReferenceKind, reference: str) -> str:
         return local_paths.get(reference, reference)
@@ -77,29 +77,29 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, on_file: Callable[[]
 def download_url(source: str, output_dir: Path) -> str:
     """Download the present content of an S3 URL to the shared folder of the runs in `output_dir`, and return its local
     path; return any other name unchanged. For errors see `download_inputs`."""
-    folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    return str(download_pinned_url(append_content_digest(source), folder)) if is_s3_url(source) else source
+    downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
+    return str(download_pinned_url(append_content_digest(source), downloads_folder)) if is_s3_url(source) else source
 
 
-def download_pinned_url(url: str, folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
-    """Return the local file or folder, below `folder`, with the content of a pinned URL, after downloading the objects
-    that are missing there. For errors see `download_inputs`."""
+def download_pinned_url(url: str, downloads_folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
+    """Return the file or folder below `downloads_folder` with the content of a pinned URL, after downloading the
+    objects that are missing in it. For errors see `download_inputs`."""
     unpinned_url, _, digest = url.partition("#")
-    local_folder = folder / (digest or append_content_digest(url).rpartition("#")[2])
+    local_folder = downloads_folder / (digest or append_content_digest(url).rpartition("#")[2])
     object_name = split_s3_url(unpinned_url)[1].rpartition("/")[2]
     partial_folder = local_folder.with_name(local_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
-    with FileLock(folder / f"{local_folder.name}.lock") as lock:
+    with FileLock(downloads_folder / f"{local_folder.name}.lock") as lock:
         lock.acquire(on_poll=on_file)
         if not local_folder.is_dir():
             with translate_errors(unpinned_url, DataError):
-                objects = _list_objects(unpinned_url)
-                if _compute_content_digest(unpinned_url, objects) != local_folder.name:
+                stored_objects = _list_objects(unpinned_url)
+                if _compute_content_digest(unpinned_url, stored_objects) != local_folder.name:
                     raise DataError(f"{unpinned_url} was changed since the run began; start a new run")
-                _download_objects(unpinned_url, objects, partial_folder, on_file)
+                _download_objects(unpinned_url, stored_objects, partial_folder, on_file)
             os.rename(partial_folder, local_folder)
-    file = local_folder / object_name
-    local_names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
-    return file if local_names == [object_name] and file.is_file() else local_folder
+    downloaded_file = local_folder / object_name
+    entry_names = [path.name for path in local_folder.iterdir() if not path.match(".*.tmp")]
+    return downloaded_file if entry_names == [object_name] and downloaded_file.is_file() else local_folder
 
 
 def _resolve_latest_pointer(url: str) -> str:
@@ -107,14 +107,14 @@ def _resolve_latest_pointer(url: str) -> str:
     parent_url, _, last_url_part = url.rstrip("/").rpartition("/")
     if last_url_part != _LATEST_FOLDER:
         return url.rstrip("/")
-    bucket_name, prefix = split_s3_url(parent_url)
-    pointer_bytes = Bucket(bucket_name).read(f"{prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
+    bucket_name, key_prefix = split_s3_url(parent_url)
+    pointer_bytes = Bucket(bucket_name).read(f"{key_prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
     if pointer_bytes is None:
         return url.rstrip("/")
-    pointer: Any = None
+    pointer_document: Any = None
     with suppress(ValueError):
-        pointer = json.loads(pointer_bytes)
-    version_name = pointer.get("version") if isinstance(pointer, dict) else None
+        pointer_document = json.loads(pointer_bytes)
+    version_name = pointer_document.get("version") if isinstance(pointer_document, dict) else None
     if not version_name or not isinstance(version_name, str):
         raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
     return f"{parent_url}/{version_name}"
@@ -123,7 +123,7 @@ def _resolve_latest_pointer(url: str) -> str:
 def _list_objects(url: str) -> list[StoredObject]:
     bucket_name, prefix = split_s3_url(url)
     folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
-    # Some tools create an empty object, whose key ends with a slash, for each folder.
+    # Ignore the empty objects that some tools create for folders, with keys that end with a slash.
     objects_with_prefix = [each for each in Bucket(bucket_name).list_objects(prefix) if not each.key.endswith("/")]
     stored_objects = [each for each in objects_with_prefix if each.key == prefix or each.key.startswith(folder_prefix)]
     if not stored_objects:
@@ -131,14 +131,14 @@ def _list_objects(url: str) -> list[StoredObject]:
     return stored_objects
 
 
-def _compute_content_digest(url: str, objects: list[StoredObject]) -> str:
-    object_lines = sorted(f"{_get_relative_path(url, each)}\0{each.size}\0{each.etag}" for each in objects)
+def _compute_content_digest(url: str, stored_objects: list[StoredObject]) -> str:
+    object_lines = sorted(f"{_get_relative_path(url, each)}\0{each.size}\0{each.etag}" for each in stored_objects)
     return hashlib.sha256(json.dumps(object_lines).encode()).hexdigest()
 
 
 def _get_relative_path(url: str, stored_object: StoredObject) -> str:
-    prefix = split_s3_url(url)[1]
-    return stored_object.key.removeprefix(prefix).lstrip("/") or prefix.rpartition("/")[2]
+    key_prefix = split_s3_url(url)[1]
+    return stored_object.key.removeprefix(key_prefix).lstrip("/") or key_prefix.rpartition("/")[2]
 
 
 def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_file: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
         raise DataError(f"{url}: the object {outside_key!r} would lie outside of its folder; name it otherwise there")
     bucket = Bucket(split_s3_url(url)[0])
     folder.mkdir(parents=True, exist_ok=True)
-    for temporary_file in folder.rglob(".*.tmp"):  # files of a killed process, because the caller holds the lock
+    for temporary_file in folder.rglob(".*.tmp"):  # remove files of killed processes, as the caller holds the lock
         temporary_file.unlink()
     paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
     missing_files = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]

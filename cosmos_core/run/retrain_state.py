@@ -42,16 +42,16 @@ def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published")
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.stage_kind(stage).is_reusable:  # a gate or upload: other stages make all of its inputs
+        if not pipeline.stage_kind(stage).is_reusable:  # a gate or upload reads only results of other stages
             format_keys = {"format"} if stage.format else set()
             content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | format_keys)
             continue
         ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
-        names: tuple[str, ...] = _CONTENT_INGREDIENTS
+        ingredient_names: tuple[str, ...] = _CONTENT_INGREDIENTS
         if initial_model == "base" and not _starts_from_target(pipeline, stage):
-            names += _MODEL_INGREDIENTS
-        content_by_stage[stage.name] = {name: ingredients[name] for name in names if name in ingredients}
+            ingredient_names += _MODEL_INGREDIENTS
+        content_by_stage[stage.name] = {name: ingredients[name] for name in ingredient_names if name in ingredients}
     return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
 
 
@@ -59,20 +59,20 @@ def _starts_from_target(pipeline: Pipeline, stage: StageConfig) -> bool:
     """Return True if the model of a stage lies at a publication target of the pipeline."""
     targets = [each.target for each in pipeline.stages if each.target]
     targets = [target.partition("@")[0] if target.startswith("hub://") else target for target in targets]
-    models = [each for each in pipeline.inputs(stage) if each.role == "model"]
-    locations = [f"hub://{each.location}" if each.location_type == "hub" else each.location for each in models]
-    return any(f"{each}/".startswith(f"{target.rstrip('/')}/") for each in locations for target in targets)
+    model_inputs = [each for each in pipeline.inputs(stage) if each.role == "model"]
+    model_urls = [f"hub://{each.location}" if each.location_type == "hub" else each.location for each in model_inputs]
+    return any(f"{each}/".startswith(f"{target.rstrip('/')}/") for each in model_urls for target in targets)
 
 
 def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_model: str) -> Path:
     """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The path of the
     config is used as the user wrote it: a deployment may unpack its files into a new folder per trigger."""
-    identity_values_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
-    file_stem = hashlib.sha256(identity_values_json.encode()).hexdigest()[:16]
+    identity_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
+    file_stem = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
     return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
 
 
-def save_retrain_state(state_file: Path, state: RetrainState) -> None:
+def save_retrain_state(state_file: Path, retrain_state: RetrainState) -> None:
     """Write the state of the newest retraining to the state file `state_file`."""
     state_file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(state_file, state.model_dump())
+    write_json(state_file, retrain_state.model_dump())

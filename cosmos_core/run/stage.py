@@ -27,7 +27,7 @@ ENGINES_FILE = "engines.json"
 CHECKED_PROMPTS_FILE = "prompts.json"
 """Name of the file with which `cosmos check` passes the first prepared prompts to the check of another stage."""
 CONDITIONS_FILE = "conditions.json"
-"""Name of the file of a gate, also of one that refused, with its conditions and measured values."""
+"""Name of the file in which a gate saves its conditions and the measured values, even if it refuses."""
 _STAGE_FILE = "stage.toml"
 _SAVED_INPUT_KEYS = ("path", "kind", "fingerprint", "digest", "metrics", "info", "inputs")
 
@@ -66,12 +66,12 @@ class Stage(Workspace):
 
     @property
     def entry(self) -> str:
-        """Return the import path of the stage's program: that of its kind, or the user's function."""
+        """Return the import path of the stage's program: the program of its kind, or the user's function."""
         return self.kind.entry or self.config.entry
 
     @property
     def checkpoint_fingerprint(self) -> str:
-        """Return the fingerprint of the stage's checkpoints; a stage may resume from any with its fingerprint."""
+        """Return the fingerprint that is saved with checkpoints; a stage may resume from any checkpoint that has it."""
         return self.training_fingerprint or self.fingerprint
 
     @property
@@ -90,7 +90,7 @@ class Stage(Workspace):
 
     def save(self) -> None:
         """Write `stage.toml`, from which `load_stage` restores the stage in another process."""
-        saved_stage = {
+        stage_table = {
             "model": self.model,
             "data": str(self.data or ""),
             "fingerprint": self.fingerprint,
@@ -102,26 +102,26 @@ class Stage(Workspace):
             "origin": self.origin,
             "inputs": {name: {key: result[key] for key in _SAVED_INPUT_KEYS} for name, result in self.inputs.items()},
         }
-        write_text(self.path / _STAGE_FILE, tomli_w.dumps(without_none(saved_stage)))
+        write_text(self.path / _STAGE_FILE, tomli_w.dumps(without_none(stage_table)))
 
 
 def load_stage(path: Path) -> Stage:
     """Read the `stage.toml` that `Stage.save` wrote to a stage directory; raise `ConfigError` if another machine or
     another version of this package made the stage."""
     try:
-        saved_stage = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
+        stage_table = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
         return Stage(
             path=path,
-            config=StageConfig.model_validate(saved_stage["stage"]),
-            recipe=Recipe.model_validate(saved_stage.get("recipe", {})),
-            model=saved_stage.get("model", ""),
-            data=Path(saved_stage["data"]) if saved_stage.get("data") else None,
-            inputs=saved_stage.get("inputs", {}),
-            fingerprint=saved_stage["fingerprint"],
-            training_fingerprint=saved_stage.get("of_training", ""),
-            origin=saved_stage.get("origin", {}),
-            kind=parse_stage_kind(saved_stage["kind"]),
-            sources=tuple(map(ExternalSource.model_validate, saved_stage.get("sources", ()))),
+            config=StageConfig.model_validate(stage_table["stage"]),
+            recipe=Recipe.model_validate(stage_table.get("recipe", {})),
+            model=stage_table.get("model", ""),
+            data=Path(stage_table["data"]) if stage_table.get("data") else None,
+            inputs=stage_table.get("inputs", {}),
+            fingerprint=stage_table["fingerprint"],
+            training_fingerprint=stage_table.get("of_training", ""),
+            origin=stage_table.get("origin", {}),
+            kind=parse_stage_kind(stage_table["kind"]),
+            sources=tuple(map(ExternalSource.model_validate, stage_table.get("sources", ()))),
         )
     except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
         remedy = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
@@ -138,10 +138,10 @@ def find_source_stage(path: Path) -> Path:
     """Return the directory of the stage that made a result, with its settings and checkpoints: the stage at `path`, or
     a stage of another run from which the result was reused. Return `path` if that run is gone."""
     folders = [path]
-    while (result := read_result(folders[-1])) and (source := Path(result["reused_from"] or path)) not in folders:
-        if (read_result(source) or {}).get("digest") != result["digest"]:
-            break  # the stage of the other run was run again
-        folders.append(source)
+    while (result := read_result(folders[-1])) and (source_path := Path(result["reused_from"] or path)) not in folders:
+        if (read_result(source_path) or {}).get("digest") != result["digest"]:
+            break  # the result in the other run has changed since
+        folders.append(source_path)
     return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
 
 

@@ -90,13 +90,13 @@ class StageState(Launcher):
         """Return the time at which the worker or the launcher last recorded that it is alive; 0 if neither has."""
         return max(self.heartbeat or 0.0, self.renewed or 0.0)
 
-    def total_seconds(self, now: float) -> float:
+    def total_seconds(self, current_time: float) -> float:
         """Return the total duration of all attempts in seconds, without the pauses between attempts."""
-        return sum(max(0.0, end - begin) for begin, end in self.list_attempt_times(now))
+        return sum(max(0.0, end - begin) for begin, end in self.list_attempt_times(current_time))
 
-    def list_attempt_times(self, now: float) -> list[tuple[float, float]]:
+    def list_attempt_times(self, current_time: float) -> list[tuple[float, float]]:
         """Return start and end of all attempts; an attempt without an end lasts until its last heartbeat or renewal."""
-        last_activity_time = min(self.last_activity_time or now, now)
+        last_activity_time = min(self.last_activity_time or current_time, current_time)
         return [(begin, max(begin, last_activity_time) if end is None else end) for begin, end in self.spans]
 
 
@@ -131,7 +131,7 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
     mask_error_message(error)
     state, is_preempted = read_state(stage_path), isinstance(error, Preempted)
     has_progressed = (state.checkpoint_step or 0) > (state.failed_at or 0)
-    num_failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
+    num_consecutive_failures = state.failures if is_preempted else 1 if has_progressed else state.failures + 1
     comparable_message = _RANK_OR_ADDRESS_PATTERN.sub("", str(error))
     failure_message = f"step {state.step}: {comparable_message}" if isinstance(error, ProgramError) else ""
     is_repeated = bool(failure_message) and failure_message == state.failed_with
@@ -139,7 +139,7 @@ def record_failure(stage_path: Path, error: CosmosError) -> None:
         logger.warning("stage %s: the same error at the same step twice; it is not tried again", stage_path.name)
     with warn_if_disk_full(f"the failure of stage {stage_path.name}"):
         update_state(
-            stage_path, state="stopped" if is_preempted else "failed", failures=num_failures,
+            stage_path, state="stopped" if is_preempted else "failed", failures=num_consecutive_failures,
             failed_at=state.checkpoint_step, failed_with=failure_message, is_repeated=is_repeated, error=str(error),
             error_type=type(error).__name__, exit_code=error.exit_code, ended=time.time(),
         )  # fmt: skip

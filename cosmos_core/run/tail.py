@@ -14,8 +14,8 @@ class FileTail:
         self.path = path
         self.was_replaced = False
         """True if the last call read from the start of the file because the file was replaced or truncated."""
-        self._inode: int | None = None
-        self._offset = 0
+        self._file_inode: int | None = None
+        self._read_offset = 0
         self._incomplete_line = ""
         self._decoder = _create_decoder()
 
@@ -30,13 +30,13 @@ class FileTail:
     def _read_new_bytes(self) -> bytes:
         with open(self.path, "rb") as file:
             file_stat = os.fstat(file.fileno())
-            was_replaced = self._inode not in {None, file_stat.st_ino} or file_stat.st_size < self._offset
-            file.seek(0 if was_replaced else self._offset)
+            was_replaced = self._file_inode not in {None, file_stat.st_ino} or file_stat.st_size < self._read_offset
+            file.seek(0 if was_replaced else self._read_offset)
             new_bytes = file.read()
         if was_replaced:
-            self._offset, self._incomplete_line, self._decoder = 0, "", _create_decoder()
-        self.was_replaced, self._inode = was_replaced, file_stat.st_ino
-        self._offset += len(new_bytes)
+            self._read_offset, self._incomplete_line, self._decoder = 0, "", _create_decoder()
+        self.was_replaced, self._file_inode = was_replaced, file_stat.st_ino
+        self._read_offset += len(new_bytes)
         return new_bytes
 
     def read_lines(self, *, is_last_read: bool = False) -> list[str]:

@@ -27,31 +27,31 @@ class EndpointClient:
     """Client of a server that completes prompts, which retries requests after transient errors."""
 
     def __init__(self, stage: Stage, sampling: Sampling) -> None:
-        self._config, self._sampling, self._heartbeat = stage.recipe.sample, sampling, stage.progress.beat
-        mask_secrets((self._config.endpoint_key_env,))
-        api_key = os.environ.get(self._config.endpoint_key_env) or "none"
+        self._sample_config, self._sampling, self._heartbeat = stage.recipe.sample, sampling, stage.progress.beat
+        mask_secrets((self._sample_config.endpoint_key_env,))
+        api_key = os.environ.get(self._sample_config.endpoint_key_env) or "none"
         self._client = OpenAI(
-            base_url=self._config.endpoint, api_key=api_key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
+            base_url=self._sample_config.endpoint, api_key=api_key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
         )
         self.url = str(self._client.base_url).rstrip("/")
         policy = stage.recipe.policy
         self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
-        self._thread_pool = ThreadPoolExecutor(self._config.endpoint_requests, "endpoint")
+        self._thread_pool = ThreadPoolExecutor(self._sample_config.endpoint_requests, "endpoint")
 
     def complete_prompts(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
-        """Complete prompts, given as pairs of prompt and turns, and return one group of completions per prompt; raise
+        """Complete prompts, which are pairs of prompt and turns, and return one group of completions per prompt; raise
         ConfigError if the server refuses the requests, and StageFailed if it does not reply."""
         num_completions = self._sampling.num_completions
         submit_request, seed = self._thread_pool.submit, self._sampling.seed
         futures = [
-            submit_request(self._request_completion, prompt, turns, request_seed(seed, 0, prompt.id, k))
+            submit_request(self._request_completion, prompt, turns, request_seed(seed, 0, prompt.id, completion_index))
             for prompt, turns in prompts
-            for k in range(num_completions)
+            for completion_index in range(num_completions)
         ]
         completions = []
         try:
             for future in futures:
-                wait_for_futures([future], math.inf, self._heartbeat)  # the HTTP client has its own time limit
+                wait_for_futures([future], math.inf, self._heartbeat)  # wait without a limit: the HTTP client has one
                 completions.append(future.result())
         except OpenAIError as error:
             for future in futures:
@@ -70,22 +70,22 @@ class EndpointClient:
         sampling, messages = self._sampling, cast(Any, encode_arguments_in_turns(turns))
         try:
             reply = self._client.chat.completions.create(
-                model=self._config.endpoint_model, messages=messages,
+                model=self._sample_config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
                 seed=seed % (1 << 31), extra_body=_make_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
             )  # fmt: skip
-        except ValueError as error:  # the reply is declared as JSON, but is not JSON
+        except ValueError as error:  # the Content-Type of the reply is JSON, but the reply is not
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
         # A reply that is not JSON is a string, without choices, and a proxy may write an error in place of a message.
         choice = next(iter(getattr(reply, "choices", None) or ()), None)
         if (message := getattr(choice, "message", None)) is None:
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply has no message: {str(reply)[:100]}")
         # Replace lone surrogates, which tokenizers refuse.
-        text = _make_reply_text(message).encode(errors="replace").decode()
-        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # placeholder log-probabilities: servers may return none
         is_finished = getattr(choice, "finish_reason", None) in {"stop", "tool_calls"}
-        return Completion((segment,), "stop" if is_finished else "length", text)
+        reply_text = _make_reply_text(message, is_finished=is_finished).encode(errors="replace").decode()
+        ids = tuple(self._tokenizer(reply_text, add_special_tokens=False)["input_ids"])
+        segment = Segment(ids, True, (0.0,) * len(ids), 0)  # placeholder log-probabilities: servers may return none
+        return Completion((segment,), "stop" if is_finished else "length", reply_text)
 
 
 def _make_tools_argument(prompt: Prompt) -> dict[str, Any]:
@@ -95,20 +95,20 @@ def _make_tools_argument(prompt: Prompt) -> dict[str, Any]:
     return {"tools": api_tools} if api_tools else {}
 
 
-def _make_reply_text(message: Any) -> str:
-    """Return the text of a reply, with what the server has parsed: the thoughts of the model before the text, between
-    the tags of Qwen3, and tool calls after it, in Hermes' format."""
+def _make_reply_text(message: Any, *, is_finished: bool) -> str:
+    """Return the text of a reply, including what the server has split off: the model's thoughts before the text, in the
+    tags of Qwen3, and the tool calls after the text, in Hermes' format."""
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
     calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
     text = "\n".join(filter(None, [message.content, *texts]))
     if not thoughts:
         return text
-    # Thoughts without a text or a call after them were cut off.
-    return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{text}" * bool(text)
+    # Do not close the tag of thoughts that were cut off, which no text or tool call follows.
+    return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{text}" * bool(text or is_finished)
 
 
 def _make_vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return the settings of vLLM's API that differ from their defaults, since other servers may refuse them."""
+    """Return the sampling settings that only vLLM's API has, except default values: other servers may refuse them."""
     top_k = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
     return top_k | ({"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {})

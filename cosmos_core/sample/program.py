@@ -60,15 +60,15 @@ def run(stage: Stage) -> Outcome:
         select_completions(record, sample_config.keep, pass_rate, stage.seed)
         for record, pass_rate in zip(records, pass_rates, strict=True)
     ]
-    model_columns, policy = _make_model_columns(stage), stage.recipe.train.train_policy
-    multi_turn = stage.recipe.rollout.multi_turn_config
-    continues_turn = multi_turn.enable and multi_turn.continue_final_message
-    tools = load_tool_schemas(multi_turn) if is_first_rank() else []  # only the first rank writes rows
+    model_columns, train_policy = _make_model_columns(stage), stage.recipe.train.train_policy
+    multi_turn_config = stage.recipe.rollout.multi_turn_config
+    continues_turn = multi_turn_config.enable and multi_turn_config.continue_final_message
+    tools = load_tool_schemas(multi_turn_config) if is_first_rank() else []  # only the first rank uses the tools
     rows: list[dict[str, Any]] = []
     for record, pass_rate, kept_completions in zip(records, pass_rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
         columns = {"prompt_id": record.id, "pass_rate": pass_rate, **make_tools_column(prompt, tools), **model_columns}
-        turns = make_prompt_turns(prompt, policy.get_system_prompt(prompt.source))
+        turns = make_prompt_turns(prompt, train_policy.get_system_prompt(prompt.source))
         unfinished_turn = _pop_unfinished_turn(turns, prompt) if continues_turn else None
         rows += make_rows(record, turns, sample_config, kept_completions, columns, unfinished_turn)
     metrics = make_metrics(records, completions_to_keep, pass_rates, len(rows))
@@ -79,10 +79,10 @@ def run(stage: Stage) -> Outcome:
             with replace_folder(stage.path / _ROWS_FOLDER) as folder:
                 write_text(folder / "train.jsonl", _to_json_lines(rows))
             records_and_pass_rates = zip(records, pass_rates, strict=True)
-            lines = [
+            pass_rate_lines = [
                 {"prompt": prompts[each.id].text, "pass_rate": pass_rate} for each, pass_rate in records_and_pass_rates
             ]
-            write_text(stage.path / PASS_RATES_FILE, _to_json_lines(lines))
+            write_text(stage.path / PASS_RATES_FILE, _to_json_lines(pass_rate_lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
     outputs = (_ROWS_FOLDER, PASS_RATES_FILE, COMPLETIONS_FILE)
     return Outcome(outputs=outputs, metrics=metrics, info={"data": _ROWS_FOLDER})
@@ -93,8 +93,8 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
     if (image_prompt_id := next((item.id for item in prompts if item.images), None)) is not None:
         raise DataError(f"prompt {image_prompt_id} has images, and kind sample writes rows of text only")
     batch_size = stage.recipe.rollout.batch_size * num_ranks()
-    values = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first_rank() else [])
-    records = [parse_record(value) for value in values]
+    json_records = broadcast_object(read_records(stage.path, batch_size, len(prompts)) if is_first_rank() else [])
+    records = [parse_record(json_record) for json_record in json_records]
     if len(records) == len(prompts):
         return records
     with ExitStack() as exit_stack:
@@ -102,8 +102,8 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
         scorer = open_rewards(stage.recipe, stage.recipe.training_rewards, stage.progress.beat)
         score_fn = score_on_first_rank(exit_stack.enter_context(scorer))
         stage.progress.phase("generate")
-        for start in range(len(records), len(prompts), batch_size):
-            scored_groups = score_fn(complete_prompts(prompts[start : start + batch_size]))
+        for batch_start in range(len(records), len(prompts), batch_size):
+            scored_groups = score_fn(complete_prompts(prompts[batch_start : batch_start + batch_size]))
             scores = [item for group in scored_groups for item in group.scores]
             if not records and all(item.value is None and item.is_permanent_error for item in scores):
                 raise invalid_scores_error(f"all {len(scores)} rewards of the first batch are invalid", scores)
@@ -119,7 +119,7 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
 
 def _open_sampler(stage: Stage, sampling: Sampling, exit_stack: ExitStack) -> Callable[[Sequence[Prompt]], list[Group]]:
     if stage.recipe.sample.endpoint:
-        from cosmos_core.sample.endpoint import EndpointClient  # imported here, since the package openai is optional
+        from cosmos_core.sample.endpoint import EndpointClient  # imported late, since the package openai is optional
 
         endpoint = EndpointClient(stage, sampling)
         exit_stack.callback(endpoint.close)
@@ -195,5 +195,5 @@ def _make_nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[s
     )
 
 
-def _to_json_lines(values: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+def _to_json_lines(json_objects: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(json_object, ensure_ascii=False) + "\n" for json_object in json_objects)

@@ -62,24 +62,24 @@ def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[dict[s
     path = folder / COMPLETIONS_FILE
     if not path.is_file():
         return []
-    values = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-    # A record that is missing, as after a damage, would shift the prompts that are still to be completed.
-    values = values[: next((i for i, value in enumerate(values) if value.get("id") != i), None)]
-    values = values[: num_prompts if len(values) >= num_prompts else len(values) // batch_size * batch_size]
+    records = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
+    # Drop all records after a missing one (in a damaged file), because the next prompt is that of the record count.
+    records = records[: next((i for i, json_record in enumerate(records) if json_record.get("id") != i), None)]
+    records = records[: num_prompts if len(records) >= num_prompts else len(records) // batch_size * batch_size]
     with raise_disk_full(folder):
-        write_text(path, "".join(json.dumps(value) + "\n" for value in values))
-    return values
+        write_text(path, "".join(json.dumps(json_record) + "\n" for json_record in records))
+    return records
 
 
-def parse_record(value: Mapping[str, Any]) -> SampledPrompt:
+def parse_record(json_record: Mapping[str, Any]) -> SampledPrompt:
     """Return the record that was read as a JSON object."""
-    return SampledPrompt(value["id"], [ScoredCompletion(**each) for each in value["candidates"]])
+    return SampledPrompt(json_record["id"], [ScoredCompletion(**each) for each in json_record["candidates"]])
 
 
 def append_records(folder: Path, records: Sequence[SampledPrompt]) -> None:
     """Append the records of a batch to `completions.jsonl`, and wait until the records are on the disk."""
-    lines: list[dict[str, Any]] = [asdict(record) for record in records]
+    json_records: list[dict[str, Any]] = [asdict(record) for record in records]
     with raise_disk_full(folder), (folder / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.write("".join(json.dumps(json_record) + "\n" for json_record in json_records))
         file.flush()
         os.fsync(file.fileno())

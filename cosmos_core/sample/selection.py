@@ -16,14 +16,14 @@ Message = Mapping[str, Any]
 def compute_pass_rate(
     sampled_prompt: SampledPrompt, get_full_reward: Callable[[Mapping[str, float]], float | None]
 ) -> float | None:
-    """Return the fraction of valid completions with the full reward, which `get_full_reward` returns for the values of
-    the reward functions; None if the full reward of no valid completion is known."""
-    flags = [
-        has_full_reward(each.reward, full_reward)
-        for each in sampled_prompt.candidates
-        if each.reward is not None and (full_reward := get_full_reward(each.rewards)) is not None
+    """Return the fraction of the valid completions that have the full reward. `get_full_reward` maps the values of the
+    reward functions to the full reward, or None if it is unknown. Return None if it is unknown for all completions."""
+    full_reward_flags = [
+        has_full_reward(completion.reward, full_reward)
+        for completion in sampled_prompt.candidates
+        if completion.reward is not None and (full_reward := get_full_reward(completion.rewards)) is not None
     ]
-    return sum(flags) / len(flags) if flags else None
+    return sum(full_reward_flags) / len(full_reward_flags) if full_reward_flags else None
 
 
 def select_completions(
@@ -46,8 +46,8 @@ def select_completions(
     completions = completions[: keep_config.best or None]
     max_completions = keep_config.max_per_prompt
     if max_completions and len(completions) > max_completions:
-        indices = random.Random(f"{seed}/{sampled_prompt.id}").sample(range(len(completions)), max_completions)
-        completions = [completions[i] for i in sorted(indices)]
+        selected_indices = random.Random(f"{seed}/{sampled_prompt.id}").sample(range(len(completions)), max_completions)
+        completions = [completions[i] for i in sorted(selected_indices)]
     return completions
 
 
@@ -71,8 +71,8 @@ def make_rows(
     origin_columns: Mapping[str, Any],
     unfinished_turn: Message | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the rows of a prompt for its kept completions: conversations, or at most one pair if `config` sets
-    `pairs`, each with `origin_columns`. A completion's first turn is appended to `unfinished_turn` if it is set."""
+    """Return the rows of a prompt for its kept completions: conversations, or at most one pair if `sample_config`
+    sets `pairs`. Each row has `origin_columns`. `unfinished_turn` is the start of each completion's first turn."""
 
     def make_turns(completion: ScoredCompletion) -> list[Message]:
         if unfinished_turn is None:
@@ -106,24 +106,24 @@ def make_metrics(
     `sample/reward_random` is the expected reward of a random completion of each prompt: the baseline for the reward of
     the best completion (`sample/reward_best`) and of the kept completions (`sample/reward_kept`).
     """
-    reward_groups = [values for record in records if (values := _list_valid_rewards(record.candidates))]
-    candidates = [item for record in records for item in record.candidates]
+    reward_groups = [rewards for record in records if (rewards := _list_valid_rewards(record.candidates))]
+    candidates = [completion for record in records for completion in record.candidates]
     kept_rewards = [reward for completions in kept_completions for reward in _list_valid_rewards(completions)]
     known_pass_rates = [pass_rate for pass_rate in pass_rates if pass_rate is not None]
     mean_metrics = {
-        "reward_random": [float(np.mean(values)) for values in reward_groups],
-        "reward_best": [max(values) for values in reward_groups],
+        "reward_random": [float(np.mean(rewards)) for rewards in reward_groups],
+        "reward_best": [max(rewards) for rewards in reward_groups],
         "reward_kept": kept_rewards,
         "pass_rate": known_pass_rates,
         "solved": [float(pass_rate > 0) for pass_rate in known_pass_rates],
-        "length": [float(item.num_tokens) for item in candidates],
-        "truncated": [float(not item.is_finished) for item in candidates],
+        "length": [float(completion.num_tokens) for completion in candidates],
+        "truncated": [float(not completion.is_finished) for completion in candidates],
     }
     return {
         "sample/prompts": float(len(records)),
-        "sample/prompts_kept": float(sum(bool(item) for item in kept_completions)),
+        "sample/prompts_kept": float(sum(bool(completions) for completions in kept_completions)),
         "sample/completions": float(len(candidates)),
-        "sample/invalid": float(sum(item.reward is None for item in candidates)),
+        "sample/invalid": float(sum(completion.reward is None for completion in candidates)),
         "sample/rows": float(num_rows),
         **{f"sample/{name}": float(np.mean(values)) for name, values in mean_metrics.items() if values},
     }

@@ -69,10 +69,10 @@ def load_tool(path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def tool_paths_by_name(paths: Iterable[str]) -> dict[str, str]:
+def tool_paths_by_name(import_paths: Iterable[str]) -> dict[str, str]:
     """Return the import path of each tool by its function name; raise `ConfigError` if two tools have the same name."""
     paths_by_name: dict[str, str] = {}
-    for path in paths:
+    for path in import_paths:
         name = path.rpartition(":")[2]
         if name in paths_by_name:
             raise ConfigError(f"{TOOLS_KEY}: {paths_by_name[name]!r} and {path!r} have one name; rename a function")
@@ -80,23 +80,23 @@ def tool_paths_by_name(paths: Iterable[str]) -> dict[str, str]:
     return paths_by_name
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
+def parse_tool_calls(turn_text: str) -> list[ToolCall]:
     """Return the tool calls of an assistant's turn in order, without calls inside the reasoning before `</think>`.
 
     A call that cannot be parsed is in the list with its error, so that the policy receives the error as a result.
     """
-    calls = []
-    search_start = max(0, text.rfind(_REASONING_END_TAG))
-    while (call_start := text.find(_CALL_START_TAG, search_start)) >= 0:
-        call, search_start = _parse_tool_call(text, call_start + len(_CALL_START_TAG))
-        calls.append(call)
-    return calls
+    tool_calls = []
+    search_start = max(0, turn_text.rfind(_REASONING_END_TAG))
+    while (call_start := turn_text.find(_CALL_START_TAG, search_start)) >= 0:
+        tool_call, search_start = _parse_tool_call(turn_text, call_start + len(_CALL_START_TAG))
+        tool_calls.append(tool_call)
+    return tool_calls
 
 
 def _parse_tool_call(text: str, call_start: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call.
 
-    The JSON parser determines the end of the call, because a string in the JSON may contain the end mark.
+    The JSON parser determines the end of the call, because a string in the JSON may contain the end tag.
     """
     json_start = call_start + len(text[call_start:]) - len(text[call_start:].lstrip())
     try:
@@ -107,23 +107,23 @@ def _parse_tool_call(text: str, call_start: int) -> tuple[ToolCall, int]:
             raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
         return _make_tool_call(decoded_call), end_tag_start + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        parse_error = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         end_tag_start = text.find(_CALL_END_TAG, call_start)
         call_end = len(text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
-        return ToolCall("", error=f"the tool call cannot be read: {reason}"), call_end
+        return ToolCall("", error=f"the tool call cannot be read: {parse_error}"), call_end
 
 
 def _make_tool_call(decoded_call: Any) -> ToolCall:
     if not isinstance(decoded_call, dict) or not isinstance(decoded_call.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
-    name, arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
+    tool_name, arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
     if isinstance(arguments, str):  # OpenAI's format has the arguments as JSON text
         arguments = _JSON_DECODER.decode(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        return ToolCall(name, error=f"arguments is a {type(arguments).__name__}; write an object")
-    return ToolCall(name, arguments)
+        return ToolCall(tool_name, error=f"arguments is a {type(arguments).__name__}; write an object")
+    return ToolCall(tool_name, arguments)
 
 
 def _refuse_json_constant(constant_name: str) -> Any:

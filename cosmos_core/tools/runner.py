@@ -26,10 +26,10 @@ from cosmos_core.rewards.base import error_on_one_line, wait_for_result
 from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
 from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_paths_by_name
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MAX_RESULT_LENGTH = 1 << 16  # maximum number of characters of a tool's result that the policy receives
-_MAX_SECRET_LENGTH = 4096  # number of characters after the cut that are searched for the end of a secret
+_MAX_SECRET_LENGTH = 4096  # number of characters after a truncation that are searched for the end of a secret
 _MAX_PROCESSES = 16
 _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a process that dies breaks its pool
 
@@ -47,13 +47,13 @@ class ToolRunner(WorkerPool):
         paths: Sequence[str],
         *,
         timeout_seconds: float,
-        env: Sequence[str] = (),
+        env_names: Sequence[str] = (),
         num_workers: int | None = None,
-        beat: Callable[[], None] = lambda: None,
+        send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the runner; `num_workers` None: one process per core, at most 16; `beat` is called while it waits."""
+        """Set up the runner, which calls `send_heartbeat` when it waits; `num_workers` None: one per core, up to 16."""
         self._paths = tool_paths_by_name(paths)
-        self._timeout, self._env, self._beat = timeout_seconds, tuple(env), beat
+        self._timeout, self._env_names, self._send_heartbeat = timeout_seconds, tuple(env_names), send_heartbeat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ class ToolRunner(WorkerPool):
                 pool.schedule(_call_tool, args=(self._paths[calls[i].name], calls[i].arguments), timeout=self._timeout)
                 for i in pending_indices
             ]
-            if not wait_for_futures(futures, self._timeout + START_TIMEOUT_SECONDS, self._beat):
+            if not wait_for_futures(futures, self._timeout + START_TIMEOUT_SECONDS, self._send_heartbeat):
                 self.close()  # the pool is unusable: a process with a call was lost, or no process started
             for i, future in zip(pending_indices, futures, strict=True):
                 results[i] = self._collect_call_result(calls[i].name, future)
@@ -86,7 +86,7 @@ class ToolRunner(WorkerPool):
             return _make_error_result(f"there is no tool {call.name!r}; there are: {', '.join(self._paths) or 'none'}")
         return None
 
-    def _collect_call_result(self, name: str, future: Future[ToolResult]) -> ToolResult | None:
+    def _collect_call_result(self, tool_name: str, future: Future[ToolResult]) -> ToolResult | None:
         """Return the result of a tool call that has ended; None: the process pool broke before the call began."""
         try:
             return future.result(timeout=0)
@@ -94,23 +94,25 @@ class ToolRunner(WorkerPool):
             return None
         except (ProcessExpired, TimeoutError) as error:
             reason = f"not done in {self._timeout:g} s" if isinstance(error, TimeoutError) else describe_exit(error)
-            log.warning("tool %s: %s", name, reason)
+            logger.warning("tool %s: %s", tool_name, reason)
             return _make_error_result(reason)
         except Exception as error:  # noqa: BLE001 - any error, such as of unpicklable arguments, goes to the policy
             return _make_error_result(error_on_one_line(error))
 
     def _start_pool(self) -> ProcessPool:
         paths = list(self._paths.values())
-        pool = self._replace_pool(_start_worker, paths, env_names=self._env, num_processes=self._num_workers)
+        pool = self._replace_pool(
+            _start_worker, paths, environment_names=self._env_names, num_processes=self._num_workers
+        )
         self._call_in_pool(_load_tools)
         return pool
 
-    def _call_in_pool(self, function: Callable[[list[str]], Any]) -> Any:
+    def _call_in_pool(self, pool_function: Callable[[list[str]], Any]) -> Any:
         pool = self._pool or self._start_pool()
         try:
             with cleanup_on_error(self.close):
-                future = pool.schedule(function, args=(list(self._paths.values()),))
-                if not wait_for_futures([future], START_TIMEOUT_SECONDS, self._beat):
+                future = pool.schedule(pool_function, args=(list(self._paths.values()),))
+                if not wait_for_futures([future], START_TIMEOUT_SECONDS, self._send_heartbeat):
                     raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_TIMEOUT_SECONDS:g} s")
                 return future.result()
         except (BrokenProcessPool, ProcessExpired) as error:
@@ -124,9 +126,9 @@ def _make_error_result(text: str) -> ToolResult:
 # The code below runs in the worker processes.
 
 
-def _start_worker(paths: Sequence[str], env: Sequence[str], parent_pid: int) -> None:
+def _start_worker(paths: Sequence[str], env_names: Sequence[str], parent_pid: int) -> None:
     """Initialise a worker process and import the user's tools; the import before the first call reports errors."""
-    init_worker(env, parent_pid)
+    init_worker(env_names, parent_pid)
     with suppress(ConfigError):
         _load_tools(paths)
 
@@ -149,9 +151,9 @@ def _make_tool_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             schemas.append(chat_template_utils.get_json_schema(_load_cached_tool(path)))
-            # A call names the tool as the recipe does; `__name__` may be that of a decorator or of another name.
+            # Calls use the name in the recipe; `__name__` may be the name of a decorator or another name.
             schemas[-1]["function"]["name"] = path.rpartition(":")[2]
-        except Exception as error:  # transformers raises it for a missing type hint or description
+        except Exception as error:  # transformers raises an error if a type hint or a description is missing
             raise ConfigError(f"{TOOLS_KEY}: {path!r} cannot be described: {error_on_one_line(error)}") from error
     return schemas
 

@@ -46,7 +46,7 @@ class AsyncValidation:
         """Class name and message of the error of a failed validation, in a form that can be broadcast."""
 
     def start_async(self, step: int) -> None:
-        """Start the validation of the weights after `step` train steps, which the engines already have."""
+        """Start to validate the weights after `step` train steps; the engines must have these weights already."""
         assert self.step is None, "one validation at a time"
         self.step = step
         self._done_event.clear()
@@ -59,7 +59,8 @@ class AsyncValidation:
             threading.Thread(target=self._score_completions, args=thread_args, daemon=True, name="validation").start()
 
     def poll(self) -> None:
-        """If the validation has ended, call `on_end` with its metrics, or raise its error or RanksMustRestart."""
+        """If the validation has ended, call `on_end` with its metrics; if it failed, raise its error. Raise
+        RanksMustRestart if no engine has the validated weights any more."""
         if self.step is None:
             return
         validation_state = (self._done_event.is_set(), self._metrics, self._error_info) if is_first_rank() else None
@@ -75,13 +76,14 @@ class AsyncValidation:
         self.on_end(step, metrics)
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
-        """Wait until no validation is running; send the weights of `step` to restarted engines. `on_wait` may raise."""
+        """Wait until no validation is running, and send the weights of step `step` to restarted engines. `on_wait` is
+        called repeatedly, and may raise an error to stop waiting."""
         while self.step is not None:
             if is_first_rank():
                 self._done_event.wait(_POLL_SECONDS)
             self._send_heartbeat()
             self.poll()
-            if self.step is None:  # skip `on_wait`, which may raise: log the train step first
+            if self.step is None:  # do not call `on_wait`: its error would keep the caller from logging the train step
                 return
             on_wait()
             if broadcast_object(self._fleet.needs_weights if is_first_rank() else None):
@@ -106,6 +108,6 @@ class AsyncValidation:
             self._error_info = serialise_error(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
-            name, message = serialise_error(error)
-            self._error_info = name, f"validation of step {step}: {message}"
+            error_name, message = serialise_error(error)
+            self._error_info = error_name, f"validation of step {step}: {message}"
         self._done_event.set()

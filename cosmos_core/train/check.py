@@ -70,7 +70,7 @@ _MAX_COLUMNS = 20  # maximum number of unused dataset columns that the report li
 
 def run(stage: Stage) -> Outcome:
     """Check the model, tokenizer, rows and rewards of the stage, and return a report as the outcome's `info`."""
-    if stage.kind.trains_model:  # import user-defined code, to report its errors before the run
+    if stage.kind.trains_model:  # import user-defined code now, so that its errors are reported before the run
         algorithm_class(stage.recipe.train.train_policy)
         Hooks(stage)
         if isinstance(stage.recipe.train.resume, str):
@@ -84,7 +84,7 @@ def run(stage: Stage) -> Outcome:
     tokenizer = load_tokenizer(stage.model, revision, stage.recipe.policy.chat_template)
     architectures = config.architectures
     architecture = architectures[0] if isinstance(architectures, list) and architectures else type(config).__name__
-    lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
+    report_lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
     info: dict[str, JsonValue] = {}
     make_model = partial(_make_meta_model, stage.model, revision, stage.recipe.train.master_dtype)
     if stage.kind.makes == "data":
@@ -93,40 +93,40 @@ def run(stage: Stage) -> Outcome:
             raise DataError(str(lost_text_message))
         split_statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
         has_rewards = metric_weights(stage.recipe.train.train_policy)
-        column_readers = "only rewards can read" if has_rewards else "nothing reads"
-        lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, column_readers)
-        lines += cast(list[str], prepare_outcome.info.get("notices", []))
+        column_use_text = "only rewards can read" if has_rewards else "nothing reads"
+        report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, column_use_text)
+        report_lines += cast(list[str], prepare_outcome.info.get("notices", []))
         splits = stage.recipe.completed_splits
-        lines += filter(None, [check_rows(config, stage.path / "data", make_model, completed_splits=splits)])
+        report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=splits)])
         num_rows = split_statistics["train"]["rows"]
-        info |= _check_row_counts(stage.recipe.train, stage.recipe.group_size, num_rows, split_statistics, lines)
+        info |= _check_row_counts(stage.recipe.train, stage.recipe.group_size, num_rows, split_statistics, report_lines)
         info |= {"has_images": True} if has_images(stage.path / "data") else {}
         info["prompts"] = read_first_prompts(stage.path / "data")
         info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
-        lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
-        lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
+        report_lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
+        report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
         refused_settings = find_refused_generation_settings(stage.model, revision)
         if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            problem = f"vLLM refuses to load {', '.join(refused_settings)}"
-            raise ModelError(f"{stage.model}/{GENERATION_CONFIG}: {problem}; remove it there")
+            refusal = f"vLLM refuses to load {', '.join(refused_settings)}"
+            raise ModelError(f"{stage.model}/{GENERATION_CONFIG}: {refusal}; remove it there")
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
             rollout = stage.recipe.rollout
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
         if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, processor_contents)
-            lines += _describe_precision(config, stage.recipe.train.param_dtype)
+            report_lines += _describe_precision(config, stage.recipe.train.param_dtype)
         teacher_config = stage.recipe.teacher_for_stage(stage.kind)
         if teacher_config and referenced_stage(teacher_config.model_name_or_path) is None:
-            lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
-            name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
+            report_lines.append(check_teacher(teacher_config, stage.recipe, tokenizer))
+            teacher_name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
             mesh, master_dtype = stage.recipe.policy.parallelism, stage.recipe.train.master_dtype
-            check_teacher_parallelism(name, teacher_revision, master_dtype, mesh)
+            check_teacher_parallelism(teacher_name, teacher_revision, master_dtype, mesh)
         if reward_lines := check_rewards(stage):
-            lines += reward_lines
-            lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
-    return Outcome(info={**info, "found": "; ".join(lines)})
+            report_lines += reward_lines
+            report_lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
+    return Outcome(info={**info, "found": "; ".join(report_lines)})
 
 
 def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrainedModel:
@@ -135,29 +135,29 @@ def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrained
 
 
 def _check_row_counts(
-    train: TrainConfig, group_size: int, num_rows: int, splits: Mapping[str, Any], lines: list[str]
+    train: TrainConfig, group_size: int, num_rows: int, statistics_by_split: Mapping[str, Any], lines: list[str]
 ) -> dict[str, JsonValue]:
-    """Append a message about unused rows to `lines`; return errors that matter only to stages that train on the
-    rows."""
+    """Append a message about unused rows to `lines`. Return errors about missing rows by key of the report; they matter
+    only if a later stage trains or validates on the rows."""
     row_errors: dict[str, JsonValue] = {}
-    if "validation" not in splits:
+    if "validation" not in statistics_by_split:
         row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
         lines += filter(None, [unused_rows_message(train, group_size, num_rows)])
-        if (supervised_rows := train.train_policy.supervised_rows) and DATA_TERM_SPLIT in splits:
-            check_data_term_rows(supervised_rows, splits[DATA_TERM_SPLIT]["rows"])
+        if (supervised_rows := train.train_policy.supervised_rows) and DATA_TERM_SPLIT in statistics_by_split:
+            check_data_term_rows(supervised_rows, statistics_by_split[DATA_TERM_SPLIT]["rows"])
     except DataError as error:
         row_errors["too_few"] = str(error)
     return row_errors
 
 
-def _check_model(policy_config: PolicyConfig, train: TrainConfig, kind: StageKind, model_name: str) -> list[str]:
+def _check_model(policy_config: PolicyConfig, train: TrainConfig, stage_kind: StageKind, model_name: str) -> list[str]:
     """Build the model without weights, check that the recipe fits it, and return report lines about its LoRA
     adapter."""
-    parallelism = policy_config.parallelism if kind.has_mesh else ParallelismConfig()
+    parallelism = policy_config.parallelism if stage_kind.has_mesh else ParallelismConfig()
     with nullcontext() if parallelism.pp_size > 1 else torch.device("meta"), meta_device_safe_creation_ops():
         model = _open_without_weights(model_name, policy_config.model_revision, train.master_dtype, parallelism)
-        if kind.trains_model:
+        if stage_kind.trains_model:
             mark_trained_weights(model, policy_config)
             load_balancing_settings(model, policy_config.aux_loss_coeff)
             check_module_paths(model, train)
@@ -178,7 +178,7 @@ def _open_without_weights(
 
 
 def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -> None:
-    """Check that the mesh can split the heads, matrices, experts and layers of a model; see `parallel`."""
+    """Check that the mesh can split the heads, matrices, experts and layers of a model."""
     for axis, tp_size in (("tp_size", 1), ("cp_size", parallelism.tp_size)):
         check_head_split(model, axis, getattr(parallelism, axis), tp_size)
     if parallelism.tp_size > 1:
@@ -190,7 +190,7 @@ def _check_parallelism(model: PreTrainedModel, parallelism: ParallelismConfig) -
 
 
 def check_teacher_parallelism(model_name: str, revision: str | None, dtype: str, mesh: ParallelismConfig) -> None:
-    """Check that the mesh of a training can split its teacher, if there are several ranks."""
+    """Check that the mesh of a training with several ranks can split the teacher model."""
     if mesh.world_size > 1:
         with name_teacher_in_errors():
             _check_parallelism(_open_without_weights(model_name, revision, dtype, mesh), mesh)
@@ -204,7 +204,7 @@ def _generates_completions(stage: StageContext) -> bool:
 
 
 def _describe_precision(config: PretrainedConfig, dtype: str) -> list[str]:
-    """Return a report line if exports have 16-bit weights although the base model has wider weights."""
+    """Return a report line if exports have 16-bit weights although the base model has wider weights; else no line."""
     base_dtype = str(getattr(config.get_text_config(), "dtype", None) or config.dtype or dtype).removeprefix("torch.")
     if base_dtype not in {"float32", "float64"} or torch.finfo(getattr(torch, dtype)).bits > 16:
         return []
@@ -226,7 +226,7 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
     num_frames = policy_config.diffusers.inference_frames if pipeline.is_video else 1
     pipeline.latent_shape(*policy_config.diffusers.inference_size, num_frames)
     sample_config = policy_config.diffusers.sample
-    if pipeline.schedule and not sample_config.sigma_schedule:  # report unusable noise levels before the run
+    if pipeline.schedule and not sample_config.sigma_schedule:  # raise an error now if noise levels are unusable
         for num_steps in {sample_config.num_steps, sample_config.eval_num_steps}:
             pipeline.set_scheduler_timestep(num_steps)
     if stage.kind.makes == "data":
@@ -255,9 +255,9 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
     be loaded, scores no completion, is missing in the reward service, or is missing although groups of
     completions are filtered by it.
     """
-    policy = stage.recipe.train.train_policy
-    names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(policy))
-    for metric in policy.dynamic_sampling[0] if policy.dynamic_sampling and stage.kind.trains_model else ():
+    algorithm = stage.recipe.train.train_policy
+    names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(algorithm))
+    for metric in algorithm.dynamic_sampling[0] if algorithm.dynamic_sampling and stage.kind.trains_model else ():
         if metric.partition("/")[0] not in names:
             raise RewardError(
                 f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
@@ -266,7 +266,7 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
     for rewards, splits in _group_splits_by_rewards(StageContext(stage.recipe, stage.kind)):
         if not isinstance(rewards, RemoteRewardConfig):
             prompts = read_checked_prompts(stage.path, stage.data)
-            test_groups = make_test_groups(prompts, splits, policy, media_shape)
+            test_groups = make_test_groups(prompts, splits, algorithm, media_shape)
             report_lines.append(call_rewards(stage.recipe, rewards, test_groups, stage.progress.beat))
             continue
         reward_names = [reward_fn.name for reward_fn in rewards.reward_fns]
@@ -295,40 +295,40 @@ def _group_splits_by_rewards(stage: StageContext) -> list[tuple[RewardConfig, li
     """Return each local or remote reward of a stage with the splits whose completions it scores."""
     rewards_and_splits = [(stage.recipe.training_rewards, "train")] if stage.kind.completes_prompts else []
     rewards_and_splits += [(stage.recipe.held_out_rewards, "validation")] if stage.measures_held_out_rows else []
-    splits_by_rewards: dict[str, tuple[RewardConfig, list[str]]] = {}
+    rewards_and_splits_by_key: dict[str, tuple[RewardConfig, list[str]]] = {}
     for rewards, split_name in rewards_and_splits:
         if rewards:
-            splits_by_rewards.setdefault(repr(rewards), (rewards, []))[1].append(split_name)
-    return list(splits_by_rewards.values())
+            rewards_and_splits_by_key.setdefault(repr(rewards), (rewards, []))[1].append(split_name)
+    return list(rewards_and_splits_by_key.values())
 
 
 def _check_tools(
-    config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None
+    multi_turn_config: MultiTurnRolloutConfig, tokenizer: PreTrainedTokenizerBase, model: str, revision: str | None
 ) -> list[str]:
     """Load the tools that the policy may call, and check that the chat template can render the results of tools."""
-    if not config.enable or not config.enable_tools:
+    if not multi_turn_config.enable or not multi_turn_config.enable_tools:
         return []
     stop_tokens = read_stop_tokens(model, revision, tokenizer)
-    ToolResultTokens(tokenizer, make_prompt_rendering(config), stop_tokens)
-    return [f"tools {', '.join(tool_paths_by_name(config.enabled_tools))}"]
+    ToolResultTokens(tokenizer, make_prompt_rendering(multi_turn_config), stop_tokens)
+    return [f"tools {', '.join(tool_paths_by_name(multi_turn_config.enabled_tools))}"]
 
 
-def _describe_rows(statistics: dict[str, Any], max_length: int, column_readers: str) -> list[str]:
+def _describe_rows(statistics: dict[str, Any], max_length: int, column_use_text: str) -> list[str]:
     report_lines = []
-    for name, counts in statistics.items():
-        text = f"{name}: {counts['rows']:,} rows, {counts['tokens']:,} tokens"
-        if counts["label_tokens"]:
-            text += f", {counts['label_tokens'] / max(1, counts['tokens']):.0%} of them learned"
-        if counts.get("images"):
-            text += f", {counts['images']:,} images of {counts['image_tokens']:,} tokens"
-        if counts.get("truncated_rows"):
-            text += f", {counts['truncated_rows']:,} rows cut at {max_length}"
-        if num_masked := counts.get("continued_rows"):
+    for name, split_counts in statistics.items():
+        text = f"{name}: {split_counts['rows']:,} rows, {split_counts['tokens']:,} tokens"
+        if split_counts["label_tokens"]:
+            text += f", {split_counts['label_tokens'] / max(1, split_counts['tokens']):.0%} of them learned"
+        if split_counts.get("images"):
+            text += f", {split_counts['images']:,} images of {split_counts['image_tokens']:,} tokens"
+        if split_counts.get("truncated_rows"):
+            text += f", {split_counts['truncated_rows']:,} rows cut at {max_length}"
+        if num_masked := split_counts.get("continued_rows"):
             text += f", {num_masked:,} rows of plain text whose prompt is masked, as the model has no chat template"
-        if num_unmasked := counts.get("plain_rows"):
+        if num_unmasked := split_counts.get("plain_rows"):
             text += f", {num_unmasked:,} rows of plain text in which no token is masked"
-        if unused_columns := counts.get("unread_columns"):
-            text += f", columns that {column_readers}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
+        if unused_columns := split_counts.get("unread_columns"):
+            text += f", columns that {column_use_text}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
             text += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
         report_lines.append(text)
     return report_lines

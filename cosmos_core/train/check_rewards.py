@@ -42,7 +42,7 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
                     "reference": p.reference,
                     "metadata": p.metadata,
                     "source": p.source,
-                    "images": [_image_ref_to_json(each) for each in p.images],
+                    "images": [_image_ref_to_json(image_ref) for image_ref in p.images],
                 }
                 for p in [prompts[i] for i in chain(*ranges)]
             ]
@@ -50,21 +50,21 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(
-    recipe: Recipe, rewards: Mapping[str, float], test_groups: Sequence[Group], beat: Callable[[], None]
+    recipe: Recipe, rewards: Mapping[str, float], test_groups: Sequence[Group], send_heartbeat: Callable[[], None]
 ) -> str:
-    """Call rewards on made-up completions, and return their names with messages about missing scores; `beat` is called
-    during waits."""
+    """Call rewards on made-up completions. Return the names of the rewards, with messages about completions without a
+    score. `send_heartbeat` is called during waits."""
     unit_weights: dict[str, float] = dict.fromkeys(rewards, 1.0)
     if isinstance(rewards, RewardWeightsBySource):
         unit_weights = RewardWeightsBySource(
-            {source: dict.fromkeys(weights, 1.0) for source, weights in rewards.by_source.items()}
+            {source: dict.fromkeys(weight_by_reward, 1.0) for source, weight_by_reward in rewards.by_source.items()}
         )
-    with open_rewards(recipe, unit_weights, beat) as score:
+    with open_rewards(recipe, unit_weights, send_heartbeat) as score:
         scored_groups = score(test_groups) if test_groups else []
     score_messages = []
-    for reward, name in metric_names(rewards).items():
+    for reward, metric_name in metric_names(rewards).items():
         reward_groups = [g for g in scored_groups if reward in reward_weights_of_source(rewards, g.group.prompt.source)]
-        score_messages.append(_describe_missing_scores(reward, name, reward_groups) if reward_groups else "")
+        score_messages.append(_describe_missing_scores(reward, metric_name, reward_groups) if reward_groups else "")
     return "; ".join([f"rewards {', '.join(rewards)}", *filter(None, score_messages)])
 
 
@@ -86,19 +86,19 @@ def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Seque
 
 def read_checked_prompts(stage_folder: Path, data_folder: Path | None) -> dict[str, Any]:
     """Return the first prompts of each split: those that another stage's check wrote, or those of prepared rows."""
-    if (file := stage_folder / CHECKED_PROMPTS_FILE).exists():
-        prompts_by_split: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (prompts_file := stage_folder / CHECKED_PROMPTS_FILE).exists():
+        prompts_by_split: dict[str, Any] = json.loads(prompts_file.read_text(encoding="utf-8"))
         return prompts_by_split
     return read_first_prompts(data_folder) if data_folder is not None else {}
 
 
 def make_test_groups(
-    prompts_by_split: Mapping[str, Any], split_names: Sequence[str], policy: AlgorithmConfig,
+    prompts_by_split: Mapping[str, Any], split_names: Sequence[str], algorithm_config: AlgorithmConfig,
     media_shape: tuple[int, int, int] | None,
 ) -> list[Group]:  # fmt: skip
     """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
     `media_shape`: frames (1 for an image), height and width of made-up media; None if completions are text."""
-    reference_column = getattr(policy, "response_column_name", "")
+    reference_column = getattr(algorithm_config, "response_column_name", "")
     test_groups = []
     for name in split_names:
         for i, row in enumerate(prompts_by_split.get(name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
@@ -119,9 +119,9 @@ def _image_ref_to_json(image_ref: ImageRef) -> dict[str, JsonValue]:
     return {"path": image_ref.path, "content": content, "sha256": image_ref.sha256}
 
 
-def _image_ref_from_json(fields: Mapping[str, Any]) -> ImageRef:
-    content = None if fields["content"] is None else base64.b64decode(fields["content"])
-    return ImageRef(fields["path"], content, fields["sha256"])
+def _image_ref_from_json(json_fields: Mapping[str, Any]) -> ImageRef:
+    content = None if json_fields["content"] is None else base64.b64decode(json_fields["content"])
+    return ImageRef(json_fields["path"], content, json_fields["sha256"])
 
 
 def _make_text_completion(text: str) -> Completion:

@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 COMPLETIONS_FOLDER = "completions"
 _NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS = 4, 8
 _NUM_LOGGED_IMAGE_GROUPS, _NUM_LOGGED_IMAGES = 2, 4
-"""Number of groups logged per train step, and number of completions logged per group: of text, of images or videos."""
+"""Number of logged groups per train step, and of logged images or videos per group; the previous line is for text."""
 _MAX_TEXT_CHARACTERS = 20_000
 _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW_STEPS = 8  # compared steps; for random values, the last 4 all exceed the first 4 with probability 1/70
+_WINDOW_STEPS = 8  # compared train steps; the last 4 of 8 random values all exceed the first 4 with probability 1/70
 _NGRAM_SIZE = 4
 _TextStats = Mapping[str, float]
 
@@ -43,9 +43,9 @@ _TextStats = Mapping[str, float]
 class CompletionLog:
     """Log of completions of each train step on the first rank, with warnings of reward hacking and of collapse."""
 
-    def __init__(self, folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
-        """Log completions to `folder`; if `should_write` is False, only log warnings."""
-        self._log_folder, self._should_write, self._max_image_bytes = folder, should_write, max_image_bytes
+    def __init__(self, log_folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
+        """Log completions to `log_folder`; if `should_write` is False, only log warnings."""
+        self._log_folder, self._should_write, self._max_image_bytes = log_folder, should_write, max_image_bytes
         self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS)
         self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS // 2)
         self._initial_statistics: list[Mapping[str, float]] = []
@@ -135,12 +135,12 @@ class CompletionLog:
 
 
 def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """Return a few groups: those with the best and the worst completion, then the first groups of the step."""
+    """Return a few groups to log: those with the best and the worst completion, then the first groups of the step."""
     ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_reward_sort_key, groups[i].scores)))
     rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
     worst_group_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
-    indices = dict.fromkeys([ranked_indices[-1], worst_group_index, *range(len(groups))])
-    return [groups[i] for i in list(indices)[:_NUM_LOGGED_GROUPS]]
+    unique_indices = dict.fromkeys([ranked_indices[-1], worst_group_index, *range(len(groups))])
+    return [groups[i] for i in list(unique_indices)[:_NUM_LOGGED_GROUPS]]
 
 
 def _select_indices(scored_group: ScoredGroup, max_completions: int) -> list[int]:
@@ -178,7 +178,7 @@ def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> s
         return ""
     half_window_steps, mean_changes = _WINDOW_STEPS // 2, {}
     for name in set.intersection(*map(set, means_by_step)):
-        reward_means_by_step = [means[name] for means in means_by_step]
+        reward_means_by_step = [reward_means[name] for reward_means in means_by_step]
         earlier_means, later_means = reward_means_by_step[:half_window_steps], reward_means_by_step[half_window_steps:]
         if min(later_means) > max(earlier_means) or max(later_means) < min(earlier_means):
             mean_changes[name] = (float(np.mean(earlier_means)), float(np.mean(later_means)))
@@ -215,11 +215,11 @@ def _average_over_steps(step_statistics: Sequence[Mapping[str, float]]) -> dict[
 
 
 def _check_for_collapse(initial_means: _TextStats, recent_means: _TextStats) -> Iterator[tuple[str, bool, str]]:
-    """Yield, for length, repetition and entropy: the name, whether the value has collapsed, and a warning."""
+    """For length, repetition and entropy of completions, yield the name, whether the value collapsed, and a warning."""
     length_text = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
     yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {length_text}"
     is_repetitive = recent_means["repetition"] > max(0.5, initial_means["repetition"] + 0.25)
     yield "repetition", is_repetitive, f"{recent_means['repetition']:.0%} of what completions say is repeated"
     entropy_text = f"{recent_means['entropy']:.2g}, {initial_means['entropy']:.2g} at first"
-    message = f"the entropy per token is {entropy_text}: completions of a prompt are nearly the same"
-    yield "entropy", recent_means["entropy"] < initial_means["entropy"] / 10, message
+    entropy_message = f"the entropy per token is {entropy_text}: completions of a prompt are nearly the same"
+    yield "entropy", recent_means["entropy"] < initial_means["entropy"] / 10, entropy_message

@@ -57,9 +57,9 @@ def make_data_term(
     """Return a function that builds the SFT diffusion loss with weight `data_beta`, from the number of the train step,
     the ids of its prompts, and the number of the optimizer step.
 
-    With `use_rl_sigma_and_noise` the rows are those of the prompts, at the noise levels that the rollouts are trained
-    at and with the noise that the rollouts start from. Otherwise rows, noise and levels are sampled as in SFT for each
-    optimizer step, as many rows as a full train step has prompts.
+    With `use_rl_sigma_and_noise`, the loss is computed on the rows of the prompts, with the initial noise of the
+    rollouts and at the noise levels at which the rollouts are trained. Otherwise rows, noise and noise levels are
+    sampled as in SFT for each optimizer step: as many rows as a full train step has prompts.
     """
     noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
     num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed

@@ -61,7 +61,7 @@ class TrainingEstimate:
     peak: int
     """Bytes of memory of one GPU at the peak of a train step, the sum over all uses."""
     engine_weights: int
-    """Bytes of the rollout engine's own copy of the weights; 0 without an engine's copy."""
+    """Bytes of weights that the rollout engine holds itself; 0 if it uses the trainer's weights."""
     kv_cache: int | None
     """Bytes of the rollout engine's KV cache if all concurrent sequences have their maximum length; None: unknown."""
     sequence_length: int
@@ -69,7 +69,7 @@ class TrainingEstimate:
     rows: int | None
     steps: int | None
     is_steps_bound: bool
-    """Whether `steps` is an upper bound, because the number of rows or the lengths that fill a batch are unknown."""
+    """Whether `steps` is an upper bound, because the number of rows or the lengths of sequences are unknown."""
     tokens: int | None
     """Number of tokens that all train steps together train on; None: unknown."""
     is_tokens_bound: bool
@@ -99,25 +99,25 @@ def run(stage: Stage) -> Outcome:
 def estimate(
     recipe: Recipe, model: str, progress: ProgressWriter, prepared_folder: Path | None = None
 ) -> TrainingEstimate:
-    """Estimate the needs of a training of `model`, of which only config.json is read. `prepared_folder`: data folder of
-    a finished `prepare` stage; None: count the rows of a local dataset. Raise `ModelError` or `DataError`."""
+    """Estimate memory, disk space, steps and tokens of a training of `model` from its config.json. `prepared_folder`:
+    data of a finished `prepare` stage; None: count the rows of a local dataset. Raise `ModelError` or `DataError`."""
     train, mesh, has_rollouts = recipe.train, recipe.policy.parallelism, recipe.train.train_policy.has_rollouts
     if prepared_folder is None:
         split_seed = None if recipe.validation.dataset.name else train.seed
-        rows = _RowStatistics(_count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed))
+        row_stats = _RowStatistics(_count_rows(train.train_policy, image_settings(recipe).annotation_path, split_seed))
     else:
-        rows = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
+        row_stats = _read_row_statistics(train.train_policy, recipe.policy, prepared_folder)
     max_length, completion_length = recipe.policy.model_max_length, recipe.rollout.max_response_length
-    estimate_length = partial(_sequence_length, max_length, completion_length if has_rollouts else 0)
-    sequence_length = int(estimate_length(rows.max_length))
+    estimate_length = partial(_estimate_sequence_length, max_length, completion_length if has_rollouts else 0)
+    sequence_length = int(estimate_length(row_stats.max_length))
     max_steps, estimate_notes = train.max_num_steps, []
-    if rows.num_rows is None:
+    if row_stats.num_rows is None:
         limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
         estimate_notes.append(f"steps and tokens: {limit_text}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(
-        train, recipe.policy, recipe.group_size, rows, estimate_length(rows.mean_length), prepared_folder
+        train, recipe.policy, recipe.group_size, row_stats, estimate_length(row_stats.mean_length), prepared_folder
     )
-    if is_steps_bound and rows.num_rows is not None:
+    if is_steps_bound and row_stats.num_rows is not None:
         estimate_notes.append(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
@@ -129,30 +129,30 @@ def estimate(
         estimate_notes.append("activations: as if they stayed, yet activation_offload moves them to host memory")
     estimate_notes += trace_notes
     num_parameters = sum(p.numel() for p in fake_model.parameters())
-    num_trainable = sum(p.numel() for p in fake_model.parameters() if p.requires_grad)
-    kv_cache: int | None = 0
+    num_trainable_params = sum(p.numel() for p in fake_model.parameters() if p.requires_grad)
+    kv_cache_size: int | None = 0
     engine_weight_bytes = 0
     if has_rollouts:
         engine_weight_bytes = _estimate_engine_weight_bytes(recipe.rollout, train, mesh.world_size, num_parameters)
         max_groups = recipe.rollout.max_prompts_in_flight if recipe.num_engines else recipe.rollout.batch_size
-        kv_cache = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
-        if kv_cache is None:
+        kv_cache_size = kv_cache_bytes(fake_model.config, recipe.rollout, train, max_groups, sequence_length)
+        if kv_cache_size is None:
             model_type = fake_model.config.model_type
             estimate_notes.append(f"KV cache: unknown, because {model_type} has layers without keys and values")
     return TrainingEstimate(
         parameters=num_parameters,
-        trainable=num_trainable,
+        trainable=num_trainable_params,
         memory=rank_memory,
         peak=rank_memory.total_bytes,
         engine_weights=engine_weight_bytes,
-        kv_cache=kv_cache,
+        kv_cache=kv_cache_size,
         sequence_length=sequence_length,
-        rows=rows.num_rows,
+        rows=row_stats.num_rows,
         steps=num_steps,
         is_steps_bound=is_steps_bound,
         tokens=num_tokens,
-        is_tokens_bound=rows.mean_length is None or has_rollouts,
-        disk=_disk_bytes(train, recipe.validation, memory, (num_parameters, num_trainable), num_steps),
+        is_tokens_bound=row_stats.mean_length is None or has_rollouts,
+        disk=_estimate_disk_bytes(train, recipe.validation, memory, (num_parameters, num_trainable_params), num_steps),
         machine=_describe_machine(train.param_dtype),
         notes=tuple(estimate_notes),
     )
@@ -164,21 +164,21 @@ def kv_cache_bytes(
     """Return the bytes of the KV cache of all concurrent sequences; None if a layer does not cache keys and values.
     `max_groups`: maximum number of prompts that an engine completes at a time."""
     text_config = config.get_text_config()
-    attention_window = getattr(text_config, "sliding_window", None)
-    default_layer_type = "sliding_attention" if attention_window else "full_attention"
+    window_size = getattr(text_config, "sliding_window", None)
+    default_layer_type = "sliding_attention" if window_size else "full_attention"
     layer_types = getattr(text_config, "layer_types", None) or [default_layer_type] * text_config.num_hidden_layers
-    attention_chunk = getattr(text_config, "attention_chunk_size", None)
-    cached_lengths = {"full_attention": sequence_length, "chunked_attention": attention_chunk or sequence_length}
-    cached_lengths["sliding_attention"] = attention_window or sequence_length
-    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(cached_lengths):
+    chunk_size = getattr(text_config, "attention_chunk_size", None)
+    max_cached_lengths = {"full_attention": sequence_length, "chunked_attention": chunk_size or sequence_length}
+    max_cached_lengths["sliding_attention"] = window_size or sequence_length
+    if getattr(text_config, "kv_lora_rank", None) or not set(layer_types) <= set(max_cached_lengths):
         return None
-    num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     parallelism = rollout.parallelism
     num_prompts = min(max_groups, max(1, train.train_batch_per_replica // rollout.n_generation))
     num_completions = min(rollout.n_generation, rollout.n_generation_mini_batch or rollout.n_generation)
-    num_cached_tokens = sum(min(sequence_length, cached_lengths[layer_type]) for layer_type in layer_types)
-    bytes_per_token = 2 * -(-num_heads // parallelism.tp_size) * head_dim * _element_bytes(train.param_dtype)
+    num_cached_tokens = sum(min(sequence_length, max_cached_lengths[layer_type]) for layer_type in layer_types)
+    bytes_per_token = 2 * -(-num_kv_heads // parallelism.tp_size) * head_dim * _element_bytes(train.param_dtype)
     return num_cached_tokens * bytes_per_token * num_prompts * num_completions // parallelism.pp_size
 
 
@@ -191,8 +191,8 @@ def shard_memory(memory: StepMemory, train: TrainConfig, mesh: ParallelismConfig
     max_pipeline_rows = micro_batches_in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size
     num_rows_in_memory = min(rows_per_pass, max_pipeline_rows) if mesh.pp_size > 1 else rows_per_pass
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    state_names = ("weights", "gradients", "optimizer", "reference", "average")
-    state_bytes = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_names}
+    state_field_names = ("weights", "gradients", "optimizer", "reference", "average")
+    state_bytes = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_field_names}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * rows_per_pass
     return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
@@ -202,14 +202,14 @@ def shard_memory(memory: StepMemory, train: TrainConfig, mesh: ParallelismConfig
 
 
 def _trace_memory(
-    build_algorithm: Callable[[], Algorithm], train: TrainConfig, policy_config: PolicyConfig, model: str,
+    build_algorithm: Callable[[], Algorithm], train: TrainConfig, policy_config: PolicyConfig, model_path: str,
     sequence_length: int, progress: ProgressWriter,
 ) -> tuple[PreTrainedModel, StepMemory, list[str]]:  # fmt: skip
     """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
     weight_sets = () if train.train_policy.precomputes_reference_logprobs else train.train_policy.auxiliary_model_names
     with torch.device("meta"):  # PEFT can add adapters to meta tensors, but not to fake tensors
         fake_model = model_without_weights(
-            model,
+            model_path,
             revision=policy_config.model_revision,
             dtype=getattr(torch, train.master_dtype),
             gradient_checkpointing=policy_config.model_gradient_checkpointing,
@@ -226,15 +226,15 @@ def _trace_memory(
                 trainer.weight_sets.add(name)
             memory = trace_step_memory(trainer, build_algorithm(), traced_config, sequence_length)
         except Exception as error:
-            # A model's code may fail on fake tensors; the estimate then lacks only the memory of activations.
+            # A model's code may fail on fake tensors; then only the memory of activations and casts remains unknown.
             logger.info("the step cannot be traced", exc_info=True)
             notes.append(f"activations: unknown, because the model cannot be traced without data ({first_line(error)})")
             memory = estimate_untraced_memory(fake_model, len(weight_sets))
     if train.optm_name.endswith("8bit"):
         memory = replace(memory, optimizer=eight_bit_moment_bytes(fake_model))
     if train.ema_enable:
-        num_trained = sum(parameter.numel() for parameter in fake_model.parameters() if parameter.requires_grad)
-        memory = replace(memory, average=num_trained * torch.float32.itemsize)
+        num_trainable = sum(parameter.numel() for parameter in fake_model.parameters() if parameter.requires_grad)
+        memory = replace(memory, average=num_trainable * torch.float32.itemsize)
     return fake_model, memory, notes
 
 
@@ -255,33 +255,33 @@ def _use_fake_tensors(model: PreTrainedModel) -> None:
 
 def _read_row_statistics(policy: AlgorithmConfig, policy_config: PolicyConfig, prepared_folder: Path) -> _RowStatistics:
     statistics = json.loads((prepared_folder / "statistics.json").read_text(encoding="utf-8"))["train"]
-    longest_row_length, num_sequences = statistics["length"]["max"], policy.num_sequences_per_row
-    if num_sequences > 1:
+    longest_row_length, sequences_per_row = statistics["length"]["max"], policy.num_sequences_per_row
+    if sequences_per_row > 1:
         rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
-        longest_row_length = int(rows.token_counts(is_packed=False).max()) // num_sequences
-    return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / num_sequences)
+        longest_row_length = int(rows.token_counts(is_packed=False).max()) // sequences_per_row
+    return _RowStatistics(statistics["rows"], longest_row_length, statistics["length"]["mean"] / sequences_per_row)
 
 
-def _count_rows(policy: AlgorithmConfig, annotation_path: str, split_seed: int | None) -> int | None:
+def _count_rows(algorithm_config: AlgorithmConfig, annotation_path: str, split_seed: int | None) -> int | None:
     """Return the number of training rows of a local dataset; None if it must be downloaded or does not exist yet.
-    `split_seed`: seed by which held-out rows are split off; None: another data set has these rows."""
+    `split_seed`: seed by which held-out rows are split off; None: the held-out rows are in another dataset."""
     num_rows = 0
-    for key, table in policy.tables_by_dataset.items():
-        dataset: RowsConfig = table.dataset
+    for dataset_key, dataset_table in algorithm_config.tables_by_dataset.items():
+        dataset: RowsConfig = dataset_table.dataset
         if annotation_path:
             dataset = dataset.copy_with(name=annotation_path, split=("train",))
         is_local_path = dataset.name and os.path.exists(os.path.expanduser(dataset.name))
         if not (is_local_path or reasoning_gym_generator(dataset.name)):
             return None
-        dataset_rows = load_rows(dataset, key)
+        dataset_rows = load_rows(dataset, dataset_key)
         if dataset.test_size is not None and split_seed is not None:
             dataset_rows, _ = split_rows(dataset_rows, dataset.test_size, split_seed)
         num_rows += len(dataset_rows)
     return num_rows
 
 
-def _sequence_length(max_length: int, completion_length: int, row_length: float | None) -> float:
-    """Return the number of tokens of a row and of the longest completion, at most `max_length`."""
+def _estimate_sequence_length(max_length: int, completion_length: int, row_length: float | None) -> float:
+    """Return the number of tokens of a row together with its longest completion, at most `max_length`."""
     return max_length if row_length is None else min(max_length, row_length + completion_length)
 
 
@@ -294,28 +294,28 @@ def _estimate_training_length(
     if train.train_policy.has_token_based_batches:
         return _estimate_balanced_training_length(train, policy_config, prepared_folder)
     num_steps = train.max_num_steps if rows.num_rows is None else total_steps(train, group_size, rows.num_rows)
-    num_sequences = train.train_batch_per_replica * train.train_policy.num_sequences_per_row
-    num_tokens = None if num_steps is None else round(num_steps * (num_sequences * mean_length))
+    sequences_per_step = train.train_batch_per_replica * train.train_policy.num_sequences_per_row
+    num_tokens = None if num_steps is None else round(num_steps * (sequences_per_step * mean_length))
     return num_steps, num_tokens, rows.num_rows is None
 
 
 def _estimate_balanced_training_length(
     train: TrainConfig, policy_config: PolicyConfig, prepared_folder: Path | None
 ) -> tuple[int, int, bool]:
-    """Return steps, tokens and whether the steps are an upper bound, if batches are filled up to a token budget."""
-    num_steps, policy, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
-    assert num_steps is not None and isinstance(policy, SupervisedConfig)  # the schema requires `max_num_steps`
+    """Return the result of `_estimate_training_length` if batches are filled up to a token budget."""
+    num_steps, algorithm, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
+    assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # required by the schema
     if prepared_folder is None:
-        tokens_per_step = policy.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
+        tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
-    rows = load_row_kind(policy.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
+    rows = load_row_kind(algorithm.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
     row_lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
     assert plan is not None
     row_indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
     return plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
-def _disk_bytes(
+def _estimate_disk_bytes(
     train: TrainConfig, validation: ValidationConfig, memory: StepMemory, num_params: tuple[int, int], steps: int | None
 ) -> int:
     """Return the bytes of the exported model and of the checkpoints that are kept. A checkpoint is assumed to be saved
@@ -327,9 +327,9 @@ def _disk_bytes(
         steps_per_epoch = max(1, (steps or 0) // train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
         intervals = (save_freq, *([validation.freq] if is_validated else []))
-        num_saved = len({steps, *(step for interval in intervals for step in range(interval, steps or 0, interval))})
+        num_saves = len({steps, *(step for interval in intervals for step in range(interval, steps or 0, interval))})
         max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint does not count in `max_keep`
-        num_checkpoints = max_kept if steps is None else num_saved if ckpt.max_keep == -1 else min(num_saved, max_kept)
+        num_checkpoints = max_kept if steps is None else num_saves if ckpt.max_keep == -1 else min(num_saves, max_kept)
     weight_bytes = num_params[1] * _element_bytes(train.master_dtype)  # checkpoints have no frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average
     return num_checkpoints * checkpoint_bytes + num_params[0] * _element_bytes(train.param_dtype)

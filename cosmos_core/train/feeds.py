@@ -19,7 +19,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.balance import BalancedBatchPlan, BatchingSettings
 from cosmos_core.data.kinds.base import PreparedRows
 from cosmos_core.data.order import (
-    batch_positions,
+    batch_row_numbers,
     batches_per_epoch,
     epoch_order,
     mixture_or_num_rows,
@@ -30,8 +30,7 @@ from cosmos_core.data.sample import batch_within_token_limit
 from cosmos_core.errors import DataError
 
 DATA_TERM_SEED_OFFSET = 0x64617461
-"""Offset added to the run's seed for the random numbers of a supervised loss, so that they do not depend on those of
-the prompts."""
+"""Offset added to the run's seed for a supervised loss, so that its random numbers differ from those of the prompts."""
 
 
 class SampleFeed:
@@ -45,7 +44,7 @@ class SampleFeed:
     step = 0
     """Number of the next train step, counted from 0."""
     rows_per_pass: int | None = None
-    """Number of rows that the feed puts into a micro-batch; None: the trainer divides the samples."""
+    """Number of rows that the feed puts into a micro-batch; None: the trainer forms the micro-batches."""
 
     def find_max_sample_tokens(self) -> int | None:
         """Return the maximum number of tokens of a sample; None: unknown, or all samples have equally many."""
@@ -72,10 +71,10 @@ class SampleFeed:
         raise AssertionError(f"{type(self).__name__} does not divide samples")
 
     def write_pass_rates(self, stage_folder: Path) -> None:
-        """Write the pass rates of the prompts to `stage_folder` after training; only feeds with rollouts have them."""
+        """Write the pass rates of prompts to `stage_folder` after training; do nothing if the feed has no rollouts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the feed's state for a checkpoint, as JSON values and tensors; here the number of the next step."""
+        """Return the feed's state for a checkpoint, as JSON values and tensors; here only the next step's number."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,7 +84,7 @@ class SampleFeed:
 
 def total_steps(train: TrainConfig, group_size: int, num_rows: int) -> int:
     """Return the number of train steps of all epochs, at most `max_num_steps`; raise DataError if it is 0.
-    `group_size`: number of samples that a step gets from each row, its completions or 1."""
+    `group_size`: number of samples per row, which is the number of completions of a prompt, or 1 without rollouts."""
     if train.train_batch_per_replica % group_size:  # a step may span two epochs, so round up the sum over all epochs
         num_steps = -(-train.epoch * num_rows * group_size // train.train_batch_per_replica)
     else:
@@ -100,16 +99,16 @@ def rows_per_step(train: TrainConfig, group_size: int) -> int:
 
 
 def unused_rows_message(train: TrainConfig, group_size: int, num_rows: int) -> str:
-    """Return a message if an epoch has rows that no step uses, else ""; raise DataError if no step is full."""
-    is_split = train.train_batch_per_replica % group_size != 0
-    message = unused_rows_notice(train, 1 if is_split else rows_per_step(train, group_size), num_rows)
+    """Return a message if an epoch has rows that no step uses, else ""; raise DataError if the rows fill no step."""
+    splits_groups = train.train_batch_per_replica % group_size != 0
+    message = unused_rows_notice(train, 1 if splits_groups else rows_per_step(train, group_size), num_rows)
     # With dynamic sampling, a train step may use prompts of two epochs, so all prompts are used.
     return message if train.train_policy.dynamic_sampling is None else ""
 
 
 def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_length: int) -> BalancedBatchPlan | None:
-    """Return the plan of micro-batches that are filled up to a token budget; None for a fixed number of rows.
-    `max_length`: maximum number of tokens of a sequence."""
+    """Return the plan of micro-batches that are filled up to a token budget; None if each step has a fixed number of
+    rows. `max_length`: maximum number of tokens of a sequence."""
     policy = train_config.train_policy
     if not policy.has_token_based_batches:
         return None
@@ -126,7 +125,7 @@ def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_lengt
             is_packed=is_packed,
             prefers_closest_length=policy.load_balanced_batching_strategy == "prefer_closest",
         ),
-        batches_per_step=policy.load_balanced_batches_per_optimizer_step,
+        micro_batches_per_step=policy.load_balanced_batches_per_optimizer_step,
         num_epochs=train_config.epoch,
         max_steps=train_config.max_num_steps,
     )
@@ -165,7 +164,7 @@ class RowFeed(SampleFeed):
     def find_max_sample_tokens(self) -> int | None:
         try:
             token_counts = self._rows.token_counts(is_packed=False)
-        except NotImplementedError:  # rows of media
+        except NotImplementedError:  # rows of images or videos have no token counts
             return None
         return int(token_counts.max(initial=0)) // self._train.train_policy.num_sequences_per_row
 
@@ -195,40 +194,40 @@ class RowFeed(SampleFeed):
         return [sample for number, batch in batch_items for sample in self._rows.samples(batch, seed_and_step, number)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return the row numbers of a train step by micro-batch number; by None if the trainer forms micro-batches."""
+        """Return a train step's row numbers by micro-batch number; by None alone if the trainer forms micro-batches."""
         if self._balanced_plan:
             return dict(enumerate(self._balanced_plan.micro_batches(step)))
         train = self._train
-        row_positions = batch_positions(
+        row_positions = batch_row_numbers(
             train.order_seed, step, self._batch_size, mixture_or_num_rows(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
         )  # fmt: skip
         # Limit the micro-batch size so that every data-parallel rank gets a micro-batch.
-        max_rows = min(self.rows_per_pass, -(-len(row_positions) // self._num_dp_ranks))
-        micro_batches = self._rows.micro_batches(row_positions, max_rows)
+        max_batch_rows = min(self.rows_per_pass, -(-len(row_positions) // self._num_dp_ranks))
+        micro_batches = self._rows.micro_batches(row_positions, max_batch_rows)
         return {None: row_positions.tolist()} if micro_batches is None else dict(enumerate(micro_batches))
 
 
-def check_data_term_rows(loss_config: DataTermConfig, num_rows: int) -> None:
+def check_data_term_rows(data_term_config: DataTermConfig, num_rows: int) -> None:
     """Raise DataError if the supervised rows do not fill one optimizer step."""
-    if num_rows < loss_config.batch_size:
+    if num_rows < data_term_config.batch_size:
         raise DataError(
-            f"train.train_policy.data_term has {num_rows} rows, fewer than batch_size = {loss_config.batch_size}; "
+            f"train.train_policy.data_term has {num_rows} rows, fewer than batch_size = {data_term_config.batch_size}; "
             f"lower it, or give more rows"
         )
 
 
 def make_sft_loss(
-    rows: PreparedRows, train_config: TrainConfig, sft_loss_config: DataTermConfig
+    rows: PreparedRows, train_config: TrainConfig, data_term_config: DataTermConfig
 ) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
-    check_data_term_rows(sft_loss_config, len(rows))
+    check_data_term_rows(data_term_config, len(rows))
     max_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:
-        seed, batch_size = train_config.order_seed + DATA_TERM_SEED_OFFSET, sft_loss_config.batch_size
+        seed, batch_size = train_config.order_seed + DATA_TERM_SEED_OFFSET, data_term_config.batch_size
         positions = range(update_index * batch_size, (update_index + 1) * batch_size)
         samples = rows.samples(rows_at_positions(seed, positions, len(rows), shuffle=True))
-        return make_sft_update(batch_within_token_limit(samples, max_tokens), sft_loss_config.weight)
+        return make_sft_update(batch_within_token_limit(samples, max_tokens), data_term_config.weight)
 
     return make_update

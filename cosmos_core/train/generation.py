@@ -1,4 +1,4 @@
-"""Rollout engine of a stage, publisher of its weights, and its rewards."""
+"""Set up the rollout engine of a stage, the publisher that sends weights to the engine, and the rewards."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -51,7 +51,8 @@ class RolloutSetup:
 
     @cached_property
     def engine(self) -> Engine:
-        """Return the rollout engine with the weights of the stage's model; a fleet if engines are disaggregated."""
+        """Return the rollout engine with the weights of the stage's model; a fleet for engines in separate
+        processes."""
         stage, adapter = self._stage, self._trainer.adapter
         stage.progress.phase("load")
         engine: Engine
@@ -80,7 +81,7 @@ class RolloutSetup:
 
     @property
     def engine_fleet(self) -> EngineFleet:
-        """Return the engine of a stage whose engines are disaggregated."""
+        """Return the engine of a stage whose engines run in separate processes."""
         assert isinstance(self.engine, EngineFleet)
         return self.engine
 
@@ -95,11 +96,11 @@ class RolloutSetup:
 
     @property
     def _transfer_dtype(self) -> torch.dtype | None:
-        """Return the dtype that weights are cast to before they are sent; None: no cast. vLLM converts weights to
-        `param_dtype`, so wider weights are cast. LoRA factors are not, because they are first scaled in float32."""
-        train, dtype = self._stage.recipe.train, get_transfer_dtype(self._stage.recipe.train)
+        """Return the dtype that weights are cast to before they are sent; None: no cast. Weights wider than
+        `param_dtype`, vLLM's dtype, are cast. LoRA factors are not cast, because they are first scaled in float32."""
+        train, configured_dtype = self._stage.recipe.train, get_transfer_dtype(self._stage.recipe.train)
         needs_cast = self.engine.weight_format == "checkpoint" and train.master_dtype == "float32" != train.param_dtype
-        return getattr(torch, train.param_dtype) if dtype is None and needs_cast else dtype
+        return getattr(torch, train.param_dtype) if configured_dtype is None and needs_cast else configured_dtype
 
     def publish(self, weights_version: int) -> dict[str, float]:
         """Send the current weights to the engine as version `weights_version`, and return metrics."""
@@ -116,8 +117,8 @@ class RolloutSetup:
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
         scorer_key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
         if scorer_key not in self._scorers:
-            scorer = open_rewards(self._stage.recipe, rewards, self._stage.progress.beat, max_tokens)
-            self._scorers[scorer_key] = self.exit_stack.enter_context(scorer)
+            scorer_context = open_rewards(self._stage.recipe, rewards, self._stage.progress.beat, max_tokens)
+            self._scorers[scorer_key] = self.exit_stack.enter_context(scorer_context)
         return self._scorers[scorer_key]
 
     def send_missing_weights(self, weights_version: int) -> dict[str, float]:
@@ -148,17 +149,17 @@ def _make_engine_settings(
 
 
 def _make_engine_fleet(
-    rollout_config: RolloutConfig, mode: str, engines: list[Any], beat: Callable[[], None]
+    rollout_config: RolloutConfig, rollout_mode: str, engine_handles: list[Any], send_heartbeat: Callable[[], None]
 ) -> EngineFleet:
-    is_on_trainer_gpu = mode == "colocated_separated"
+    is_on_trainer_gpu = rollout_mode == "colocated_separated"
     return EngineFleet(
-        lambda: engines,
+        lambda: engine_handles,
         max_groups=rollout_config.max_prompts_in_flight,
         timeout_seconds=rollout_config.engine_timeout_seconds,
         weight_sync_mode=rollout_config.async_r2r_sync,
         sleeps_in_training=is_on_trainer_gpu,
         weight_transfer=_make_weight_transfer(rollout_config, is_on_trainer_gpu=is_on_trainer_gpu),
-        beat=beat,
+        beat=send_heartbeat,
     )
 
 
@@ -183,11 +184,11 @@ def open_replica(stage_folder: Path) -> EngineReplica:
     return EngineReplica(partial(_open_separate_engine, stage_folder), should_wait_for_trainer=is_on_trainer_gpu)
 
 
-def _open_separate_engine(stage_folder: Path, beat: Callable[[], None]) -> Engine:
+def _open_separate_engine(stage_folder: Path, send_heartbeat: Callable[[], None]) -> Engine:
     configure_logging("WARNING")
     stage = load_stage(stage_folder)
     mask_stage_secrets(stage)
-    return open_engine(stage, beat)
+    return open_engine(stage, send_heartbeat)
 
 
 def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
@@ -200,8 +201,8 @@ def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
         mark_trained_weights(model, policy)
-    elif stage.data is not None:  # no trainer has checked the prompts
-        check_rows(model.config, stage.data, lambda: model, completed_splits=["train"])
+    elif stage.data is not None:  # without a trainer, the prompts have not been checked yet
+        check_rows(model.config, stage.data, lambda: model, splits_to_complete=["train"])
     if generation_config := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation_config
     return make_engine(_make_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))

@@ -14,11 +14,11 @@ class Hooks:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        function_names = {hook_name: name for hook_name, name in stage.recipe.train.hooks if name}
-        self._functions = {hook_name: import_user_code(name) for hook_name, name in function_names.items()}
+        import_paths = {hook_name: name for hook_name, name in stage.recipe.train.hooks if name}
+        self._function_by_hook_name = {hook_name: import_user_code(name) for hook_name, name in import_paths.items()}
 
     def __call__(self, hook_name: str, **hook_data: Any) -> None:
         """Call the hook named `hook_name`, if the recipe sets it."""
-        if (function := self._functions.get(hook_name)) is not None:
+        if (function := self._function_by_hook_name.get(hook_name)) is not None:
             with convert_user_code_errors(f"train.hooks.{hook_name}", function, ConfigError, CosmosError):
                 function(self._stage, hook_data)

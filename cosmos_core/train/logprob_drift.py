@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _LOGPROB_DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
 _NOT_FINITE_METRIC = "rollout/tokens_not_finite"
 _OUTDATED_TOLERANCE = 1.0
-"""Tolerance in nats per token between log-probabilities under weights of different steps; corrupt weights exceed it."""
+"""Tolerance in nats per token if the engines' weights are older than the trainer's; corrupt weights exceed it."""
 
 
 class LogprobDriftCheck:

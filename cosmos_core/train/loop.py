@@ -39,7 +39,7 @@ from cosmos_core.train.weight_sets import MovingAverage
 logger = logging.getLogger(__name__)
 
 _PRESTART_SECONDS = 15.0
-"""Remaining time of a training at which the process that verifies its export is started."""
+"""Remaining seconds of a training below which the process that will verify its export is started."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class TrainLoop:
     validation: Validation
     """Validation of train steps, which also publishes the weights of train steps to the rollout engines."""
     hooks: Callable[..., None] = lambda hook_name, **hook_data: None
-    """User-defined functions of the recipe, such as `Hooks`, called by name at fixed points of the training."""
+    """Function that calls the recipe's user-defined hook of a name, such as an object of `Hooks`."""
     profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
     moving_average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the trained weights are used."""
@@ -65,7 +65,7 @@ class TrainLoop:
     mfu_counter: FlopsUtilization | None = None
     """Counter of the model FLOPs utilization (MFU) of train steps; None: MFU is not reported."""
     speed_tuning: SpeedTuning | None = None
-    """Measurement of the settings that the recipe sets to `auto`; None: there are none."""
+    """Measurement that chooses the settings that the recipe sets to `auto`; None: no setting is `auto`."""
     first_checkpoint: Path | None = None
     """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
     None: the training starts from the stage's model."""
@@ -85,8 +85,8 @@ class TrainLoop:
         self.validation.set_callbacks(self.hooks, self._log_validation, lambda: check_stop(self.workspace))
 
     def run(self) -> dict[str, float]:
-        """Train to the last step, and return its metrics and validation metrics; `..._max` are maxima over all steps.
-        Raise Preempted if a signal requests a stop."""
+        """Train to the last step, and return its training and validation metrics; metrics named `..._max` are maxima
+        over all steps. Raise Preempted if a signal requests a stop."""
         try:
             return self._restore_and_train()
         except StopRequested:
@@ -106,7 +106,7 @@ class TrainLoop:
         with StepProfiler(self.workspace.path, self.profiler_config, start_step) as profiler:
             try:
                 self._train(profiler)
-            except StopRequested:  # save before the profiler writes its trace, which may take long
+            except StopRequested:  # save before the profiler writes its trace, because writing may take long
                 raise self._save_and_make_preempted_error() from None
         has_new_metrics = self.validation.wait(self.step)
         has_new_metrics |= self._validate_last_step()
@@ -128,19 +128,19 @@ class TrainLoop:
             is_last_step, previous_best_step = self.step == self.feed.total_steps, validation.best_step
             is_validation_due = validation.should_validate(self.step, is_last_step=is_last_step)
             is_validation_async = is_validation_due and validation.async_validation is not None and not is_last_step
-            saves_checkpoint = self.step % save_freq == 0
-            if (is_validation_due or saves_checkpoint) and validation.wait(self.step):
-                # If the finished validation changed the best step, its checkpoint was saved when the validation began.
+            is_save_due = self.step % save_freq == 0
+            if (is_validation_due or is_save_due) and validation.wait(self.step):
+                # The validated step was saved when its validation began, so a new best step needs no other checkpoint.
                 previous_best_step = validation.best_step
             if is_validation_async:
-                # Save now: if the validation selects this step as the best, later steps have changed the weights.
-                saves_checkpoint = True
+                # Save now: later steps change the weights before the validation may select this step as the best.
+                is_save_due = True
             elif is_validation_due:
                 metrics |= self._validation_metrics(metrics)
             self._log_step(self.step, metrics)
             if is_validation_async:
                 validation.start_async(self.step)
-            if train.ckpt.enable_checkpoint and (saves_checkpoint or validation.best_step != previous_best_step):
+            if train.ckpt.enable_checkpoint and (is_save_due or validation.best_step != previous_best_step):
                 self._save_checkpoint()
 
     def _train_and_publish_step(self) -> dict[str, float] | None:
@@ -226,23 +226,23 @@ class TrainLoop:
         }
 
     def _save_and_make_preempted_error(self) -> Preempted:
-        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. No weight may have
-        changed since the last completed step."""
-        progress_text = f"stopped after step {self.step} of {self.feed.total_steps}"
-        # Before its first step, a first attempt has only the checkpoint of another run; save nothing, so that the next
-        # attempt is a first one too, which measures before its first step.
+        """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this only if no
+        weight has changed since the last completed step."""
+        stop_message = f"stopped after step {self.step} of {self.feed.total_steps}"
+        # An attempt without a checkpoint of its own saves nothing before its first step. So the next attempt has none
+        # either, and also validates before its first step (`val_before_train`).
         has_new_step = self.step > (self._start_step if self._is_first_attempt else 0)
         if not (self.config.save_ckpt_at_exit and has_new_step):
-            return Preempted(f"{progress_text}; nothing saved")
+            return Preempted(f"{stop_message}; nothing saved")
         self.checkpointer.wait()
         if (validating_step := self.validation.validating_step) not in (None, self.step):
             saved_step = self.checkpointer.latest_step()  # a resumed run validates the saved step again
-            progress_text += f", while step {validating_step} was validated"
-            return Preempted(f"{progress_text}; the checkpoint is of step {saved_step}")
+            stop_message += f", while step {validating_step} was validated"
+            return Preempted(f"{stop_message}; the checkpoint is of step {saved_step}")
         if self.checkpointer.latest_step() != self.step:
             self._save_checkpoint()
             self.checkpointer.wait()
-        return Preempted(f"{progress_text}; checkpoint saved")
+        return Preempted(f"{stop_message}; checkpoint saved")
 
     def _restore_checkpoint(self) -> tuple[int, bool]:
         """Resume from the newest complete checkpoint; return its step, and whether the step must be validated again.
@@ -274,7 +274,7 @@ class TrainLoop:
                 seed_rng(seed, start_step, self._data_parallel_rank)
             else:
                 restore_rng(rng_state)
-        else:  # torch's random generators were seeded when the model was opened, on every rank with the same seed
+        else:  # opening the model seeded torch equally on all ranks, so only data-parallel ranks above 0 are reseeded
             seed_rng(seed, 0, self._data_parallel_rank, keeps_torch_rng=self._data_parallel_rank == 0)
         self.validation.load_state_dict(start_step, train_state.extra if own_checkpoint_step else {})
         if own_checkpoint_step:
@@ -284,8 +284,8 @@ class TrainLoop:
             self.hooks("load_checkpoint_hook", step=start_step)
         self.checkpointer.write_best_step(self._best_step_to_save)
         needs_validation = bool(own_checkpoint_step and train_state.extra.get("is_unmeasured"))
-        prefix = VALIDATION_PREFIX if needs_validation else ""
-        self.workspace.metrics.remove_lines_after_step(own_checkpoint_step, prefix=prefix)
+        removed_metric_prefix = VALIDATION_PREFIX if needs_validation else ""
+        self.workspace.metrics.remove_lines_after_step(own_checkpoint_step, prefix=removed_metric_prefix)
         self.workspace.progress.step(start_step, self.feed.total_steps)
         self.step = self._start_step = start_step
         return start_step, needs_validation and self.validation.async_validation is not None
@@ -331,7 +331,7 @@ class TrainLoop:
 
 
 def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps of a train step; the maximum of metrics `..._max`."""
+    """Return the mean of each metric over the optimizer steps of a train step; for `..._max` metrics, the maximum."""
     values_by_name: dict[str, list[float]] = {}
     for name, value in chain(*(metrics.items() for metrics in update_metrics)):
         values_by_name.setdefault(name, []).append(value)
@@ -340,7 +340,7 @@ def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, 
 
 def _memory_metrics() -> dict[str, float]:
     """Return the resident memory of this process, and the maximum of allocated GPU memory since its start, in GiB."""
-    memory_gib = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
+    metrics = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
     if torch.cuda.is_available():
-        memory_gib["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return memory_gib
+        metrics["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics

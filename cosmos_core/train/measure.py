@@ -47,7 +47,7 @@ the results of two validations differ only by the weights."""
 def row_metrics(
     workspace: Workspace, trainer: Trainer, algorithm: Algorithm, rows: PreparedRows, batch_size: int
 ) -> dict[str, float]:
-    """Return the algorithm's metrics over all held-out rows, of which a forward pass takes `batch_size`; raise
+    """Return the algorithm's metrics over all held-out rows, with `batch_size` rows in a forward pass. Raise
     StopRequested if a signal requests a stop."""
     mesh = trainer.adapter.mesh
     rows_per_chunk = REFERENCE_BATCH_ROWS if rows.has_sample_pairs else batch_size * (mesh.dp.size() if mesh else 1)
@@ -90,7 +90,7 @@ def completion_metrics(
         ]
         for group in groups
     ]
-    if any(correct_flags):  # the full reward of at least one valid completion is known
+    if any(correct_flags):  # at least one valid completion has a known full reward
         accuracy = float(np.concatenate(correct_flags).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
     return {
@@ -109,7 +109,7 @@ def completion_metrics(
 def _estimate_standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the standard error of the mean reward; empty for one prompt. The mean reward of a prompt is one sample,
     because completions of a prompt are not independent."""
-    group_means = [np.mean(values) for g in groups if (values := [s.value for s in g.scores if s.value is not None])]
+    group_means = [np.mean(rewards) for g in groups if (rewards := [s.value for s in g.scores if s.value is not None])]
     if len(group_means) < 2:
         return {}
     return {"validation/reward_stderr": float(np.std(group_means, ddof=1) / math.sqrt(len(group_means)))}
@@ -118,11 +118,11 @@ def _estimate_standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 def _estimate_pass_at_k(correct_flags: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Return pass@k for k = 2, 4, 8, ... over the prompts with at least k valid completions. `correct_flags` has, for
     each prompt, one boolean per valid completion: whether the completion has the full reward."""
-    completion_counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
+    valid_and_correct_counts = [(len(prompt_flags), sum(prompt_flags)) for prompt_flags in correct_flags]
     metrics = {}
-    for k in (2**i for i in range(1, max(completion_counts)[0].bit_length())):
-        estimates = [pass_at_k(k, count, num_correct) for count, num_correct in completion_counts if count >= k]
-        metrics[f"validation/pass@{k}"] = float(np.mean(estimates))
+    for k in (2**i for i in range(1, max(valid_and_correct_counts)[0].bit_length())):
+        pass_rates = [pass_at_k(k, count, num_correct) for count, num_correct in valid_and_correct_counts if count >= k]
+        metrics[f"validation/pass@{k}"] = float(np.mean(pass_rates))
     return metrics
 
 
@@ -153,7 +153,7 @@ class CompletionValidation:
         self._prompts = prompts
         self._engine, self.score, self._workspace = engine, score, workspace
         self._sampling, self._batch_size = settings.sampling, settings.batch_size
-        self._full_reward = partial(full_reward, settings.rewards)
+        self._get_full_reward = partial(full_reward, settings.rewards)
         self._has_rewards = bool(settings.rewards) or self._sampling.flow is None
 
     def validate(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
@@ -179,12 +179,12 @@ class CompletionValidation:
         return self._prompts, self._sampling, _VALIDATION_SEED_STEP
 
     def log_metrics(self, step: int, scored_groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Return the metrics of scored groups, of which the first rank adds some to `samples.jsonl`."""
+        """Return the metrics of scored groups; the first rank also adds some of the groups to `samples.jsonl`."""
         if is_first_rank():
             with raise_disk_full(self._workspace.path):
                 samples_file, saved_groups = self._workspace.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
                 add_samples(samples_file, step, saved_groups, has_rewards=self._has_rewards)
-        metrics = completion_metrics(scored_groups, self._full_reward) if self._has_rewards else {}
+        metrics = completion_metrics(scored_groups, self._get_full_reward) if self._has_rewards else {}
         if self._sampling.flow is not None and self._sampling.num_completions > 1:
             metrics[f"{VALIDATION_PREFIX}diversity"] = compute_diversity(scored_groups)
         return metrics
@@ -193,15 +193,15 @@ class CompletionValidation:
 def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *, has_rewards: bool = True) -> None:
     """Add the first completion of each group to the file of samples, and remove the file's lines of `step` and later
     steps. Write images or videos of the groups to a folder of the step."""
-    lines_to_write = []
+    json_lines = []
     if samples_file.exists():
         saved_records = parse_json_objects(samples_file.read_text(encoding="utf-8", errors="replace").split("\n"))
         earlier_records = [line for line in saved_records if has_step(line) and line["step"] < step]
-        lines_to_write = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
+        json_lines = [json.dumps(line, ensure_ascii=False) for line in earlier_records]
     sample_rows = [gallery.collect_samples(group, range(len(group.scores)), is_scored=has_rewards) for group in groups]
-    media_rows = [row for row in sample_rows if row]  # leave out text completions, which have no media
-    media_files = gallery.save_step_samples(samples_file.parent, step, media_rows) if media_rows else []
-    for index, group in enumerate(groups):
+    media_samples = [row for row in sample_rows if row]  # leave out text completions, which have no media
+    media_files = gallery.save_step_samples(samples_file.parent, step, media_samples) if media_samples else []
+    for group_index, group in enumerate(groups):
         completion, score, prompt = group.group.completions[0], group.scores[0], group.group.prompt
         sample_record: dict[str, Any] = {
             "step": step,
@@ -210,13 +210,13 @@ def add_samples(samples_file: Path, step: int, groups: Sequence[ScoredGroup], *,
             "completion": completion.text,
             "reward": score.value if has_rewards else None,
         }
-        if index < len(media_files):
-            sample_record["media"] = media_files[index]
+        if group_index < len(media_files):
+            sample_record["media"] = media_files[group_index]
             sample_record |= {"rewards": [score.value for score in group.scores]} if has_rewards else {}
         if completion.turns:
             sample_record["turns"] = [asdict(turn) for turn in completion.turns]
-        lines_to_write.append(json.dumps(sample_record, ensure_ascii=False))
-    write_text(samples_file, "".join(line + "\n" for line in lines_to_write))
+        json_lines.append(json.dumps(sample_record, ensure_ascii=False))
+    write_text(samples_file, "".join(line + "\n" for line in json_lines))
 
 
 def make_completion_settings(recipe: Recipe) -> CompletionSettings:
@@ -252,30 +252,30 @@ def open_rewards(
     if isinstance(rewards, RemoteRewardConfig):
         yield RemoteRewards(rewards, read_service_endpoints(), on_wait=on_wait).score_groups
         return
-    if not rewards or not is_first_rank():  # `bypass_reward` is set, or another rank scores
+    if not rewards or not is_first_rank():  # `bypass_reward` is set, or the first rank scores instead of this rank
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
-    secret_names = (*recipe.reward_env, *((recipe.judge.key_env,) if "judge" in rewards else ()))
-    mask_secrets(secret_names)
+    secret_variable_names = (*recipe.reward_env, *((recipe.judge.key_env,) if "judge" in rewards else ()))
+    mask_secrets(secret_variable_names)
     with RewardRunner(
         rewards,
         timeout_seconds=recipe.train.train_policy.reward_call_timeout_seconds,
         timeout_by_reward={"judge": recipe.judge.timeout_seconds} if "judge" in rewards else {},
         constant_fields=recipe.reward_keyword_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
-        env_names=secret_names,
+        environment_names=secret_variable_names,
         on_wait=on_wait,
         calls_per_group=recipe.train.train_policy.calls_rewards_per_group,
-    ) as runner:
-        yield runner.score_groups
+    ) as reward_runner:
+        yield reward_runner.score_groups
 
 
-def score_on_first_rank(score: ScoreGroups) -> ScoreGroups:
+def score_on_first_rank(score_groups: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
-    def score_and_broadcast(scored_groups: Sequence[Group]) -> list[ScoredGroup]:
-        all_scores = [scored_group.scores for scored_group in score(scored_groups)] if is_first_rank() else []
-        wait_for_ranks(lambda: None)  # scoring may take longer than the timeout of the broadcast
+    def score_and_broadcast(groups: Sequence[Group]) -> list[ScoredGroup]:
+        all_scores = [scored_group.scores for scored_group in score_groups(groups)] if is_first_rank() else []
+        wait_for_ranks(lambda: None)  # wait first, because scoring may take longer than the broadcast's timeout
         all_scores = broadcast_object(all_scores)
-        return [ScoredGroup(group, scores) for group, scores in zip(scored_groups, all_scores, strict=True)]
+        return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
 
     return score_and_broadcast

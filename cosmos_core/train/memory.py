@@ -58,7 +58,7 @@ def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> St
     """Return the memory of a train step that cannot be traced, without its activations and casts, for an optimizer with
     two moments and `num_weight_sets` copies of the trained parameters."""
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     return StepMemory(weight_bytes, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
 
 
@@ -74,14 +74,14 @@ def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
     return num_bytes
 
 
-def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, length: int) -> StepMemory:
-    """Return the peak memory of a train step after the first, for sequences of `length` tokens.
+def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig, sequence_length: int) -> StepMemory:
+    """Return the peak memory of a train step after the first, for sequences of `sequence_length` tokens.
 
     Call this function under the FakeTensorMode that created the model. It runs two micro-batches if the step has more
     than one, because the second micro-batch runs while the gradients of the first exist.
     """
     policy, model = train.train_policy, trainer.adapter.model
-    token_ids, loss_mask = np.zeros(length, np.int64), np.ones(length, np.uint8)
+    token_ids, loss_mask = np.zeros(sequence_length, np.int64), np.ones(sequence_length, np.uint8)
     num_rows, num_sequences = min(2 * train.rows_per_pass, train.train_batch_per_replica), policy.num_sequences_per_row
     row_numbers = [i for i in range(num_rows) for _ in range(num_sequences)]
     micro_batch_numbers = [i // train.rows_per_pass if num_sequences > 1 else None for i in row_numbers]
@@ -93,7 +93,7 @@ def trace_step_memory(trainer: Trainer, algorithm: Algorithm, train: TrainConfig
         byte_counter.attribute_storages("weights", (*model.parameters(), *model.buffers()))
         weight_sets = trainer.weight_sets.tensors.values()
         byte_counter.attribute_storages("reference", [tensor for weights in weight_sets for tensor in weights.values()])
-        # Allocate gradients, because in every step but the first those of the previous step exist until the update.
+        # Allocate gradients: in every step but the first, the gradients of the previous step exist until the update.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         byte_counter.attribute_storages("gradients", _get_gradients(model))
@@ -118,7 +118,7 @@ class _LiveByteCounter(TorchDispatchMode):
         self._is_inside_model = False
 
     def attribute_storages(self, memory_use: str, tensors: Iterable[Tensor]) -> None:
-        """Attribute the storages of `tensors` to the field `memory_use` of `StepMemory`, for past and future events."""
+        """Attribute the storages of `tensors`, in past and future events, to the field `memory_use` of `StepMemory`."""
         for tensor in tensors:
             self._use_by_storage[self._track_storage(tensor)] = memory_use
 
@@ -126,10 +126,10 @@ class _LiveByteCounter(TorchDispatchMode):
     def forbid_reading_tensor_values(self, model: PreTrainedModel) -> Iterator[None]:
         """Return a context manager in which `model` must not read the values of tensors, which fake tensors lack."""
 
-        def set_is_inside(is_inside_model: bool, *_: Any) -> None:
+        def set_inside_model(is_inside_model: bool, *_: Any) -> None:
             self._is_inside_model = is_inside_model
 
-        base, on_enter, on_exit = (model.base_model, partial(set_is_inside, True), partial(set_is_inside, False))
+        base, on_enter, on_exit = (model.base_model, partial(set_inside_model, True), partial(set_inside_model, False))
         hook_handles = [base.register_forward_pre_hook(on_enter), base.register_forward_hook(on_exit, always_call=True)]
         try:
             yield
@@ -143,7 +143,7 @@ class _LiveByteCounter(TorchDispatchMode):
         sizes_and_memory_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
         optimizer_bytes = sum(size for size, memory_use in sizes_and_memory_uses if memory_use == "optimizer")
         events = [(self._use_by_storage[i], change * self._storage_sizes[i]) for i, change in self._allocation_events]
-        events = [event for event in events if event[0] != "optimizer"]
+        events = [byte_change for byte_change in events if byte_change[0] != "optimizer"]
         cumulative_bytes = np.cumsum([size for _, size in events])
         bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
         for memory_use, size in events[: int(cumulative_bytes.argmax()) + 1]:
@@ -175,9 +175,9 @@ class _LiveByteCounter(TorchDispatchMode):
 
 
 def _empty_grouped_product(token_inputs: Tensor, weights: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """Return an empty result of `_grouped_mm` of experts, because PyTorch's meta kernel requires bfloat16."""
-    group_shape = () if offsets is None or not token_inputs.ndim == weights.ndim == 2 else (len(offsets),)
-    return token_inputs.new_empty((*group_shape, token_inputs.shape[-2], weights.shape[-1]))
+    """Return an empty tensor of the result's shape for `_grouped_mm`, as PyTorch's meta kernel requires bfloat16."""
+    leading_shape = () if offsets is None or not token_inputs.ndim == weights.ndim == 2 else (len(offsets),)
+    return token_inputs.new_empty((*leading_shape, token_inputs.shape[-2], weights.shape[-1]))
 
 
 def _get_gradients(model: PreTrainedModel) -> list[Tensor]:

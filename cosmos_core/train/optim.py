@@ -104,20 +104,20 @@ def learning_rate_factor(step: int, total_steps: int, train_config: TrainConfig)
     warm-up steps has the factor start + (1 - start) * (k + 1) / W; in Cosmos-RL, step 0 has the start factor, so with
     the default of 0 it changes no weight. A decay that would begin inside the warm-up is shortened to begin after it.
     """
-    warmup_steps = train_config.optm_warmup_steps
-    warmup_steps = int(warmup_steps * total_steps) if isinstance(warmup_steps, float) else warmup_steps
-    warmup_steps = min(warmup_steps, total_steps)
-    if step < warmup_steps:
+    num_warmup_steps = train_config.optm_warmup_steps
+    num_warmup_steps = int(num_warmup_steps * total_steps) if isinstance(num_warmup_steps, float) else num_warmup_steps
+    num_warmup_steps = min(num_warmup_steps, total_steps)
+    if step < num_warmup_steps:
         start_factor = train_config.optm_warmup_start_factor
-        return start_factor + (1 - start_factor) * (step + 1) / warmup_steps
+        return start_factor + (1 - start_factor) * (step + 1) / num_warmup_steps
 
-    decay_steps = total_steps - warmup_steps
+    num_decay_steps = total_steps - num_warmup_steps
     if train_config.optm_decay_ratio is not None:
-        decay_steps = min(decay_steps, round(total_steps * train_config.optm_decay_ratio))
-    num_decayed_steps = step - (total_steps - decay_steps)
+        num_decay_steps = min(num_decay_steps, round(total_steps * train_config.optm_decay_ratio))
+    num_decayed_steps = step - (total_steps - num_decay_steps)
     if num_decayed_steps <= 0:
         return 1.0
-    decay_progress = min(1.0, num_decayed_steps / max(1, decay_steps))
+    decay_progress = min(1.0, num_decayed_steps / max(1, num_decay_steps))
     decay_factor = {
         "none": 1.0,
         "linear": 1 - decay_progress,
@@ -134,7 +134,7 @@ def set_learning_rate(
     learning_rate_scale = learning_rate_factor(step, total_steps, train)
     for group in optimizer.param_groups:
         learning_rate = group["initial_lr"] * learning_rate_scale
-        if isinstance(group["lr"], torch.Tensor):  # fill it in place: torchao's compiled step reads it
+        if isinstance(group["lr"], torch.Tensor):  # fill the tensor in place, because torchao's compiled step reads it
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate

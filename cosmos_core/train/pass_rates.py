@@ -17,7 +17,7 @@ from cosmos_core.types import Prompt, ScoredGroup
 
 
 class PassRates:
-    """Counts of sampled groups and rewards by prompt; `get_full_reward` is `full_reward` of the recipe's rewards."""
+    """Counts of sampled groups and rewards by prompt; `get_full_reward` returns the reward of a correct completion."""
 
     def __init__(self, get_full_reward: Callable[..., float | None]) -> None:
         self._get_full_reward = get_full_reward
@@ -30,11 +30,11 @@ class PassRates:
             rewards = [(score.value, score.metrics) for score in group.scores if score.value is not None]
             full_rewards = [(value, self._get_full_reward(prompt.source, metrics)) for value, metrics in rewards]
             full_reward_flags = [has_full_reward(value, full) for value, full in full_rewards if full is not None]
-            group_counts = (
+            new_counts = (
                 1, len(rewards), sum(value for value, _ in rewards), sum(full_reward_flags), len(full_reward_flags)
             )  # fmt: skip
             prompt_id = str(prompt.id)
-            self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 5), group_counts))
+            self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 5), new_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
@@ -42,22 +42,22 @@ class PassRates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""
-        # Checkpoints of earlier versions do not count the completions whose full reward is known: all were.
+        # Old checkpoints lack the last count, completions with a known full reward, which equals that of valid rewards.
         self._counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
     def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         json_lines = []
         for prompt in prompts:
-            num_sampled, num_valid, reward_sum, num_passed, num_judged = self._counts.get(str(prompt.id), [0.0] * 5)
-            has_pass_rate = num_judged and self._get_full_reward(prompt.source) is not None
-            record = {
+            num_sampled, num_valid, reward_sum, num_passed, num_gradable = self._counts.get(str(prompt.id), [0.0] * 5)
+            has_pass_rate = num_gradable and self._get_full_reward(prompt.source) is not None
+            pass_rate_record = {
                 "prompt": prompt.text,
-                "pass_rate": num_passed / num_judged if has_pass_rate else None,
+                "pass_rate": num_passed / num_gradable if has_pass_rate else None,
                 "mean_reward": reward_sum / num_valid if num_valid else None,
                 "drawn": int(num_sampled),
                 "completions": int(num_valid),
             }
-            json_lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+            json_lines.append(json.dumps(pass_rate_record, ensure_ascii=False) + "\n")
         with raise_disk_full(folder):
             write_text(folder / PASS_RATES_FILE, "".join(json_lines))

@@ -72,11 +72,11 @@ class StepProfiler:
     def _write_trace(self, profile: profile) -> None:
         if (first_traced_step := self._last_profiled_step - self._config.active_steps + 1) > self._step:
             return  # the training ended before the first step to trace, so there is no trace
-        folder = self._stage_folder / PROFILES_FOLDER
-        folder.mkdir(exist_ok=True)
+        profiles_folder = self._stage_folder / PROFILES_FOLDER
+        profiles_folder.mkdir(exist_ok=True)
         trace_name = f"steps_{first_traced_step}-{self._step}_rank_{self._rank}"
-        profile.export_chrome_trace(str(folder / f"{trace_name}.json.gz"))
-        write_json(folder / f"{trace_name}.operators.json", _list_slowest_operators(profile))
+        profile.export_chrome_trace(str(profiles_folder / f"{trace_name}.json.gz"))
+        write_json(profiles_folder / f"{trace_name}.operators.json", _list_slowest_operators(profile))
 
 
 def _list_slowest_operators(profile: profile) -> list[dict[str, Any]]:

@@ -82,7 +82,9 @@ class CliOptions(NamedTuple):
     @property
     def dataset(self) -> DatasetConfig:
         """Return the data set that the options name; raise ConfigError if an option has an invalid value."""
-        return parse_table(DatasetConfig, {"name": self.data, **self.rows}, source="--set", prefix=_DATASET_KEY)
+        return parse_table(
+            DatasetConfig, {"name": self.data, **self.rows}, error_prefix="--set", key_prefix=_DATASET_KEY
+        )
 
     @property
     def reward_names(self) -> list[str]:
@@ -136,22 +138,22 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
     column_names = sampled_rows[0][1].keys()
     complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in column_names))
-    location_and_row = next(complete_rows, sampled_rows[0])
-    columns, reason = _infer_columns(options, method, *location_and_row)
+    located_row = next(complete_rows, sampled_rows[0])
+    column_by_option, reason = _infer_columns(options, method, *located_row)
     yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(rows):,} rows"
-    yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in columns.items())
+    yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in column_by_option.items())
     model_config, tokenizer = load_config(options.model), load_tokenizer(options.model)
-    row_kind, recipe = load_tokenised_kind(method.rows), _make_recipe(options, columns)
+    row_kind, recipe = load_tokenised_kind(method.rows), _make_recipe(options, column_by_option)
     image_folder = find_image_root(recipe, options.model, rows.folder)
     record_spec = RecordSpec(recipe, row_kind, sys.maxsize, options.model, image_folder)
     try:
         max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
-    except ModelError:  # rows with conversations need a chat template
+    except ModelError:  # rows with conversations need a chat template, which the model may lack
         if tokenizer.chat_template:
             raise
         template_name = "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
         set_chat_template(tokenizer, template_name)
-        record_spec = replace(record_spec, recipe=_make_recipe(options, columns, template_name))
+        record_spec = replace(record_spec, recipe=_make_recipe(options, column_by_option, template_name))
         max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
         yield "policy.chat_template", template_name, "the model has none, and the rows have turns"
     text_config, has_completions = model_config.get_text_config(), row_kind.is_prompt
@@ -162,15 +164,15 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     yield ("policy.model_max_length", max_length, reason + f", a completion {completion_tokens:,}" * has_completions)
     if has_completions:
         yield "rollout.max_response_length", min(completion_tokens, max_length // 2), "raise it for longer reasoning"
-        rewards = options.reward_names if options.reward_names[1:] else options.reward
-        yield "train.train_policy.reward_function", rewards, "--reward"
+        reward_setting = options.reward_names if options.reward_names[1:] else options.reward
+        yield "train.train_policy.reward_function", reward_setting, "--reward"
     with torch.device("meta"):
         model = model_without_weights(options.model, dtype=torch.float32)
-    num_params = sum(weight.numel() for weight in model.parameters())
-    yield from _model_size_settings(method, num_params, hardware)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    yield from _model_size_settings(method, num_weights, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
     bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
-    free_bytes = hardware.memory * 0.9 - min(num_params * _STATE_BYTES, int(hardware.memory * _STATE_MEMORY_FRACTION))
+    free_bytes = hardware.memory * 0.9 - min(num_weights * _STATE_BYTES, int(hardware.memory * _STATE_MEMORY_FRACTION))
     max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(row_kind.token_id_columns))))
     yield from _batch_settings(has_completions, len(rows), max_rows, max(1, hardware.num_gpus))
     if len(rows) >= 10:
@@ -205,10 +207,10 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
             options_text = " and ".join(f"--{name} COLUMN" for name in required_options)
             error_message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
             raise DataError(error_message) from error
-        # One of the two may have a known name: {"answer": ..., "problem": ...} begins with the response.
-        prompt_names = {*PROMPT_COLUMNS, "instruction", "input"}
+        # If a name is known, put the prompt first: a row {"answer": ..., "problem": ...} begins with the response.
+        prompt_column_names = {*PROMPT_COLUMNS, "instruction", "input"}
         response_names = {*RESPONSE_COLUMNS, *(REFERENCE_COLUMNS if row_kind.is_prompt else ())}
-        sorted_columns = sorted(text_columns, key=lambda name: (name in response_names) - (name in prompt_names))
+        sorted_columns = sorted(text_columns, key=lambda name: (name in response_names) - (name in prompt_column_names))
         inferred_columns = dict(zip(_TEXT_COLUMN_OPTIONS, sorted_columns, strict=False))
         reason = "in their order" if sorted_columns == text_columns else "by their names"
         return inferred_columns, f"the only two columns of text, {reason}"
@@ -222,16 +224,16 @@ def _make_recipe(options: CliOptions, columns_by_option: dict[str, str], chat_te
     return Recipe.model_validate(dict(recipe_tables, custom=options.custom))
 
 
-def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sample: list[LocatedRow]) -> int:
-    """Return the number of tokens of the longest of the rows `sample` after `prepare`, images included."""
+def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[LocatedRow]) -> int:
+    """Return the number of tokens, images included, that the longest of the rows `sampled_rows` has after `prepare`."""
     row_kind = record_spec.row_kind
     max_length, first_error = 0, None
     id_column_indices = [list(row_kind.columns).index(name) for name in row_kind.token_id_columns]
-    for location, row in sample:
+    for location, row in sampled_rows:
         try:
             tracked_row = ColumnTrackingRow(row, record_spec.column_names, location)
             record = row_kind.make_record(tokenizer, record_spec, tracked_row, location)
-        except DataError as error:  # includes `SkippedRow`
+        except DataError as error:  # also catches its subclass `SkippedRow`
             first_error = first_error or error
             continue
         max_length = max(max_length, *(len(record.values[index]) for index in id_column_indices))
@@ -240,18 +242,18 @@ def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sample: list[Locate
     return max_length
 
 
-def _model_size_settings(method: TrainingMethod, num_params: int, hardware: Hardware) -> Iterator[ProposedSetting]:
+def _model_size_settings(method: TrainingMethod, num_weights: int, hardware: Hardware) -> Iterator[ProposedSetting]:
     """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
-    size_text = f"{num_params / 1e9:.2f} billion" if num_params >= 1e9 else f"{num_params / 1e6:.3g} million"
-    fits_in_memory = num_params * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
+    model_size = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
+    fits_in_memory = num_weights * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
     if not fits_in_memory:
-        yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
+        yield "policy.lora.r", 16, f"{model_size} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    lr_index = bisect((1e8, 1e9), num_params) if fits_in_memory else 3  # index 3: for an adapter
+    lr_index = bisect((1e8, 1e9), num_weights) if fits_in_memory else 3  # the rate at index 3 is for an adapter
     trained_weights = "all weights" if fits_in_memory else "an adapter"
-    yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights} of a model of {size_text} weights"
+    yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights} of a model of {model_size} weights"
     if hardware.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {hardware.num_gpus} GPUs"
 
@@ -292,18 +294,18 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
         remedy = [*media_problems, "give a folder with 0001.png and its caption in 0001.txt, or rows with images"][0]
         raise DataError(f"--data {options.data}: no image or video with a caption; {remedy}")
     key = "local_dir" if Path(options.data).is_dir() else "name"
-    count_text = f"{num_media:,}{' or more' * (num_media == _NUM_TRAINED_IMAGES)}"
-    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {count_text} images and videos with a caption"
+    media_count = f"{num_media:,}{' or more' * (num_media == _NUM_TRAINED_IMAGES)}"
+    yield f"train.train_policy.dataset.{key}", options.data, f"--data; {media_count} images and videos with a caption"
     skipped_fraction = len(media_problems) / (num_media + len(media_problems))
     if DatasetConfig().max_skipped_fraction < skipped_fraction <= _MAX_SKIPPED_FRACTION:
         skipped_reason = f"left out: {len(media_problems)}; {media_problems[0]}"
         yield f"{_DATASET_KEY}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, skipped_reason
-    num_params, max_media_per_pass = 10**10, 4  # assumed size of a model on the Hub, which is not downloaded
+    num_weights, max_media_per_pass = 10**10, 4  # assumed size of a model on the Hub, which is not downloaded
     if Path(options.model).is_dir():
         folder = PipelineFolder(options.model)
         pipeline = find_family_class(folder)(folder, DiffusersConfig())
         with torch.device("meta"):
-            num_params = sum(weight.numel() for weight in folder.build_component(pipeline.denoiser_name).parameters())
+            num_weights = sum(weight.numel() for weight in folder.build_component(pipeline.denoiser_name).parameters())
         latent_size = folder.settings(pipeline.denoiser_name).get("sample_size")
         call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
         if isinstance(latent_size, int) and not pipeline.is_video:
@@ -315,19 +317,19 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
             max_media_per_pass = 1  # a clip has the activations of many images
         # A denoiser also attends to the padding after a prompt, so training pads as the pipeline does.
         max_prompt_length = call_parameters["max_sequence_length"].default
-        if (max_tokens := _read_max_prompt_tokens(folder.path)) < max_prompt_length:
-            yield "policy.diffusers.max_prompt_length", max_tokens, "tokens that the tokenizer takes"
+        if (tokenizer_limit := _read_max_prompt_tokens(folder.path)) < max_prompt_length:
+            yield "policy.diffusers.max_prompt_length", tokenizer_limit, "tokens that the tokenizer takes"
         elif max_prompt_length != DiffusersConfig().max_prompt_length:
             yield "policy.diffusers.max_prompt_length", max_prompt_length, "what the pipeline reads by default"
-    yield from _model_size_settings(method, num_params, hardware)
+    yield from _model_size_settings(method, num_weights, hardware)
     batch_size = min(16, 2 ** max(0, int(log2(max(1, num_media // 8)))))
-    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {count_text}"
+    yield "train.train_batch_per_replica", batch_size, f"images of an optimizer step; there are {media_count}"
     yield "train.train_policy.mini_batch", min(batch_size, max_media_per_pass), "images or clips of one pass"
     num_epochs = max(3, min(100, _NUM_TRAINED_IMAGES // num_media))
     yield "train.epoch", num_epochs, f"about {_NUM_TRAINED_IMAGES:,} images seen in all, or three epochs"
     if num_media >= 10:
         num_held_out = max(1, min(8, num_media // 20))
-        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {count_text}, and drawn"
+        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {media_count}, and drawn"
         yield from _validation_settings("the loss of held-out images, and drawings of their captions")
 
 

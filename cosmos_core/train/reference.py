@@ -22,12 +22,11 @@ from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.trainer import Trainer
 
 REFERENCE_WEIGHTS = "reference"
-"""Name of the set of weights of the reference policy, and of the folder in the stage with the log-probabilities under
-these weights."""
+"""Name of the reference policy's weight set, and of the stage's folder with log-probabilities under these weights."""
 _SAVE_INTERVAL_SECONDS = 60.0
 _LOGPROB_COLUMNS = ("chosen", "rejected")
-"""Names of the columns with the log-probabilities of a row's two samples; a row with a label has a labelled and a
-mismatched sample under the same names."""
+"""Keys of the saved log-probabilities of a row's two samples, also of rows with a label (KTO), whose second sample has
+the response of another row."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +46,9 @@ def reference_logprobs(
     raise `Preempted`."""
     workspace.progress.phase(REFERENCE_WEIGHTS)
     file = workspace.path / REFERENCE_WEIGHTS / f"{split_name}.json"
-    cache_key = {"fingerprint": fingerprint, "rows": sha256(rows.path)}
+    required_fields = {"fingerprint": fingerprint, "rows": sha256(rows.path)}
     logprobs: np.ndarray = broadcast_object(
-        torch.from_numpy(_read_saved_logprobs(file, cache_key, len(rows))) if is_first_rank() else torch.empty(0)
+        torch.from_numpy(_read_saved_logprobs(file, required_fields, len(rows))) if is_first_rank() else torch.empty(0)
     ).numpy()
     last_save_time = time.monotonic()
     for start in range(0, len(positions), REFERENCE_BATCH_ROWS):
@@ -58,23 +57,23 @@ def reference_logprobs(
         if not np.isnan(logprobs[chunk_positions]).any():
             continue
         if all_reduce_any(workspace.stop_requested):
-            _save_logprobs(file, cache_key, logprobs)
+            _save_logprobs(file, required_fields, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
         logprobs[chunk_positions] = compute_pair_logprobs(trainer, rows, chunk_positions.tolist())
         if time.monotonic() - last_save_time > _SAVE_INTERVAL_SECONDS:
-            _save_logprobs(file, cache_key, logprobs)
+            _save_logprobs(file, required_fields, logprobs)
             last_save_time = time.monotonic()
-    _save_logprobs(file, cache_key, logprobs)
+    _save_logprobs(file, required_fields, logprobs)
     return logprobs
 
 
 def load_earlier_reference(input_folders: Iterable[Path], rows: PreparedRows, split_name: str) -> np.ndarray:
-    """Return the reference log-probabilities that a training saved for the same rows in one of the folders of the
-    input stages. Raise `ConfigError` if none did."""
-    cache_key = {"rows": sha256(rows.path)}
+    """Return the reference log-probabilities that a training saved for the same rows in one of the folders of the input
+    stages. Raise `ConfigError` if no folder has them."""
+    required_fields = {"rows": sha256(rows.path)}
     for folder in input_folders:
         logprobs_file = folder / REFERENCE_WEIGHTS / f"{split_name}.json"
-        if not np.isnan(logprobs := _read_saved_logprobs(logprobs_file, cache_key, len(rows))).any():
+        if not np.isnan(logprobs := _read_saved_logprobs(logprobs_file, required_fields, len(rows))).any():
             return logprobs
     raise ConfigError(
         "no stage in `after` has log-probabilities of the held-out rows under a reference; name the stage that "
@@ -90,12 +89,12 @@ def _read_saved_logprobs(logprobs_file: Path, cache_key: dict[str, str], num_row
     return np.array([saved_values[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
 
 
-def _save_logprobs(logprobs_file: Path, cache_key: dict[str, str], logprobs: np.ndarray) -> None:
+def _save_logprobs(logprobs_file: Path, required_fields: dict[str, str], logprobs: np.ndarray) -> None:
     if not is_first_rank():
         return
     logprobs_file.parent.mkdir(exist_ok=True)
     logprob_columns: dict[str, Any] = {
         name: [None if np.isnan(v) else v for v in logprobs[:, i].tolist()] for i, name in enumerate(_LOGPROB_COLUMNS)
     }
-    write_json(logprobs_file, cache_key | logprob_columns)
+    write_json(logprobs_file, required_fields | logprob_columns)
     logger.info("reference log-probabilities of %d rows in %s", int((~np.isnan(logprobs[:, 0])).sum()), logprobs_file)

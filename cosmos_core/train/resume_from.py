@@ -56,13 +56,13 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     checkpoints = sorted(((step, folder) for folder in other_folders for step in saved_steps(folder)), reverse=True)
     log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # one warning, not one from each rank
     skipped_steps = set()
-    candidates = [(step, str(folder), stage_fingerprint) for step, folder in checkpoints]
+    checkpoint_candidates = [(step, str(folder), stage_fingerprint) for step, folder in checkpoints]
     stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(workspace.path / FINGERPRINT_FILE))
     for step, folder in checkpoints if stage_fingerprint_inputs else ():
-        other_fingerprint = read_json_object(folder.parent / FINGERPRINT_FILE)
-        if _fingerprint_inputs_without_mesh(other_fingerprint) == stage_fingerprint_inputs:
-            candidates.append((step, str(folder), other_fingerprint.get("of_training", other_fingerprint["value"])))
-    for step, folder_name, fingerprint in broadcast_object(candidates):
+        other_record = read_json_object(folder.parent / FINGERPRINT_FILE)
+        if _fingerprint_inputs_without_mesh(other_record) == stage_fingerprint_inputs:
+            checkpoint_candidates.append((step, str(folder), other_record.get("of_training", other_record["value"])))
+    for step, folder_name, fingerprint in broadcast_object(checkpoint_candidates):
         checkpoint = step_folder(folder := Path(folder_name), step)
         obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
         obstacle = obstacle or _link_checkpoint(workspace, folder, step, fingerprint, stage_fingerprint)
@@ -84,21 +84,21 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
 
 
 def check_base_model(folder: Path, stage_folder: Path, model: str) -> None:
-    """Raise ModelError if the checkpoint in `folder`, `.../step_N/policy` with only the trained weights, belongs to
-    another base model than `model`, that of the stage in `stage_folder`; log a warning if this cannot be known."""
-    fingerprints = [read_json_object(path / FINGERPRINT_FILE) for path in (folder.parents[2], stage_folder)]
-    models = [_identify_model(each["ingredients"]) for each in fingerprints if each.get("ingredients")]
-    if len(models) < 2 or models[0] == models[1]:
+    """Raise ModelError if the checkpoint in `folder` (`.../step_N/policy`), which has only the trained weights, is of
+    another base model than `model`, the model of the stage in `stage_folder`. Log a warning if this cannot be known."""
+    fingerprint_records = [read_json_object(path / FINGERPRINT_FILE) for path in (folder.parents[2], stage_folder)]
+    model_identities = [_identify_model(each["ingredients"]) for each in fingerprint_records if each.get("ingredients")]
+    if len(model_identities) < 2 or model_identities[0] == model_identities[1]:
         return
-    if models[0][0] == models[1][0]:
+    if model_identities[0][0] == model_identities[1][0]:
         raise ModelError(f"train.resume = '{folder}' began from another model than {model}; start from that one")
     message = "train.resume = '%s': it is not known whether it began from %s, of which the untrained weights are taken"
     logger.warning(message, folder, model)
 
 
 def _identify_model(ingredients: dict[str, Any]) -> tuple[str, str]:
-    """Return the form in which a fingerprint has a model (`stage`, `hub:`, `remote:`, or empty for the digest of a
-    folder), and its value in this form. Values of different forms cannot be compared."""
+    """Return how a fingerprint identifies its model (`stage`, `hub:`, `remote:`, or empty for the digest of a folder),
+    and the identifier. Identifiers of different forms cannot be compared."""
     model = str(ingredients["model"])
     if stage_digest := ingredients["inputs"].get(referenced_stage(model) or ""):
         return "stage", stage_digest
@@ -106,24 +106,24 @@ def _identify_model(ingredients: dict[str, Any]) -> tuple[str, str]:
 
 
 def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -> None:
-    """Log a warning if the steps before the checkpoint in `folder`, `.../step_N/policy`, took another number of rows
-    than those of this training, which goes on at the row that its own steps would have reached. `group_size`: number of
-    samples that a step gets from each row."""
+    """Log a warning if the N steps before the checkpoint in `folder` (`.../step_N/policy`) used another number of rows
+    than N steps of this training, which continues at the row that its own N steps would have reached. `group_size`:
+    number of samples per row."""
     ingredients = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
-    settings, policy = flatten_nonempty_tables(ingredients.get("config", {})), train.train_policy
-    batch_size = settings.get("train.train_batch_per_replica")
+    earlier_settings, algorithm_config = flatten_nonempty_tables(ingredients.get("config", {})), train.train_policy
+    batch_size = earlier_settings.get("train.train_batch_per_replica")
     saves_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
-    if not batch_size or saves_position or settings.get("train.train_policy.type") != policy.type:
+    if not batch_size or saves_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
         return
-    earlier_group_size = settings.get("rollout.n_generation", 1) if policy.has_rollouts else 1
-    num_earlier_rows, num_rows = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
-    if num_earlier_rows != num_rows and not policy.has_token_based_batches:
+    earlier_group_size = earlier_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
+    earlier_rows_per_step, num_rows = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
+    if earlier_rows_per_step != num_rows and not algorithm_config.has_token_based_batches:
         step = parse_step(folder.parent.name)
         logger.warning(
             "train.resume = '%s': its %d steps took %d rows each, those of this training take %d, so that it goes on "
             "at row %d instead of %d; keep train.train_batch_per_replica%s",
-            folder, step, num_earlier_rows, num_rows, step * num_rows, step * num_earlier_rows,
-            " and rollout.n_generation" if policy.has_rollouts else "",
+            folder, step, earlier_rows_per_step, num_rows, step * num_rows, step * earlier_rows_per_step,
+            " and rollout.n_generation" if algorithm_config.has_rollouts else "",
         )  # fmt: skip
 
 
@@ -136,11 +136,11 @@ def _fingerprint_inputs_without_mesh(fingerprint: dict[str, Any]) -> dict[str, A
 def _link_checkpoint(
     workspace: Workspace, folder: Path, step: int, fingerprint: str, stage_fingerprint: str
 ) -> str | None:
-    """Link the checkpoint of one step and the best checkpoint, which have `fingerprint`, into the stage, and write the
-    stage's fingerprint to their manifests. Return the reason of a failure if the other run, which may still train, has
-    deleted a checkpoint meanwhile; otherwise None. All ranks call this function."""
-    extra_state = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
-    best_step = broadcast_object((extra_state.get("best") or {}).get("step", step))
+    """Link the checkpoint of step `step` and the best checkpoint, which have `fingerprint`, into the stage, and write
+    the stage's fingerprint to their manifests. Return an error message if the other run, which may still train, has
+    deleted a checkpoint meanwhile; else None. All ranks call this function."""
+    saved_json_values = read_json_object(step_folder(folder, step) / "policy" / FIRST_RANK_JSON_FILE)
+    best_step = broadcast_object((saved_json_values.get("best") or {}).get("step", step))
     linked_steps = [step]
     if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, workspace.progress.beat):
         linked_steps = [best_step, step]
@@ -151,13 +151,13 @@ def _link_checkpoint(
 
 
 def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage_fingerprint: str) -> str | None:
-    # The checkpoint comes last, because a stage with a checkpoint of its own adopts nothing.
+    # Link the checkpoints last, because an interrupted adoption is repeated only if the stage has no checkpoint yet.
     with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
         for file_name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER, COMPLETIONS_FOLDER):
             source_path, target_path = folder.parent / file_name, stage_folder / file_name
-            if source_path.is_dir():  # images and videos of the samples, completions
+            if source_path.is_dir():  # a folder with images and videos
                 with replace_folder(target_path) as copied_folder:
-                    ignore = shutil.ignore_patterns(".*.tmp")  # of the other run, which may still train
+                    ignore = shutil.ignore_patterns(".*.tmp")  # skip unfinished files of the other run
                     shutil.copytree(source_path, copied_folder, False, ignore, link_or_copy, dirs_exist_ok=True)
             elif source_path.is_file():
                 shutil.copy2(source_path, target_path)

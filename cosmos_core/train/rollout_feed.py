@@ -13,7 +13,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.data.order import batch_positions, mixture_or_num_rows, rows_at_positions
+from cosmos_core.data.order import batch_row_numbers, mixture_or_num_rows, rows_at_positions
 from cosmos_core.errors import ProgramError
 from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.rewards.base import full_reward
@@ -55,13 +55,13 @@ class RolloutFeed(SampleFeed):
         """Function that is called with the number of each train step, counted from 1, and the step's groups."""
 
     def find_max_sample_tokens(self) -> int | None:
-        longest_prompt = max((len(prompt.token_ids) for prompt in self._prompts), default=0)
-        return longest_prompt + self._max_response_length if longest_prompt else None
+        max_prompt_length = max((len(prompt.token_ids) for prompt in self._prompts), default=0)
+        return max_prompt_length + self._max_response_length if max_prompt_length else None
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
         """Return the samples of the next train step and their metrics; None if the data has ended, which may happen
-        before the last planned step if the source drops groups. A step whose groups were all dropped has no samples.
-        Raise the errors of `check_scores`, or `ProgramError` if that is the first step."""
+        before the last planned step if the source drops groups. A step whose groups were all dropped has no samples;
+        for the first step, raise `ProgramError` instead. Raise the errors of `check_scores`."""
         if self._has_ended or self.step == self.total_steps:
             return None
         scored_groups, metrics = self._next_groups()
@@ -93,7 +93,7 @@ class RolloutFeed(SampleFeed):
             problem = f"step {self.step + 1}: the rewards inside each of {num_groups:.0f} groups are equal"
             if not self._group_source.is_exhausted:
                 remedy = f"raise train.train_policy.max_retry_for_on_policy, or {remedy}"
-            if self.step == 0:  # probably no completion is better than another, whatever the prompt
+            if self.step == 0:  # the rewards probably never differ between completions
                 raise ProgramError(f"{problem}; {remedy}")
             logger.warning("%s, so nothing is learned; %s", problem, remedy)
             return [], {}
@@ -110,8 +110,8 @@ class RolloutFeed(SampleFeed):
         """Restore the feed's state. Without the group source's state, the prompts of completed steps count as used."""
         super().load_state_dict(state)
         self._pass_rates.load_state_dict(state.get("pass_rates", {}))
-        used_prompts = {"drawn": self._group_plan.first_position(self.step)}
-        self._group_source.load_state_dict({**used_prompts, **state.get("source", {})})
+        default_source_state = {"drawn": self._group_plan.first_position(self.step)}
+        self._group_source.load_state_dict({**default_source_state, **state.get("source", {})})
         self.total_steps = self.step if self._has_ended else self.total_steps
 
     @property
@@ -129,22 +129,22 @@ class PromptOrder:
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
         seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
-        positions = batch_positions(seed, step, self.prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
+        positions = batch_row_numbers(seed, step, self.prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
         """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at the end."""
         seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
-        num_positions = self._train.epoch * len(self._prompts)
-        end_position = num_positions if end_position is None else min(end_position, num_positions)
+        total_num_prompts = self._train.epoch * len(self._prompts)
+        end_position = total_num_prompts if end_position is None else min(end_position, total_num_prompts)
         positions = range(start_position, min(start_position + num_prompts, end_position))
         row_numbers = rows_at_positions(seed, positions, mixture_or_num_rows(self._prompts), shuffle)
         return [self._prompts[i] for i in row_numbers]
 
 
-def make_group_filter(policy: AlgorithmConfig) -> GroupFilter | None:
+def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
     """Return the filter that drops groups without a learning signal; None: all groups are trained on."""
-    return None if policy.dynamic_sampling is None else GroupFilter(*policy.dynamic_sampling)
+    return None if algorithm_config.dynamic_sampling is None else GroupFilter(*algorithm_config.dynamic_sampling)
 
 
 def make_sync_source(
@@ -158,7 +158,7 @@ def make_sync_source(
 
 def training_sampling(recipe: Recipe) -> Sampling:
     """Return the sampling settings of training completions."""
-    sampling_config, policy = recipe.rollout.sampling_config, recipe.train.train_policy
+    sampling_config, algorithm_config = recipe.rollout.sampling_config, recipe.train.train_policy
     seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
     assert seed is not None
     return Sampling(
@@ -169,9 +169,9 @@ def training_sampling(recipe: Recipe) -> Sampling:
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
         seed=seed,
-        flow=policy.flow_sampling_settings(recipe.policy.diffusers),
-        policy_temperature=policy.temperature if isinstance(policy, RlConfig) else None,
+        flow=algorithm_config.flow_sampling_settings(recipe.policy.diffusers),
+        policy_temperature=algorithm_config.temperature if isinstance(algorithm_config, RlConfig) else None,
         may_use_old_weights=recipe.train.sync_weight_interval > 1
         or recipe.may_split_groups
-        or (recipe.mode == "disaggregated" and policy.rollout_lookahead[0] > 0),
+        or (recipe.mode == "disaggregated" and algorithm_config.rollout_lookahead[0] > 0),
     )

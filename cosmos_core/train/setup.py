@@ -29,7 +29,7 @@ from cosmos_core.data.media_rows import open_media, open_media_prompts
 from cosmos_core.data.prepared import DATA_TERM_SPLIT, open_held_out
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER_WEIGHTS, open_teacher
-from cosmos_core.observe.gallery import SAMPLES_FOLDER as DRAWINGS
+from cosmos_core.observe.gallery import SAMPLES_FOLDER as GALLERY_FOLDER
 from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
 from cosmos_core.rollout.groups import GroupPlan, GroupSource, SyncGroupSource
 from cosmos_core.run.lineage import describe_base_model
@@ -85,12 +85,12 @@ def run(stage: Stage) -> Outcome:
 def train(stage: Stage) -> TrainingResult:
     """Train the model of a stage to its last step."""
     with ExitStack() as exit_stack:
-        setup = _TrainingSetup(stage, exit_stack)
-        loop = setup.make_loop()
+        training_setup = _TrainingSetup(stage, exit_stack)
+        loop = training_setup.make_loop()
         metrics = loop.run()
         loop.feed.write_pass_rates(stage.path)
     notices = (loop.feed.unused_rows_notice,) if loop.feed.unused_rows_notice else ()
-    return TrainingResult(setup.trainer.adapter, loop.step, metrics, loop.validation.best_step, notices)
+    return TrainingResult(training_setup.trainer.adapter, loop.step, metrics, loop.validation.best_step, notices)
 
 
 def open_trainer(stage: Stage) -> Trainer:
@@ -102,13 +102,13 @@ def open_trainer(stage: Stage) -> Trainer:
     trainer = Trainer(
         module.open_model(stage), stage.recipe.train, stage.progress, None if num_threads == "auto" else num_threads
     )
-    policy = stage.recipe.train.train_policy
-    # Reference log-probabilities that are computed before step 1 need no reference weights: the policy has them.
-    if stage.kind.trains_model and not policy.precomputes_reference_logprobs:
-        for name in policy.auxiliary_model_names:
+    algorithm_config = stage.recipe.train.train_policy
+    # Reference log-probabilities before step 1 need no reference weights, because the policy still has these weights.
+    if stage.kind.trains_model and not algorithm_config.precomputes_reference_logprobs:
+        for name in algorithm_config.auxiliary_model_names:
             trainer.weight_sets.add(name)
-    if teacher := stage.recipe.teacher_for_stage(stage.kind):
-        trainer.add_model(TEACHER_WEIGHTS, open_teacher(teacher, stage.recipe, trainer.adapter))
+    if teacher_config := stage.recipe.teacher_for_stage(stage.kind):
+        trainer.add_model(TEACHER_WEIGHTS, open_teacher(teacher_config, stage.recipe, trainer.adapter))
     return trainer
 
 
@@ -119,7 +119,7 @@ def export_trained(stage: Stage, training_result: TrainingResult) -> Outcome:
     export = training_result.adapter.export(stage.path / export_folder)
     if export is None:
         return Outcome()
-    optional_outputs = (measure.SAMPLES_FILE, DRAWINGS, REFERENCE_WEIGHTS, COMPLETIONS_FOLDER, PASS_RATES_FILE)
+    optional_outputs = (measure.SAMPLES_FILE, GALLERY_FOLDER, REFERENCE_WEIGHTS, COMPLETIONS_FOLDER, PASS_RATES_FILE)
     outcome_info: dict[str, JsonValue] = {
         "model": export_folder, "step": training_result.step, "checks": list(export.passed_checks),
         "dtype": stage.recipe.train.param_dtype,
@@ -135,7 +135,7 @@ def export_trained(stage: Stage, training_result: TrainingResult) -> Outcome:
 
 
 class _TrainingSetup:
-    """Parts of the training of a stage, which are closed with `exit_stack`."""
+    """Trainer, algorithm and rollout engine of a stage, from which the loop is built; `exit_stack` closes them."""
 
     def __init__(self, stage: Stage, exit_stack: ExitStack) -> None:
         self._stage, self._recipe, self._exit_stack = stage, stage.recipe, exit_stack
@@ -151,7 +151,7 @@ class _TrainingSetup:
         self._rollout_setup = RolloutSetup(stage, self.trainer, exit_stack)
 
     def make_loop(self) -> TrainLoop:
-        """Return the loop of the training."""
+        """Return the training loop with the feed, the checkpointer and the validation of the stage."""
         stage, train_config, trainer = self._stage, self._train_config, self.trainer
         async_validation = self._make_async_validation()
         sample_feed = self._make_feed(async_validation)
@@ -185,16 +185,16 @@ class _TrainingSetup:
     def _make_feed(self, validation: AsyncValidation | None) -> SampleFeed:
         """Return the source of the samples of each train step. The policy must still have its initial weights, because
         this method may compute log-probabilities under the reference policy, which has the same weights."""
-        recipe, folder, adapter = self._recipe, self._stage.prepared_folder, self.trainer.adapter
+        recipe, prepared_folder, adapter = self._recipe, self._stage.prepared_folder, self.trainer.adapter
         row_kind = load_row_kind(self._policy.rows)
         if self._sampling is None:
-            rows = row_kind.open(folder, TRAIN_SPLIT, recipe.policy, adapter)
+            rows = row_kind.open(prepared_folder, TRAIN_SPLIT, recipe.policy, adapter)
             num_dp_ranks = recipe.policy.parallelism.num_dp_ranks
             feed = RowFeed(rows, self._train_config, recipe.policy.model_max_length, num_dp_ranks)
             if self._policy.precomputes_reference_logprobs:
                 self._compute_reference_logprobs(rows, TRAIN_SPLIT, feed.trained_row_numbers)
             return feed
-        prompts = row_kind.open_prompts(folder, TRAIN_SPLIT, self._policy, recipe.policy)
+        prompts = row_kind.open_prompts(prepared_folder, TRAIN_SPLIT, self._policy, recipe.policy)
         if recipe.policy.is_diffusers:
             self._prepare_diffusion_algorithm(self._sampling)
         prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
@@ -220,11 +220,11 @@ class _TrainingSetup:
 
     def _prepare_diffusion_algorithm(self, sampling: Sampling) -> None:
         """Give the algorithm the embedding of the empty prompt and, with `data_beta`, a supervised loss on media."""
-        folder, diffusers = self._stage.prepared_folder, self._recipe.policy.diffusers
-        self.algorithm.null_text = open_media_prompts(folder, TRAIN_SPLIT).null_text
+        prepared_folder, diffusers = self._stage.prepared_folder, self._recipe.policy.diffusers
+        self.algorithm.null_text = open_media_prompts(prepared_folder, TRAIN_SPLIT).null_text
         # The schema requires rows of images or clips if `data_beta` is set.
         if diffusers.flow_rl.data_beta:
-            rows = open_media(folder, TRAIN_SPLIT)
+            rows = open_media(prepared_folder, TRAIN_SPLIT)
             self.algorithm.data_term = make_data_term(rows, diffusers, self._train_config, sampling, self.trainer)
 
     def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, positions: np.ndarray) -> None:
@@ -243,9 +243,9 @@ class _TrainingSetup:
         rows, prompts = open_held_out(stage.prepared_folder, self._policy, recipe.policy, trainer.adapter)
         compute_metrics: MetricsFn = lambda step: {}  # noqa: E731
         if prompts is not None:
-            settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
-            score = rollout_setup.make_scorer(settings.rewards, settings.sampling.max_tokens)
-            completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, settings, stage)
+            completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
+            score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+            completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, completion_settings, stage)
             has_rollouts = self._policy.has_rollouts
             compute_metrics = _completion_metrics_fn(completions, rollout_setup, has_rollouts=has_rollouts)
         if rows is None:
@@ -265,14 +265,14 @@ class _TrainingSetup:
             return None
         prompts = open_held_out(stage.prepared_folder, self._policy, recipe.policy).prompts
         assert prompts is not None
-        settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
-        score = rollout_setup.make_local_scorer(settings.rewards, settings.sampling.max_tokens)
+        completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
+        score = rollout_setup.make_local_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
         engine_fleet = rollout_setup.engine_fleet
-        completions = measure.CompletionValidation(prompts, engine_fleet, score, settings, stage)
+        completions = measure.CompletionValidation(prompts, engine_fleet, score, completion_settings, stage)
         return AsyncValidation(completions, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
 
     def _make_speed_tuning(self, feed: SampleFeed) -> SpeedTuning | None:
-        """Return the measurement of the settings that the recipe sets to `auto`; None: there are none."""
+        """Return the measurement that chooses the settings that the recipe sets to `auto`; None: none is `auto`."""
         if "auto" not in {self._train_config.num_threads, self._policy.mini_batch}:
             return None
         stage = self._stage
@@ -281,10 +281,10 @@ class _TrainingSetup:
         )
 
     def _make_checkpointer(self) -> Checkpointer:
-        config, stage = self._train_config.ckpt, self._stage
+        checkpoint_config, stage = self._train_config.ckpt, self._stage
         checkpointer = Checkpointer(
-            stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=config.max_keep,
-            is_async=config.save_mode == "async", on_saved=stage.progress.report_checkpoint,
+            stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=checkpoint_config.max_keep,
+            is_async=checkpoint_config.save_mode == "async", on_saved=stage.progress.report_checkpoint,
             heartbeat=stage.progress.beat,
         )  # fmt: skip
         self._exit_stack.callback(checkpointer.close)
@@ -327,16 +327,16 @@ def _make_async_source(
 
 
 def _completion_metrics_fn(
-    completions: measure.CompletionValidation, rollout_setup: RolloutSetup, *, has_rollouts: bool
+    completion_validation: measure.CompletionValidation, rollout_setup: RolloutSetup, *, has_rollouts: bool
 ) -> MetricsFn:
     if has_rollouts:
-        return completions.validate
+        return completion_validation.validate
 
     rollout_setup.engine.sleep(level=2)  # the engine is unused until the next validation
 
     def validate(step: int) -> dict[str, float]:
         rollout_setup.publish(step)  # train steps publish no weights, because only validations use the engine
-        return completions.validate(step, sleep_level=2)
+        return completion_validation.validate(step, sleep_level=2)
 
     return validate
 

@@ -25,7 +25,7 @@ class SampleQueue:
 
     def __init__(self) -> None:
         self._queued_samples: list[tuple[int, Sample | None]] = []
-        """Queued completions: version of the sampling weights, and the sample or None if the reward is invalid."""
+        """For each queued completion, the version of the sampling weights, and the sample; None: invalid reward."""
         self._group_metrics: dict[str, float] = {}
         """Metrics of the groups of completions that were added last."""
 
@@ -80,7 +80,7 @@ class SplitGroupFeed(RolloutFeed):
         return SampleQueue()
 
     def next_samples(self) -> tuple[list[Any], dict[str, float]] | None:
-        """Return the samples and metrics of a train step, without samples if all groups were dropped; None: the data
+        """Return the samples and metrics of a train step, without samples if all groups were dropped; None if the data
         has ended. The last step may be smaller."""
         if self.step == self.total_steps or self._has_ended:
             return None

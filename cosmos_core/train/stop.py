@@ -1,4 +1,4 @@
-"""Pass a stop signal from any rank to the loop, at points where no weight of the current step has changed."""
+"""Stop a training after a signal to any rank, at points where no weight of the current step has changed."""
 
 from cosmos_core.parallel.mesh import all_reduce_any
 from cosmos_core.run.workspace import Workspace

@@ -1,7 +1,7 @@
-"""Trainer: runs optimizer steps on a model adapter with its optimizer and named weights.
+"""Trainer: takes optimizer steps on a model, and evaluates the model, also with other weights such as a moving average.
 
-The trainer does not depend on the type of samples: it sorts them into micro-batches by the cost that the adapter
-returns.
+The trainer does not depend on the type of samples: it sorts them into micro-batches by the cost that the model adapter
+returns for each sample.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ class MicroBatchPlan(NamedTuple):
     """Samples of one micro-batch of a data-parallel rank, by their positions in the list of samples."""
 
     indices: Sequence[int]
-    """Positions of the micro-batch; empty: the rank only takes part in collective operations."""
+    """Positions of the samples in the micro-batch; empty: the rank only takes part in collective operations."""
     padding_position: int
     """Position of the sample that an empty micro-batch computes as a placeholder."""
 
@@ -43,7 +43,7 @@ class SpeedSettings(NamedTuple):
     """Settings that change how fast outputs and gradients are computed, but not their values except for rounding."""
 
     rows_per_pass: int
-    """Number of rows per forward pass, unless a caller sets another one."""
+    """Number of rows per forward pass, unless the caller of `evaluate` sets another number."""
     num_threads: int
     """Number of CPU threads."""
 
@@ -71,7 +71,7 @@ class Trainer:
 
     @property
     def samples_per_pass(self) -> int:
-        """Return the number of samples of the recipe's `mini_batch` rows, which `auto` settings do not change."""
+        """Return the number of samples in the recipe's `mini_batch` rows, of which `auto` means the default number."""
         return self._train.rows_per_pass * self._train.train_policy.num_sequences_per_row
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
@@ -149,38 +149,38 @@ class Trainer:
     @property
     def has_dropout(self) -> bool:
         """Return whether the model has dropout; the value is the same on all ranks, also of a pipeline."""
-        adapter = self.adapter  # `adapter.meta_copy` has all modules of the model, also on a pipeline rank
+        adapter = self.adapter  # on a pipeline rank, only `adapter.meta_copy` has all modules
         return has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
-    def _find_sets_equal_to_policy(self, names: Sequence[str]) -> list[str]:
+    def _find_sets_equal_to_policy(self, set_names: Sequence[str]) -> list[str]:
         """Return those of the named weight sets that equal the policy on all ranks; none if the model has dropout."""
-        if not names or self.has_dropout:
+        if not set_names or self.has_dropout:
             return []
-        equal_names_by_rank = all_gather_object([name for name in names if self.weight_sets.equals_policy(name)])
-        return [name for name in names if all(name in rank_names for rank_names in equal_names_by_rank)]
+        equal_names_by_rank = all_gather_object([name for name in set_names if self.weight_sets.equals_policy(name)])
+        return [name for name in set_names if all(name in rank_names for rank_names in equal_names_by_rank)]
 
     def _compute_local_outputs(
-        self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weights: str,
+        self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weight_set: str,
         size: int | None = None,
     ) -> dict[int, dict[str, Tensor]]:  # fmt: skip
-        """Return the outputs of this rank's samples by their positions, computed by a model without dropout."""
+        """Return the outputs of this rank's samples by the positions of the samples; dropout is off."""
         outputs: dict[int, dict[str, Tensor]] = {}
 
         def store_outputs(micro_batch: MicroBatch) -> None:
             outputs.update(zip(micro_batch.indices, adapter.split_outputs(micro_batch), strict=True))
 
         adapter.runner.train(False)
-        with self.use_weights(weights):
+        with self.use_weights(weight_set):
             self._run_micro_batches(adapter, samples, store_outputs, request, size=size)
         return outputs
 
     @torch.no_grad()
-    def _compute_reference_outputs(self, update: Update, names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
+    def _compute_reference_outputs(self, update: Update, set_names: Sequence[str]) -> dict[int, dict[str, Tensor]]:
         """Return the outputs of this rank's samples under the weight sets that the loss compares with the policy."""
         outputs: dict[int, dict[str, Tensor]] = {}
-        for weights in names:
-            for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, weights).items():
-                outputs.setdefault(i, {}).update({f"{weights}/{name}": value for name, value in row.items()})
+        for set_name in set_names:
+            for i, row in self._compute_local_outputs(self.adapter, update.samples, update.request, set_name).items():
+                outputs.setdefault(i, {}).update({f"{set_name}/{name}": value for name, value in row.items()})
         self.adapter.runner.train(True)
         return outputs
 
@@ -199,16 +199,16 @@ class Trainer:
                     | {f"{name}/{key}": v.detach() for name in names_equal_to_policy for key, v in row.items()}
                     for i, row in zip(micro_batch.indices, self.adapter.split_outputs(micro_batch), strict=True)
                 ]
-                names = list(reference_rows[0])
-                padded_rows = {name: pad_sequence([row[name] for row in reference_rows], True) for name in names}
+                output_names = list(reference_rows[0])
+                padded_rows = {name: pad_sequence([row[name] for row in reference_rows], True) for name in output_names}
                 micro_batch = replace(micro_batch, outputs=micro_batch.outputs | padded_rows)
             loss = self._call_loss(update, micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
             if micro_batch.model_loss is not None:
                 scaled_model_loss = micro_batch.model_loss / num_tokens
                 num_batch_tokens = sum(map(self.adapter.num_tokens, micro_batch.samples))
-                model_loss = torch.tensor([micro_batch.model_loss.item(), num_batch_tokens])
-                metrics = metrics | {"model_loss": model_loss.double()}
+                loss_and_num_tokens = torch.tensor([micro_batch.model_loss.item(), num_batch_tokens])
+                metrics = metrics | {"model_loss": loss_and_num_tokens.double()}
             # Detach the loss, because the autograd graph must not outlive its backward pass.
             losses.append(replace(loss, value=loss.value.detach(), metrics=metrics))
             return loss.value + scaled_model_loss
@@ -234,15 +234,15 @@ class Trainer:
         size: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
-        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. With `loss_fn`,
-        a loss whose derivative is the same for all outputs, the derivative is computed before the forward pass."""
+        """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. `loss_fn` is a
+        loss whose derivative does not depend on the outputs, so the derivative is computed before the forward pass."""
 
         def process_batch_outputs(batch: Any, outputs: dict[str, Tensor]) -> Tensor | None:
             outputs = adapter.gather_outputs(batch, outputs)
             if batch.samples:
                 return process_outputs(adapter.make_micro_batch(batch, outputs))
-            zero_loss = next(iter(outputs.values())).new_zeros(())
-            return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), zero_loss)
+            initial_zero = next(iter(outputs.values())).new_zeros(())
+            return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), initial_zero)
 
         def collate(plan: MicroBatchPlan) -> Any:
             self._progress_writer.beat()
@@ -266,33 +266,33 @@ class Trainer:
     def _plan_micro_batches(
         self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_default_size: bool
     ) -> list[MicroBatchPlan]:
-        """Return the micro-batches of this rank, the most expensive first: samples of similar cost need little padding.
-        All ranks get the same number of micro-batches, of which some may be empty."""
+        """Return the micro-batches of this rank. Samples are sorted by decreasing cost, so that a micro-batch needs
+        little padding. All ranks get the same number of micro-batches, of which some may be empty."""
         assigned_batch_ids = [adapter.assigned_batch_id(sample) for sample in samples]
         has_batch_ids = is_default_size and None not in assigned_batch_ids
         batches_by_id: dict[Any, list[int]] = {}
         for i in sorted(range(len(samples)), key=lambda i: -adapter.num_tokens(samples[i])):
             batches_by_id.setdefault(assigned_batch_ids[i] if has_batch_ids else i, []).append(i)
-        batches_by_key: dict[Any, list[list[int]]] = {}
+        grouped_batches: dict[Any, list[list[int]]] = {}
         for batch in batches_by_id.values():
-            batches_by_key.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
+            grouped_batches.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         num_ranks, can_rearrange = adapter.mesh.dp.size() if adapter.mesh else 1, is_default_size and not has_batch_ids
         batch_plans: list[MicroBatchPlan] = []
-        for batching_key in sorted(batches_by_key):
-            group_batches, positions = batches_by_key[batching_key], list(chain(*batches_by_key[batching_key]))
+        for batching_key in sorted(grouped_batches):
+            compatible_batches, positions = grouped_batches[batching_key], list(chain(*grouped_batches[batching_key]))
             padding_position = _find_shortest_sample(adapter, samples, positions)
             new_batches = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
             chunk_size = 1 if has_batch_ids or new_batches else size
-            local_chunks = _select_local_chunks(adapter, new_batches or group_batches, chunk_size)
+            local_chunks = _select_local_chunks(adapter, new_batches or compatible_batches, chunk_size)
             batch_plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in local_chunks]
         return batch_plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:
-        """Return the loss, metrics and values over the micro-batches of all ranks, the same result on each rank."""
+        """Return the summed loss and metrics, and the values for quantiles, over the micro-batches of all ranks."""
         mesh = self.adapter.mesh
         if mesh:
-            rank_losses = mesh.all_gather_object([_move_loss_to_cpu(loss) for loss in losses])
-            losses = [Loss(*loss_fields) for rank_loss_fields in rank_losses for loss_fields in rank_loss_fields]
+            losses_by_rank = mesh.all_gather_object([_move_loss_to_cpu(loss) for loss in losses])
+            losses = [Loss(*loss_fields) for rank_loss_fields in losses_by_rank for loss_fields in rank_loss_fields]
         metric_totals: Metrics = {}
         values_by_metric: dict[str, list[Tensor]] = {}
         for loss in losses:
@@ -338,8 +338,8 @@ def _find_shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices
 
 
 def _move_loss_to_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
-    metrics, values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
-    return loss.value.cpu(), metrics, values
+    metrics, raw_values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
+    return loss.value.cpu(), metrics, raw_values
 
 
 def _compute_quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:

@@ -3,8 +3,8 @@
 The first train step computes the gradients of its first optimizer step several times, each time with other settings,
 and drops them. The samples, the layout of the model over the ranks and the memory that rollout engines hold are thus
 those of the training. The weights, the random generators and the algorithm are left as they were, so from this step on
-the training continues as if the recipe had named the chosen values. Checkpoints contain these values. What is computed
-before, such as log-probabilities of a reference policy, uses the default.
+the training continues as if the recipe had named the chosen values. Checkpoints contain these values. Reference
+log-probabilities, which are computed before the first train step, use the default values.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ logger = logging.getLogger(__name__)
 MAX_SECONDS = 45.0
 """Maximum duration of all measurements, unless one gradient of a few samples takes longer."""
 _GRADIENT_SECONDS = 3.0
-"""Duration of a gradient, one row per pass; with samples of a train step that take longer, only the first ones are
-used."""
+"""Target duration of one gradient computation with the fewest rows per pass. If it takes longer with all samples of a
+train step, only the first samples are used."""
 MAX_MEMORY_FRACTION = 0.85
 """Fraction of the free memory that the activations of a micro-batch may take."""
 _MAX_SLOWDOWN = 1.15
-"""Ratio to the fastest settings above which settings are slow. After two slow ones in a row, no further ones are
-measured in the same direction."""
+"""Ratio to the duration of the fastest settings above which settings count as slow. After two slow settings in a row,
+the search ends in this direction."""
 _NUM_FINALISTS, _NUM_FINALIST_ROUNDS = 4, 4
-"""Number of settings that are measured again in turns, and how often."""
+"""Number of the fastest settings, which are measured again at the end, and how often each of them is."""
 _MIN_SECONDS, _MAX_REPEATS = 0.5, 5
 """Minimum total duration of the measurements of one setting, unless it was measured `_MAX_REPEATS` times."""
 _MAX_POSTPONED_STEPS = 3
 """Number of train steps without enough samples to measure, after which the default is chosen."""
 _MIN_PEAK_BYTES = 1 << 20
-"""Minimum memory that activations are assumed to take, because the memory that a process already holds may suffice."""
+"""Minimum memory that activations are assumed to take, because reuse of memory of the process is not measured."""
 _MIN_SPEEDUP = 1.02
 """Factor by which settings with more rows must be faster than settings with fewer rows, which need less memory."""
 
@@ -77,7 +77,7 @@ class SettingsSearch:
             is_affordable: function that returns whether settings may be measured, given the seconds that they will
                 probably take.
         """
-        self._sizes, self._thread_counts = sizes, thread_counts
+        self._pass_sizes, self._thread_counts = sizes, thread_counts
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
         """Minimum of the measured seconds of each setting."""
@@ -86,7 +86,7 @@ class SettingsSearch:
         """Return the fastest settings. First measure all sizes with the most threads, from the smallest size, which
         needs the least memory. Then measure each smaller number of threads with the fastest size so far and, if it is
         not slow, with the sizes around it. Finally measure the fastest settings again."""
-        start_settings = SpeedSettings(self._sizes[0], self._thread_counts[-1])
+        start_settings = SpeedSettings(self._pass_sizes[0], self._thread_counts[-1])
         self._measure_if_affordable(start_settings)
         self._measure_nearby_sizes(start_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
@@ -103,7 +103,7 @@ class SettingsSearch:
 
     @property
     def _fastest_settings(self) -> SpeedSettings:
-        start_settings = SpeedSettings(self._sizes[0], self._thread_counts[-1])
+        start_settings = SpeedSettings(self._pass_sizes[0], self._thread_counts[-1])
         return min(self.seconds, key=lambda settings: self.seconds[settings], default=start_settings)
 
     def _is_slow(self, settings: SpeedSettings) -> bool:
@@ -114,8 +114,8 @@ class SettingsSearch:
         """Measure settings with larger sizes than `start_settings` in ascending order, then with smaller sizes in
         descending order. Either order ends after two slow settings in a row, or before settings that are too
         expensive."""
-        larger_sizes = [size for size in self._sizes if size > start_settings.rows_per_pass]
-        smaller_sizes = [size for size in reversed(self._sizes) if size < start_settings.rows_per_pass]
+        larger_sizes = [size for size in self._pass_sizes if size > start_settings.rows_per_pass]
+        smaller_sizes = [size for size in reversed(self._pass_sizes) if size < start_settings.rows_per_pass]
         for sizes in (larger_sizes, smaller_sizes):
             num_consecutive_slow = 0
             for size in sizes:
@@ -154,12 +154,12 @@ class SpeedTuning:
     ) -> None:
         self._trainer, self._feed, self._algorithm, self._progress = trainer, feed, algorithm, progress
         self._is_stop_requested = is_stop_requested
-        default_settings, mesh, policy = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
-        self._num_data_ranks = mesh.dp.size() if mesh else 1
-        self._samples_per_row, self._rows_per_update = policy.num_sequences_per_row, rows_per_update(train)
-        self._sizes, self._thread_counts = ([value] for value in default_settings)
-        if policy.mini_batch == "auto" and not policy.has_token_based_batches:
-            self._sizes = micro_batch_sizes(train, self._num_data_ranks)
+        default_settings, mesh, algorithm_config = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
+        self._num_dp_ranks = mesh.dp.size() if mesh else 1
+        self._samples_per_row, self._rows_per_update = algorithm_config.num_sequences_per_row, rows_per_update(train)
+        self._pass_sizes, self._thread_counts = ([value] for value in default_settings)
+        if algorithm_config.mini_batch == "auto" and not algorithm_config.has_token_based_batches:
+            self._pass_sizes = micro_batch_sizes(train, self._num_dp_ranks)
         self._num_local_ranks = all_gather_object(platform.node()).count(platform.node())
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
             num_cores = max(1, len(os.sched_getaffinity(0)) // self._num_local_ranks)
@@ -170,9 +170,9 @@ class SpeedTuning:
         self._num_postponed_steps = 0
 
     def restore(self, settings: Sequence[int] | None) -> None:
-        """Use the settings in a checkpoint; None: it has none. Values in the recipe have priority. If a saved value is
-        impossible here, for example on a larger mesh, ignore all saved values: they are measured again."""
-        allowed_values = (self._sizes, self._thread_counts)
+        """Use the settings that a checkpoint has saved; None: it has none. Values in the recipe have priority. If a
+        saved value is not possible in this training, for example on a larger mesh, `choose` will measure again."""
+        allowed_values = (self._pass_sizes, self._thread_counts)
         saved_settings = [v if len(c) > 1 else c[0] for v, c in zip(settings or (), allowed_values, strict=False)]
         if saved_settings and all(value in c for value, c in zip(saved_settings, allowed_values, strict=True)):
             self._set_chosen(SpeedSettings(*saved_settings))
@@ -182,7 +182,7 @@ class SpeedTuning:
         micro-batches of the chosen size, and metrics. If settings were chosen before, do nothing. If the algorithm
         leaves out most of the samples, postpone the choice to a later step, but only a few times. If a signal requests
         a stop, end early without a choice; a resumed training chooses."""
-        if self.chosen is not None or not samples or len(self._sizes) == len(self._thread_counts) == 1:
+        if self.chosen is not None or not samples or len(self._pass_sizes) == len(self._thread_counts) == 1:
             return samples, {}
         previous_settings = self._trainer.speed_settings
         measurement = _Measurement(self, samples)
@@ -198,7 +198,7 @@ class SpeedTuning:
         if measurement.is_stopped:
             self._apply_settings(previous_settings)
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
-        if not search.seconds:  # no time was left
+        if not search.seconds:  # nothing was measured, because no time was left
             chosen = previous_settings
         self._set_chosen(chosen)
         slowest = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen)
@@ -234,14 +234,14 @@ class _Measurement:
         self._gradient_bytes, optimizer_bytes = self._measure_parameters()
         free_bytes = tuning.max_memory_fraction * self._peak_memory.available_bytes()
         self._max_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
-        self._bytes_per_token = self._largest_bytes = 0.0
+        self._bytes_per_token = self._bytes_of_largest_size = 0.0
         self._largest_size = 0
-        """Largest number of rows per pass so far, whose activations took `_largest_bytes`."""
-        lengths = [self._trainer.adapter.num_tokens(sample) for sample in samples]
-        self._max_tokens = tuning._samples_per_row * max(*lengths, self._feed.find_max_sample_tokens() or 0)
-        self._min_tokens = tuning._samples_per_row * min(lengths)
+        """Largest number of rows per pass so far, whose activations took `_bytes_of_largest_size`."""
+        token_counts = [self._trainer.adapter.num_tokens(sample) for sample in samples]
+        self._max_row_tokens = tuning._samples_per_row * max(*token_counts, self._feed.find_max_sample_tokens() or 0)
+        self._min_row_tokens = tuning._samples_per_row * min(token_counts)
         has_batch_id = self._trainer.adapter.assigned_batch_id(samples[0]) is not None
-        self._is_divided_by_feed = self._feed.rows_per_pass is not None and has_batch_id
+        self._feed_forms_micro_batches = self._feed.rows_per_pass is not None and has_batch_id
         self.num_samples = len(samples)
         """Number of samples with which settings are measured, the first ones of the train step."""
         self.seconds = 0.0
@@ -252,35 +252,35 @@ class _Measurement:
     def select_samples(self) -> list[int] | None:
         """Select so many samples that computing their gradient takes a few seconds, and return the sizes to measure
         with them; None if the algorithm leaves out most of the samples."""
-        tuning, sample_multiple = self._tuning, self._tuning._samples_per_row * self._tuning._num_data_ranks
-        start_settings = SpeedSettings(tuning._sizes[0], tuning._thread_counts[-1])
-        min_rows_per_rank = max(2, tuning._sizes[0])
-        self.num_samples = min(len(self._all_samples), min_rows_per_rank * sample_multiple)
+        tuning, sample_divisor = self._tuning, self._tuning._samples_per_row * self._tuning._num_dp_ranks
+        start_settings = SpeedSettings(tuning._pass_sizes[0], tuning._thread_counts[-1])
+        min_rows_per_rank = max(2, tuning._pass_sizes[0])
+        self.num_samples = min(len(self._all_samples), min_rows_per_rank * sample_divisor)
         self.measure(start_settings)  # the first gradient is slow: memory is allocated, and kernels are chosen
         seconds_per_sample = self.measure(start_settings) / self.num_samples
         max_samples = int(_GRADIENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
-        num_samples = max(min_rows_per_rank, max_samples // sample_multiple) * sample_multiple
+        num_samples = max(min_rows_per_rank, max_samples // sample_divisor) * sample_divisor
         self.num_samples = min(len(self._all_samples), num_samples)
         self.measure(start_settings)
         num_rows_per_update = min(self.num_samples // tuning._samples_per_row, tuning._rows_per_update)
         if 2 * self._num_update_samples < num_rows_per_update * tuning._samples_per_row:
             return None
-        rows_per_rank = -(-num_rows_per_update // tuning._num_data_ranks)
-        return [size for size in tuning._sizes if size <= rows_per_rank] or tuning._sizes[:1]
+        rows_per_rank = -(-num_rows_per_update // tuning._num_dp_ranks)
+        return [size for size in tuning._pass_sizes if size <= rows_per_rank] or tuning._pass_sizes[:1]
 
     def read_samples(self) -> list[Any]:
         """Return all samples of the train step, divided into micro-batches of the current size."""
-        return self._feed.reread_newest_samples() if self._is_divided_by_feed else self._all_samples
+        return self._feed.reread_newest_samples() if self._feed_forms_micro_batches else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
         """Return True if all ranks have memory for the settings and there is time to measure them."""
         rows_per_pass = settings.rows_per_pass
         # Rows of a data term, or rows that share a prompt, may need more memory than their numbers of tokens suggest.
-        scaled_bytes = self._largest_bytes * rows_per_pass / max(1, self._largest_size)
-        num_bytes = max(rows_per_pass * self._max_tokens * self._bytes_per_token, scaled_bytes)
+        bytes_scaled_by_rows = self._bytes_of_largest_size * rows_per_pass / max(1, self._largest_size)
+        expected_bytes = max(rows_per_pass * self._max_row_tokens * self._bytes_per_token, bytes_scaled_by_rows)
         is_measured_size = settings.rows_per_pass <= self._largest_size
         has_time = self.seconds + expected_seconds <= self._tuning.max_seconds
-        return has_time and not self.is_stopped and (is_measured_size or num_bytes <= self._max_bytes)
+        return has_time and not self.is_stopped and (is_measured_size or expected_bytes <= self._max_bytes)
 
     def measure(self, settings: SpeedSettings) -> float:
         """Return the seconds in which the slowest rank computes the gradients of the first optimizer step; infinity if
@@ -299,7 +299,7 @@ class _Measurement:
             seconds = time.perf_counter() - start_time - (self._tuning._progress.compile_seconds - compile_seconds)
         except torch.OutOfMemoryError:
             if not is_single_rank():
-                raise  # the other ranks would wait for this one in a collective
+                raise  # this rank cannot go on alone: the others wait for it in a collective
             seconds = math.inf
         self._trainer.drop_gradients()
         restore_rng(self._rng_states)
@@ -307,14 +307,14 @@ class _Measurement:
         activation_bytes = float(max(_MIN_PEAK_BYTES, self._peak_memory.peak_bytes() - self._gradient_bytes))
         compile_seconds = self._tuning._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
-        measured_values = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
-        rank_values = all_gather_object((*measured_values, self._tuning._is_stop_requested()))
+        local_measurements = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
+        rank_values = all_gather_object((*local_measurements, self._tuning._is_stop_requested()))
         seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*rank_values, strict=True))
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.
             # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.
-            num_tokens = max(1, num_tokens, settings.rows_per_pass * self._min_tokens)
-            self._bytes_per_token, self._largest_bytes = activation_bytes / num_tokens, activation_bytes
+            num_tokens = max(1, num_tokens, settings.rows_per_pass * self._min_row_tokens)
+            self._bytes_per_token, self._bytes_of_largest_size = activation_bytes / num_tokens, activation_bytes
             self._largest_size = settings.rows_per_pass
         return seconds
 
@@ -337,16 +337,16 @@ class PeakMemory:
     def __init__(self, device: torch.device, num_local_ranks: int) -> None:
         self._device, self._is_cuda, self._num_local_ranks = device, device.type == "cuda", num_local_ranks
         self.synchronize()
-        with suppress(OSError, AttributeError):  # release freed memory: its reuse would hide allocations
+        with suppress(OSError, AttributeError):  # return freed memory to the system, as its reuse hides allocations
             ctypes.CDLL(None).malloc_trim(0)
-        self._start_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
+        self._idle_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else psutil.Process().memory_info().rss
 
     def reset(self) -> None:
         """Start to measure a new peak."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        with suppress(OSError):  # without permission, the peak since the process started is measured
+        with suppress(OSError):  # if it is forbidden, the peak since the process started is measured
             Path("/proc/self/clear_refs").write_text("5")
 
     def synchronize(self) -> None:
@@ -357,18 +357,18 @@ class PeakMemory:
     def peak_bytes(self) -> int:
         """Return the peak memory since the last reset, minus the memory at the creation of the object."""
         if self._is_cuda:
-            return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
+            return torch.cuda.max_memory_allocated(self._device) - self._idle_bytes
         with suppress(OSError, ValueError, StopIteration):
             status_lines = Path("/proc/self/status").read_text().splitlines()
             peak_kib = next(int(line.split()[1]) for line in status_lines if line.startswith("VmHWM:"))
-            return max(0, 1024 * peak_kib - self._start_bytes)
+            return max(0, 1024 * peak_kib - self._idle_bytes)
         return 0
 
     def available_bytes(self) -> int:
         """Return the free memory of the GPU, or this rank's share of the free memory of the host."""
         if self._is_cuda:
-            unused_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            return torch.cuda.mem_get_info(self._device)[0] + unused_bytes
+            cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            return torch.cuda.mem_get_info(self._device)[0] + cached_bytes
         free_bytes, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
         with suppress(OSError, ValueError, KeyError):  # without a limit, memory.max is the word `max`
             cgroup_limit, cgroup_usage = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -380,17 +380,17 @@ class PeakMemory:
 
 def rows_per_update(train: TrainConfig) -> int:
     """Return the maximum number of rows of an optimizer step, of all data-parallel ranks together."""
-    size = getattr(train.train_policy, "batch_size_per_optimize", None)
-    return min(size or train.train_batch_per_replica, train.train_batch_per_replica)
+    configured_rows = getattr(train.train_policy, "batch_size_per_optimize", None)
+    return min(configured_rows or train.train_batch_per_replica, train.train_batch_per_replica)
 
 
-def micro_batch_sizes(train: TrainConfig, num_data_ranks: int) -> list[int]:
+def micro_batch_sizes(train: TrainConfig, num_dp_ranks: int) -> list[int]:
     """Return the values that `mini_batch` may have, in ascending order, up to the number of rows that one of
-    `num_data_ranks` data-parallel ranks has in an optimizer step."""
-    num_rows, max_rows = train.train_batch_per_replica, rows_per_update(train)
-    num_divisible_rows = max(1, num_rows // num_data_ranks) if train.train_policy.has_rollouts else num_rows
+    `num_dp_ranks` data-parallel ranks has in an optimizer step."""
+    rows_per_step, max_rows = train.train_batch_per_replica, rows_per_update(train)
+    num_divisible_rows = max(1, rows_per_step // num_dp_ranks) if train.train_policy.has_rollouts else rows_per_step
     common_divisor = math.gcd(num_divisible_rows, max_rows)
-    return [size for size in range(1, -(-max_rows // num_data_ranks) + 1) if common_divisor % size == 0]
+    return [size for size in range(1, -(-max_rows // num_dp_ranks) + 1) if common_divisor % size == 0]
 
 
 def thread_counts(max_threads: int) -> list[int]:

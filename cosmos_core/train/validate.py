@@ -10,7 +10,7 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.kinds.base import VALIDATION_SPLIT
 from cosmos_core.data.prepared import open_held_out, require_held_out_rows
 from cosmos_core.errors import Preempted
-from cosmos_core.observe.gallery import SAMPLES_FOLDER as DRAWINGS
+from cosmos_core.observe.gallery import SAMPLES_FOLDER as GALLERY_FOLDER
 from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import measure
@@ -38,10 +38,10 @@ def run(stage: Stage) -> Outcome:
         if prompts is not None:
             with ExitStack() as exit_stack:
                 rollout_setup = RolloutSetup(stage, trainer, exit_stack)
-                settings, engine = measure.make_completion_settings(recipe), rollout_setup.engine
-                score = rollout_setup.make_scorer(settings.rewards, settings.sampling.max_tokens)
-                metrics = measure.CompletionValidation(prompts, engine, score, settings, stage).validate(0)
-            output_names += [name for name in (measure.SAMPLES_FILE, DRAWINGS) if (stage.path / name).exists()]
+                completion_settings, engine = measure.make_completion_settings(recipe), rollout_setup.engine
+                score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+                metrics = measure.CompletionValidation(prompts, engine, score, completion_settings, stage).validate(0)
+            output_names += [name for name in (measure.SAMPLES_FILE, GALLERY_FOLDER) if (stage.path / name).exists()]
         if rows is not None:
             if rows.has_sample_pairs and policy.saves_reference_logprobs:
                 input_folders = [Path(result["path"]) for result in stage.inputs.values()]

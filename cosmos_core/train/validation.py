@@ -25,7 +25,7 @@ class Validation:
     compute_metrics: MetricsFn | None = None
     """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
-    """Validation that runs while the training continues, except for the first and the last one; None: disabled."""
+    """Runner of validations while the training continues; the first and the last are synchronous. None: all are."""
     publish: Callable[[int], dict[str, float]] = lambda step: {}
     """Function that sends the weights of train step N to the rollout engines and returns metrics of the transfer."""
     publish_interval: int = 1
@@ -37,7 +37,7 @@ class Validation:
     _last_validated_step: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
     _first_step: int | None = 0
-    """Number of the step from which the training began, without a checkpoint of its own; None: it was resumed."""
+    """Step at which a training without a checkpoint of its own began; None: the training was resumed."""
     _current_step: int = 0
     _is_publish_postponed: bool = False
     """Whether publishing was postponed because engines still validate the weights of another step."""
@@ -65,7 +65,7 @@ class Validation:
         return self.compute_metrics is not None and (step % self.config.freq == 0 or is_last_step)
 
     def needs_last_validation(self, step: int) -> bool:
-        """Return whether the last step was not validated, because the data ended unexpectedly after `step`."""
+        """Return whether step `step`, after which the data has ended, was not validated yet."""
         return self.compute_metrics is not None and step != 0 and self._last_validated_step != step
 
     def was_validation_interrupted(self, step: int) -> bool:
@@ -136,7 +136,7 @@ class Validation:
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._call_hook("post_validation_hook", current_step=step, **metrics)
         self._last_validated_step = step
-        if step != self._first_step:  # the step before the training is never the best step
+        if step != self._first_step:  # weights from before the training are never the best
             self.best_step = select_best_step(self.best_step, step, metrics)
 
     def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:

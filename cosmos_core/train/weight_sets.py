@@ -31,10 +31,10 @@ class WeightSets:
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """Tensors of each weight set, by the name of the set and the name of the parameter."""
 
-    def add(self, name: str) -> None:
-        """Add a copy of the policy's weights as the set `name`, in float32 if training updates the set."""
-        stored_dtype = torch.float32 if name in POLICY_COPY_NAMES else None
-        self.tensors[name] = {n: w.to(stored_dtype or w.dtype, copy=True) for n, w in self.policy_weights.items()}
+    def add(self, set_name: str) -> None:
+        """Add a copy of the policy's weights as the set `set_name`, in float32 if training updates the set."""
+        stored_dtype = torch.float32 if set_name in POLICY_COPY_NAMES else None
+        self.tensors[set_name] = {n: w.to(stored_dtype or w.dtype, copy=True) for n, w in self.policy_weights.items()}
 
     def copy_from_policy(self, name: str) -> None:
         """Overwrite the set `name` with the policy's current weights."""
@@ -116,6 +116,6 @@ class MovingAverage:
 
 
 def _swap_tensors(first_tensor: Tensor, second_tensor: Tensor) -> None:
-    saved_values = first_tensor.clone()
+    first_copy = first_tensor.clone()
     first_tensor.copy_(second_tensor)
-    second_tensor.copy_(saved_values)
+    second_tensor.copy_(first_copy)

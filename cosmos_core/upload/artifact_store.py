@@ -46,8 +46,8 @@ class ArtifactStore:
 
     def __init__(self, url: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
         """Open the store at `url`; `check_cancellation` is called between parts of files, and may raise an error."""
-        name, self._prefix = split_s3_url(url)
-        self.url = f"{S3_SCHEME}{name}/{self._prefix}".rstrip("/")
+        name, self._key_prefix = split_s3_url(url)
+        self.url = f"{S3_SCHEME}{name}/{self._key_prefix}".rstrip("/")
         self._bucket = Bucket(name)
         self._content_store = ContentStore(self._bucket, self._object_key("objects"), check_cancellation)
 
@@ -61,7 +61,7 @@ class ArtifactStore:
         id in the store if another machine started a run of the same id in the same second."""
         files = {name: _read_text(run_path / name) for name in (_PIPELINE_FILE, _RUN_FILE)}
         start_info = read_start_info(run_path)
-        # The local folder of the run may have another name than the run in the store.
+        # Use the recorded id, because the local folder of the run may have another name.
         run_id = start_info.run_id if start_info and start_info.run_id else run_path.name
         with translate_errors(self.url):
             name = next(name for name in _iter_run_names(run_id) if self._claim_run_name(name, files, has_new_stages))
@@ -69,28 +69,28 @@ class ArtifactStore:
 
     def read_run(self, run_id: str) -> dict[str, str]:
         """Return the files that define a run, `pipeline.toml` and `run.json`, as text by name."""
-        files = self._read_json(f"runs/{run_id}/run.json")
-        if files is None:
+        run_files = self._read_json(f"runs/{run_id}/run.json")
+        if run_files is None:
             raise ConfigError(f"{self.url}{_RUNS_PATH}{run_id}: there is no such run")
-        return files
+        return run_files
 
     def put_outputs(self, stage_path: Path, result: Result) -> None:
         """Store the output files of a finished stage; files with the same content are stored once."""
-        files = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
+        file_by_digest = {record["sha256"]: stage_path / record["path"] for record in result["outputs"]}
         with translate_errors(self.url):
-            self._content_store.send(files, stage_path / JOURNAL_FILE)
+            self._content_store.send(file_by_digest, stage_path / JOURNAL_FILE)
 
-    def put_result(self, run_id: str, stage: str, result: Result) -> None:
+    def put_result(self, run_id: str, stage_name: str, result: Result) -> None:
         """Store the manifest of a stage, which marks the stage as complete; its outputs must be stored before."""
-        self._write_json(f"runs/{run_id}/stages/{stage}/{RESULT_FILE}", result)
+        self._write_json(f"runs/{run_id}/stages/{stage_name}/{RESULT_FILE}", result)
 
     def store_result(self, result: Result) -> None:
         """Store the manifest of a stage under its fingerprint, for reuse by other runs, after storing its outputs."""
         self._write_json(f"made/{result['fingerprint']}/{RESULT_FILE}", result)
 
-    def read_result(self, run_id: str, stage: str) -> Result | None:
+    def read_result(self, run_id: str, stage_name: str) -> Result | None:
         """Return the stored manifest of a stage of a run; None if the stage is not complete."""
-        return self._read_result_document(f"runs/{run_id}/stages/{stage}/{RESULT_FILE}")
+        return self._read_result_document(f"runs/{run_id}/stages/{stage_name}/{RESULT_FILE}")
 
     def find_stored_result(self, fingerprint: str) -> Result | None:
         """Return the stored result of a fingerprint; None if there is none, or an output is missing or truncated."""
@@ -128,19 +128,19 @@ class ArtifactStore:
         prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
         return StoredRecord(self._bucket, prefix, stage_path, machine)
 
-    def _claim_run_name(self, name: str, files: dict[str, str], has_new_stages: bool) -> bool:
-        """Return True if the run name in the store belongs to the run with these files, or was free and now does."""
+    def _claim_run_name(self, name: str, run_files: dict[str, str], has_new_stages: bool) -> bool:
+        """Return True if the name in the store belongs to the run with these files, or was free and is claimed now."""
         key = self._object_key(f"runs/{name}/run.json")
         stored_files, _ = read_document(self._bucket, key)
         if stored_files is None:
-            if self._bucket.replace_if_unchanged(key, encode_document(files), ""):
+            if self._bucket.replace_if_unchanged(key, encode_document(run_files), ""):
                 return True
             # Another machine has stored the document first, or the response to a successful request was lost.
             stored_files, _ = read_document(self._bucket, key)
-        if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], files[_RUN_FILE]):
+        if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], run_files[_RUN_FILE]):
             return False
-        if has_new_stages and stored_files[_PIPELINE_FILE] != files[_PIPELINE_FILE]:
-            write_document(self._bucket, key, files)
+        if has_new_stages and stored_files[_PIPELINE_FILE] != run_files[_PIPELINE_FILE]:
+            write_document(self._bucket, key, run_files)
         return True
 
     def _read_result_document(self, key: str) -> Result | None:
@@ -148,7 +148,7 @@ class ArtifactStore:
         return result | {STORE_URL_KEY: self.url} if result is not None else None
 
     def _object_key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return f"{self._key_prefix}/{name}" if self._key_prefix else name
 
     def _write_json(self, name: str, document: dict[str, Any]) -> None:
         with translate_errors(self.url):
@@ -159,36 +159,36 @@ class ArtifactStore:
             return read_document(self._bucket, self._object_key(name))[0]
 
 
-def open_stored_run(url: str, folder: str, check_cancellation: Callable[[], None]) -> Path:
+def open_stored_run(url: str, parent_folder: str, check_cancellation: Callable[[], None]) -> Path:
     """Return the local directory of the run that is stored at `url`; create the directory if it does not exist.
 
-    A new directory is created in `folder`; if `folder` is empty, in the `output_dir` of the run's pipeline. An existing
-    directory gets the stages that were added to the run since, unless a process executes the run there.
+    A new directory is created in `parent_folder`, or if that is empty, in the `output_dir` of the run's pipeline. An
+    existing directory gets the stages that were added to the run since, unless a process executes the run there.
     """
     store_url, _, run_id = url.rpartition(_RUNS_PATH)
-    files = ArtifactStore(store_url, check_cancellation).read_run(run_id)
-    pipeline = tomllib.loads(files[_PIPELINE_FILE])
-    runs_folder = Path(folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
+    run_files = ArtifactStore(store_url, check_cancellation).read_run(run_id)
+    pipeline = tomllib.loads(run_files[_PIPELINE_FILE])
+    runs_folder = Path(parent_folder or pipeline["pipeline"].get("output_dir") or "outputs").expanduser().absolute()
     pipeline["pipeline"]["output_dir"] = str(runs_folder)
     pipeline_text = tomli_w.dumps(pipeline)
-    for path in (runs_folder / name for name in _iter_run_names(run_id)):
-        local_pipeline_text = _read_text(path / _PIPELINE_FILE)
-        if local_pipeline_text and not _is_same_run(_read_text(path / _RUN_FILE), files[_RUN_FILE]):
+    for run_path in (runs_folder / name for name in _iter_run_names(run_id)):
+        local_pipeline_text = _read_text(run_path / _PIPELINE_FILE)
+        if local_pipeline_text and not _is_same_run(_read_text(run_path / _RUN_FILE), run_files[_RUN_FILE]):
             continue  # another run has a directory of this name
-        if not local_pipeline_text or (local_pipeline_text != pipeline_text and read_holder(path) is None):
-            (path / "stages").mkdir(parents=True, exist_ok=True)
-            write_text(path / _RUN_FILE, files[_RUN_FILE])
-            write_text(path / _PIPELINE_FILE, pipeline_text)
-        return path
+        if not local_pipeline_text or (local_pipeline_text != pipeline_text and read_holder(run_path) is None):
+            (run_path / "stages").mkdir(parents=True, exist_ok=True)
+            write_text(run_path / _RUN_FILE, run_files[_RUN_FILE])
+            write_text(run_path / _PIPELINE_FILE, pipeline_text)
+        return run_path
     raise AssertionError("there are more names than runs")
 
 
 def _is_same_run(run_json: str, other_run_json: str) -> bool:
     """Return True if the contents of two files `run.json` identify one run; invalid contents are compared as text."""
     with suppress(ValueError):
-        parsed_runs = [json.loads(text) for text in (run_json, other_run_json)]
-        if all(isinstance(each, dict) for each in parsed_runs):
-            run_identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in parsed_runs]
+        run_documents = [json.loads(text) for text in (run_json, other_run_json)]
+        if all(isinstance(each, dict) for each in run_documents):
+            run_identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in run_documents]
             return run_identities[0] == run_identities[1]
     return run_json == other_run_json
 

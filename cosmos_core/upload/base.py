@@ -10,10 +10,10 @@ from cosmos_core.config.conditions import parse_condition
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.target import PUBLICATION_TARGETS_FOLDER, split_publication_target
 from cosmos_core.error_handling import convert_errors
-from cosmos_core.errors import ConfigError, DamagedRecord, UploadError
+from cosmos_core.errors import ConfigError, CosmosError, UploadError
 from cosmos_core.registry import find_error_location, is_import_path, load_class
 from cosmos_core.run.hub import call_with_timeout
-from cosmos_core.run.state import FINISHED_STATES, read_state
+from cosmos_core.transient import is_transient
 
 PUBLICATION_FILE = "publication.json"
 """Name of the file in the folder of an upload stage with the record of its publication. It is written after the pointer
@@ -78,47 +78,44 @@ def append_version(saved_history: list[str], version: str, history: list[str] | 
     return history[-_MAX_VERSIONS:] if history[-1:] == [version] else [*history[-_MAX_VERSIONS + 1 :], version]
 
 
-def check_targets(pipeline: Pipeline, run_path: Path | None = None) -> None:
+def check_targets(pipeline: Pipeline) -> None:
     """Raise ConfigError if a publication target of a pipeline cannot be opened, cannot be written by the stage that
-    publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond.
-    Stages that are finished in the run at `run_path`, which is continued, are not checked again."""
+    publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond."""
     for stage in pipeline.stages:
-        if run_path is not None and read_state(run_path / "stages" / stage.name).state in FINISHED_STATES:
-            continue
         is_user_code = is_import_path(split_publication_target(stage.target)[0])
-        if not stage.target or (is_user_code and stage.work_pool):  # the machines of the pool have the user's code
+        if not stage.target or (is_user_code and stage.work_pool):  # only the work pool's machines have the user's code
             continue
-        location = f"{pipeline.source_path}: stage {stage.name!r}"
-        with convert_errors(partial(_convert_target_error, location, stage.target), ()):
-            target: Any = open_target(stage.target)
+        stage_location = f"{pipeline.source_path}: stage {stage.name!r}"
+        with convert_errors(partial(_convert_target_error, stage_location, stage.target), ()):
+            publication_target: Any = open_target(stage.target)
             if pipeline.stage_kind(stage).makes != "publication":
-                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, target.published))
-            elif hasattr(target, "check"):
-                target.check()
+                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, publication_target.published))
+            elif hasattr(publication_target, "check"):
+                publication_target.check()
 
 
-def _check_published_metrics(stage: StageConfig, record: dict[str, Any] | None) -> None:
-    """Raise ConfigError if a gate compares a metric with that of the published model, whose record lacks the metric."""
-    if record is None:
+def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any] | None) -> None:
+    """Raise ConfigError if a gate compares with a metric that the record of the published model lacks."""
+    if published_record is None:
         return
     for condition in map(parse_condition, stage.require):
-        prefix, _, metric = condition.metric.partition(".")
-        metric = metric if prefix in stage.after else condition.metric
-        if condition.needs_published_model and "*" not in metric and metric not in record.get("metrics", {}):
+        stage_prefix, _, metric = condition.metric.partition(".")
+        metric = metric if stage_prefix in stage.after else condition.metric
+        if condition.needs_published_model and "*" not in metric and metric not in published_record.get("metrics", {}):
             raise ConfigError(f"{condition.text!r}: what is published has no {metric!r}; compare with a number")
 
 
-def _convert_target_error(location: str, target: str, error: Exception) -> Exception:
+def _convert_target_error(stage_location: str, target_setting: str, error: Exception) -> Exception:
     """Return an error of a publication target, or of any kind of a user's class, as an error that names the stage: an
     UploadError if the target may respond later, otherwise a ConfigError. Return any other error unchanged."""
-    setting_text, error_text = f"target = {target!r}: ", str(error)
+    setting_text, error_text = f"target = {target_setting!r}: ", str(error)
     if not isinstance(error, (ConfigError, UploadError, TimeoutError)):
-        if not is_import_path(split_publication_target(target)[0]):
+        if not is_import_path(split_publication_target(target_setting)[0]):
             return error
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
-    may_respond_later = isinstance(error, (UploadError, TimeoutError)) and not isinstance(error, DamagedRecord)
+    may_respond_later = type(error) is UploadError if isinstance(error, CosmosError) else is_transient(error)
     error_class = UploadError if may_respond_later else ConfigError
-    return error_class(f"{location}: {setting_text}{error_text.removeprefix(setting_text)}")
+    return error_class(f"{stage_location}: {setting_text}{error_text.removeprefix(setting_text)}")
 
 
 def open_target(target: str) -> PublicationTarget:

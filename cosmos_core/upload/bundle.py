@@ -48,15 +48,15 @@ class FileIndex:
 class ContentStore:
     """Storage of files below one prefix of a bucket; the key of each file is the SHA-256 of its content."""
 
-    def __init__(self, bucket: Bucket, prefix: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
-        """Store contents below `prefix`; `check_cancellation` is called between parts and may raise an error."""
-        self._bucket, self._prefix, self._check_cancellation = bucket, prefix, check_cancellation
+    def __init__(self, bucket: Bucket, key_prefix: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
+        """Store contents below `key_prefix`; `check_cancellation` is called between parts and may raise an error."""
+        self._bucket, self._key_prefix, self._check_cancellation = bucket, key_prefix, check_cancellation
 
-    def send(self, files: Mapping[str, Path], journal: Path | None = None) -> None:
+    def send(self, files: Mapping[str, Path], journal_file: Path | None = None) -> None:
         """Store files under their digests and verify them. The journal file lets an interrupted upload continue; for
         errors see `FileTransfer.send`."""
         file_and_digest_by_key = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
-        FileTransfer(self._bucket, UploadJournal(journal), self._check_cancellation).send(file_and_digest_by_key)
+        FileTransfer(self._bucket, UploadJournal(journal_file), self._check_cancellation).send(file_and_digest_by_key)
 
     def write(self, data: bytes) -> ContentEntry:
         """Store bytes in one request; return their size and digest."""
@@ -79,7 +79,7 @@ class ContentStore:
         self._bucket.remove(self._make_object_key(entry.sha256))
 
     def find_missing_digest(self, size_by_digest: Mapping[str, int]) -> str:
-        """Return the first digest whose object is missing or of another size than in `size_by_digest`; else empty."""
+        """Return the first digest whose object is missing or of another size than in `size_by_digest`, or ""."""
         for digest, size in size_by_digest.items():
             self._check_cancellation()
             object_info = self._bucket.head(self._make_object_key(digest))
@@ -87,11 +87,11 @@ class ContentStore:
                 return digest
         return ""
 
-    def fetch(self, files: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
-        """Download contents to those of `files` that lack them, or copy them from `local_files`, local files by digest.
-        Raise UploadError if a content is missing or altered in the store."""
+    def fetch(self, entry_by_file: Mapping[Path, ContentEntry], local_files: Mapping[str, Path] | None = None) -> None:
+        """Download each entry to its file unless the file has this content, or copy it from `local_files`, files by
+        their digest. Raise UploadError if a content is missing or altered in the store."""
         files_by_entry: dict[ContentEntry, list[Path]] = defaultdict(list)
-        for file, entry in files.items():
+        for file, entry in entry_by_file.items():
             if not _matches_content_entry(file, entry):
                 files_by_entry[entry].append(file)
         fetch_arguments = ((entry, paths, local_files or {}) for entry, paths in files_by_entry.items())
@@ -99,17 +99,17 @@ class ContentStore:
 
     def remove_all_except(self, digests: set[str]) -> None:
         """Remove every object below the prefix whose digest is not in `digests`."""
-        for stored_object in list(self._bucket.list_objects(f"{self._prefix}/")):
+        for stored_object in list(self._bucket.list_objects(f"{self._key_prefix}/")):
             if stored_object.key.rpartition("/")[2] not in digests:
                 self._bucket.remove(stored_object.key)
 
-    def _fetch_content(self, entry: ContentEntry, paths: list[Path], local_files: Mapping[str, Path]) -> None:
+    def _fetch_content(self, entry: ContentEntry, target_paths: list[Path], local_files: Mapping[str, Path]) -> None:
         self._check_cancellation()
-        for path in paths:
+        for path in target_paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-        first_path, *other_paths = paths
+        first_path, *other_paths = target_paths
         local_file = local_files.get(entry.sha256)
-        if local_file is not None and local_file not in paths and _matches_content_entry(local_file, entry):
+        if local_file is not None and local_file not in target_paths and _matches_content_entry(local_file, entry):
             copy_file(local_file, first_path)
         if not _matches_content_entry(first_path, entry):
             self._download(entry, first_path)
@@ -122,7 +122,7 @@ class ContentStore:
         if self._bucket.head(key) is None:
             raise UploadError(f"{object_url}, the content of {file}, is gone; make its stage again (--from-stage)")
         if entry.size > shutil.disk_usage(file.parent).free:
-            # Not an UploadError, which would pass over a checkpoint as if it were damaged.
+            # Raise no UploadError, after which a caller would skip a checkpoint as damaged.
             raise DiskFull(f"{object_url} has {entry.size} bytes, more than are free in {file.parent}; make room")
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
             self._bucket.download(key, file)
@@ -132,13 +132,13 @@ class ContentStore:
         raise UploadError(f"{object_url} arrived altered {_MAX_DOWNLOAD_ATTEMPTS} times")
 
     def _make_object_key(self, digest: str) -> str:
-        return f"{self._prefix}/{digest[:2]}/{digest}"
+        return f"{self._key_prefix}/{digest[:2]}/{digest}"
 
 
-def write_index(bucket: Bucket, key: str, index: FileIndex) -> None:
+def write_index(bucket: Bucket, key: str, file_index: FileIndex) -> None:
     """Replace the JSON document of a file index."""
-    files = {path: [entry.size, entry.sha256] for path, entry in index.files.items()}
-    write_document(bucket, key, {"files": files, "info": index.info})
+    files = {path: [entry.size, entry.sha256] for path, entry in file_index.files.items()}
+    write_document(bucket, key, {"files": files, "info": file_index.info})
 
 
 def read_index(bucket: Bucket, key: str) -> tuple[FileIndex | None, str]:

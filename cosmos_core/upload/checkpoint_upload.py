@@ -40,7 +40,7 @@ class CheckpointUploader:
     """Uploader of the checkpoints of one training to a URL."""
 
     def __init__(self, stage_path: Path, url: str) -> None:
-        name, self._prefix = split_s3_url(url)
+        name, self._key_prefix = split_s3_url(url)
         self._bucket, self._stage_path = Bucket(name), stage_path
         self._uploaded_names: set[str] = set()
 
@@ -50,14 +50,14 @@ class CheckpointUploader:
         ConfigError or UploadError if the store fails; files already sent remain."""
         with FileLock(self._stage_path / "sending.lock") as lock:  # another stage may upload the same checkpoints
             lock.acquire(on_poll=check_cancellation)
-            for name, manifest in saved_manifests(self._stage_path).items():
-                if name not in self._uploaded_names and self._push_checkpoint(name, manifest, check_cancellation):
+            for name, manifest_file in saved_manifests(self._stage_path).items():
+                if name not in self._uploaded_names and self._push_checkpoint(name, manifest_file, check_cancellation):
                     yield name
 
-    def _push_checkpoint(self, name: str, manifest: Path, check_cancellation: Callable[[], None]) -> bool:
+    def _push_checkpoint(self, name: str, manifest_file: Path, check_cancellation: Callable[[], None]) -> bool:
         """Upload a checkpoint unless it is stored or was removed; return True if it was uploaded."""
-        staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._prefix)
-        with translate_errors(url), link_checkpoint(manifest.parent, staging_path) as folder:
+        staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._key_prefix)
+        with translate_errors(url), link_checkpoint(manifest_file.parent, staging_path) as folder:
             if folder is None:
                 return False
             # Contents are compared, because a training that starts again makes other checkpoints of the same names.
@@ -74,7 +74,7 @@ class CheckpointUploader:
         return not is_stored
 
     def _object_key(self, name: str, file: str) -> str:
-        return f"{self._prefix}/{name}/policy/{file}"
+        return f"{self._key_prefix}/{name}/policy/{file}"
 
 
 @contextmanager
@@ -85,14 +85,14 @@ def upload_checkpoints_in_background(stage_path: Path, url: str) -> Iterator[Non
         yield
         return
     stop_event = threading.Event()
-    arguments = (stage_path, url, stop_event)
-    thread = threading.Thread(target=_upload_until_stopped, args=arguments, name="saves", daemon=True)
-    thread.start()
+    thread_arguments = (stage_path, url, stop_event)
+    upload_thread = threading.Thread(target=_upload_until_stopped, args=thread_arguments, name="saves", daemon=True)
+    upload_thread.start()
     try:
         yield
     finally:
         stop_event.set()
-        thread.join()
+        upload_thread.join()
 
 
 def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Event) -> None:
@@ -142,5 +142,5 @@ def link_checkpoint(source_folder: Path, target_folder: Path) -> Iterator[Path |
 
 def saved_manifests(stage_path: Path) -> dict[str, Path]:
     """Return the manifest file of each complete checkpoint of a training by name, `step_N`, the oldest first."""
-    paths = stage_path.glob(f"{CHECKPOINTS_FOLDER}/step_*/policy/{MANIFEST_FILE}")
-    return {path.parts[-3]: path for path in sorted(paths, key=lambda path: parse_step(path.parts[-3]))}
+    manifest_files = stage_path.glob(f"{CHECKPOINTS_FOLDER}/step_*/policy/{MANIFEST_FILE}")
+    return {path.parts[-3]: path for path in sorted(manifest_files, key=lambda path: parse_step(path.parts[-3]))}

@@ -49,12 +49,11 @@ class FileTarget:
 
     def history(self) -> list[str]:
         """Return the versions to which the link `latest` has pointed, the current version last."""
-        current_version = (
-            os.path.basename(os.readlink(self.folder / "latest")) if (self.folder / "latest").is_symlink() else ""
-        )
+        latest_link = self.folder / "latest"
+        current_version = os.path.basename(os.readlink(latest_link)) if latest_link.is_symlink() else ""
         saved_names = read_json(self.folder / HISTORY_FILE)
-        names = [name for name in saved_names if isinstance(name, str)] if isinstance(saved_names, list) else []
-        return append_version(names, current_version) if current_version else []
+        version_names = [name for name in saved_names if isinstance(name, str)] if isinstance(saved_names, list) else []
+        return append_version(version_names, current_version) if current_version else []
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
@@ -71,9 +70,9 @@ class FileTarget:
         version_folder = self.folder / version
         if read_json(version_folder / RECORD_FILE) is None:
             return "no record"
-        files = {str(file.relative_to(version_folder)): file for file in list_files_below(version_folder)}
+        file_by_name = {str(file.relative_to(version_folder)): file for file in list_files_below(version_folder)}
         for name, digest in record["files"].items():
-            if name not in files or sha256(files[name]) != digest:
+            if name not in file_by_name or sha256(file_by_name[name]) != digest:
                 return f"{name} is missing or altered"
         return ""
 
@@ -93,7 +92,7 @@ class FileTarget:
             if read_json(version_folder / RECORD_FILE) != record or self.damage(folder, version, record):
                 with replace_folder(version_folder) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
-                    for path, *_ in os.walk(temporary_folder):  # the copy of a read-only folder is read-only
+                    for path, *_ in os.walk(temporary_folder):  # make copies of read-only folders writable
                         os.chmod(path, os.stat(path).st_mode | stat.S_IRWXU)
                     write_json(temporary_folder / RECORD_FILE, record)
             if damage_message := self.damage(folder, version, record):
@@ -110,7 +109,8 @@ class FileTarget:
             # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
             error_reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             pointer_note = "; the pointer was not moved" if operation == "written" else ""
-            raise UploadError(f"target {self.folder} cannot be {operation}: {error_reason}{pointer_note}") from error
+            message = f"target {self.folder} cannot be {operation}: {error_reason}{pointer_note}"
+            raise (ConfigError if isinstance(error, PermissionError) else UploadError)(message) from error
 
     def _read_record_file(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD_FILE)

@@ -49,8 +49,8 @@ class HubTarget:
 
         with self._translate_errors():
             validate_repo_id(self._repository_name)
-            request = partial(self._retry_call, self.hub_api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
-            account_info: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, request)
+            whoami_request = partial(self._retry_call, self.hub_api.whoami, _CHECK_TIMEOUT_SECONDS / 2)
+            account_info: dict[str, Any] = call_with_timeout(_CHECK_TIMEOUT_SECONDS, whoami_request)
         access_token = (account_info.get("auth") or {}).get("accessToken") or {}
         if access_token.get("role") == "read":
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
@@ -62,8 +62,8 @@ class HubTarget:
     @cached_property
     def hub_api(self) -> Any:
         """Return the client of the Hugging Face Hub; raise ConfigError if `HF_TOKEN` is not set."""
-        for name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-            os.environ.setdefault(name, "1")
+        for variable_name in ("HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(variable_name, "1")
         from huggingface_hub import HfApi  # the import takes half a second
 
         token = os.environ.get("HF_TOKEN")
@@ -97,8 +97,8 @@ class HubTarget:
         """Return the versions that were published on the branch, the current version last."""
         list_commits = partial(self.hub_api.list_repo_commits, self.repository, revision=self.branch or "main")
         with self._translate_errors():
-            titles = [commit.title for commit in reversed(self._retry_call(list_commits))]
-        return [t.removeprefix(_COMMIT_TITLE_PREFIX) for t in titles if t.startswith(_COMMIT_TITLE_PREFIX)]
+            commit_titles = [commit.title for commit in reversed(self._retry_call(list_commits))]
+        return [t.removeprefix(_COMMIT_TITLE_PREFIX) for t in commit_titles if t.startswith(_COMMIT_TITLE_PREFIX)]
 
     def damage(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         """Return a message about the first file of `record` that is missing on the Hub or differs from `folder`; empty
@@ -137,18 +137,18 @@ class HubTarget:
         head_info = self.hub_api.repo_info(self.repository, revision=branch)
         if is_already_sent and not self._find_damaged_file(folder, record, head_info.sha):
             return str(head_info.sha)
-        names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
-        operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        file_names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
+        operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in file_names]
         try:
             self.hub_api.preupload_lfs_files(self.repository, operations, revision=branch)
         except (RuntimeError, PermissionError, TimeoutError) as error:  # the transfer of a file failed, by LFS or Xet
             raise ConnectionError(str(error)) from error
-        self._check_cancellation()  # last point at which the upload can stop: the commit publishes
+        self._check_cancellation()  # last chance to stop, because the commit publishes the version
         model_card = _render_model_card(folder / _MODEL_CARD_FILE, record)
         operations.append(CommitOperationAdd(_MODEL_CARD_FILE, model_card.encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
-        kept_paths = {operation.path_in_repo for operation in operations} | _HUB_MANAGED_FILES
-        stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in kept_paths]
+        published_paths = {operation.path_in_repo for operation in operations} | _HUB_MANAGED_FILES
+        stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in published_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
         create_commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
         return str(create_commit(commit_message=f"{_COMMIT_TITLE_PREFIX}{version}", revision=branch).oid)
@@ -162,11 +162,11 @@ class HubTarget:
             repo_info = self.hub_api.repo_info(self.repository, revision=revision, files_metadata=True)
         except RevisionNotFoundError:
             return f"the revision {revision} is missing"
-        files = {file.rfilename: file for file in repo_info.siblings or ()}
+        file_by_name = {file.rfilename: file for file in repo_info.siblings or ()}
         for name, sha256 in record["files"].items():
             if name == _MODEL_CARD_FILE:
                 continue
-            file = files.get(name)
+            file = file_by_name.get(name)
             has_same_content = file is not None and (
                 file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _compute_git_blob_id(folder / name)
             )
@@ -229,11 +229,11 @@ class HubTarget:
         except HFValidationError as error:
             raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
         except HfHubHTTPError as error:
-            status = _get_status_code(error)
-            if status in _ACCESS_DENIED_STATUSES:
-                problem = f"{hub} refuses the token ({status}); set HF_TOKEN to one that may write there"
+            status_code = _get_status_code(error)
+            if status_code in _ACCESS_DENIED_STATUSES:
+                problem = f"{hub} refuses the token ({status_code}); set HF_TOKEN to one that may write there"
                 raise ConfigError(f"{target_url}: {problem}") from error
-            raise UploadError(f"{target_url}: {hub} responds with {status}; nothing was published") from error
+            raise UploadError(f"{target_url}: {hub} responds with {status_code}; nothing was published") from error
         except (HTTPError, ConnectionError, TimeoutError) as error:
             raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; nothing was published") from error
 
@@ -254,5 +254,5 @@ def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
 
 
 def _compute_git_blob_id(file: Path) -> str:
-    data = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    file_content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(file_content) + file_content, usedforsecurity=False).hexdigest()

@@ -49,17 +49,17 @@ class Lease:
         self.is_lost = False
         """True if another machine is known to have taken over the lease."""
         self._stop_event = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._renewal_thread: threading.Thread | None = None
 
     def acquire(self, report_waiting: Callable[[LeaseHolder], None]) -> bool:
         """Wait for the lease and acquire it; return True if another process held it before. `report_waiting` is called
         with the holder between attempts, and may raise an error to give up."""
-        last_etag, last_change_time, has_waited = "", time.monotonic(), False
+        observed_etag, last_change_time, has_waited = "", time.monotonic(), False
         with translate_errors(self._url):
             while True:
                 holder, etag = self._read_lease()
-                if etag != last_etag:
-                    last_etag, last_change_time = etag, time.monotonic()
+                if etag != observed_etag:
+                    observed_etag, last_change_time = etag, time.monotonic()
                 has_expired = time.monotonic() - last_change_time > EXPIRY_SECONDS
                 is_available = holder is None or self._has_died(holder) or has_expired
                 if is_available and self._replace_lease(etag):
@@ -68,8 +68,8 @@ class Lease:
                 if holder is not None:
                     report_waiting(holder)
                 time.sleep(_POLL_SECONDS)
-        self._thread = threading.Thread(target=self._renew_periodically, name="lease", daemon=True)
-        self._thread.start()
+        self._renewal_thread = threading.Thread(target=self._renew_periodically, name="lease", daemon=True)
+        self._renewal_thread.start()
         return has_waited
 
     def check(self) -> None:
@@ -89,17 +89,17 @@ class Lease:
     def release(self) -> None:
         """Release the lease, if this process still holds it."""
         self._stop_event.set()
-        if self._thread is not None:
-            self._thread.join()
-        message = "a lease was not given back, it lapses within %.0f s: %s"
-        with log_errors(partial(logger.warning, message, EXPIRY_SECONDS)), translate_errors(self._url):
+        if self._renewal_thread is not None:
+            self._renewal_thread.join()
+        warning_format = "a lease was not given back, it lapses within %.0f s: %s"
+        with log_errors(partial(logger.warning, warning_format, EXPIRY_SECONDS)), translate_errors(self._url):
             if self._is_own_lease(self._read_lease()[0]):
                 self._bucket.remove(self._object_key)
 
     def _read_lease(self) -> tuple[LeaseHolder | None, str]:
-        document, etag = read_document(self._bucket, self._object_key)
+        lease_document, etag = read_document(self._bucket, self._object_key)
         try:
-            return (LeaseHolder(**document) if document is not None else None), etag
+            return (LeaseHolder(**lease_document) if lease_document is not None else None), etag
         except TypeError:  # the lease was written by another version of this package
             return None, etag
 

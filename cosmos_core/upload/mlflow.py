@@ -39,7 +39,7 @@ class MlflowTarget:
         return open_client()
 
     def check(self) -> None:
-        """Raise ConfigError if MLflow is not installed, UploadError if the server does not respond or refuses."""
+        """Raise ConfigError if MLflow is not installed or refuses the credentials, otherwise UploadError."""
         with self._translate_errors():
             call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._find_registered_model)
 
@@ -70,8 +70,8 @@ class MlflowTarget:
     def versions(self) -> list[str]:
         """Return all published versions of the registered model, the oldest first."""
         with self._translate_errors():
-            tags = [each.tags for each in self._find_versions()]
-        return list(dict.fromkeys(each[VERSION_TAG] for each in tags if VERSION_TAG in each))
+            tags_by_version = [each.tags for each in self._find_versions()]
+        return list(dict.fromkeys(each[VERSION_TAG] for each in tags_by_version if VERSION_TAG in each))
 
     def where(self, version: str) -> str:
         """Return the address of a version, `mlflow://MODEL@NUMBER`, with the number that MLflow gave to the version."""
@@ -99,7 +99,7 @@ class MlflowTarget:
         with self._translate_errors():
             lineage_tags = {f"cosmos.input.{name}": digest for name, digest in record.get("inputs", {}).items()}
             lineage_tags |= {"cosmos.run": str(record.get("run_id", "")), "cosmos.stage": str(record.get("stage", ""))}
-            # The key has a digest: if a forced rerun of the stage made other weights, they become a new version.
+            # The key contains a digest of the files, so that other weights of a forced rerun become a new version.
             tags = lineage_tags | {VERSION_TAG: version, RUN_KEY_TAG: f"{version}-{_get_artifact_folder(record)}"}
             mlflow_run = get_or_create_run(self.client, self.name, tags[RUN_KEY_TAG], version, lineage_tags)
             self._send_files(mlflow_run, folder, record)
@@ -109,8 +109,8 @@ class MlflowTarget:
             if not self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG]):
                 artifact_uri = f"{mlflow_run.info.artifact_uri}/{_get_artifact_folder(record)}"
                 self.client.create_model_version(self.name, artifact_uri, run_id=mlflow_run.info.run_id, tags=tags)
-            model_version, *duplicates = self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG])
-            for duplicate in duplicates:  # delete versions that repeated requests created after a lost response
+            model_version, *duplicate_versions = self._find_versions(RUN_KEY_TAG, tags[RUN_KEY_TAG])
+            for duplicate in duplicate_versions:  # delete versions that repeated requests created after a lost response
                 self.client.delete_model_version(self.name, duplicate.version)
             if damage_message := self._find_damaged_file(model_version, folder, record):
                 raise UploadError(f"mlflow://{self.name}: {damage_message} after the upload; the alias was not moved")
@@ -148,9 +148,9 @@ class MlflowTarget:
         self.client.set_registered_model_alias(self.name, PUBLISHED_ALIAS, model_version.version)
         self.client.set_registered_model_tag(self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history))
 
-    def _list_artifact_sizes(self, run_id: str, path: str | None = None) -> dict[str, int]:
+    def _list_artifact_sizes(self, run_id: str, artifact_path: str | None = None) -> dict[str, int]:
         size_by_path: dict[str, int] = {}
-        for each in self.client.list_artifacts(run_id, path):  # a server tells no size of an empty file
+        for each in self.client.list_artifacts(run_id, artifact_path):  # MLflow gives the size of an empty file as None
             sizes = self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size or 0}
             size_by_path |= sizes
         return size_by_path
@@ -160,13 +160,13 @@ class MlflowTarget:
 
     def _find_versions(self, tag_name: str = "", tag_value: str = "") -> list[Any]:
         """Return the versions of the model with this value of a tag, or all if `tag_name` is empty; oldest first."""
-        search_filter, versions, page_token = f"name = '{self.name}'", [], None
+        search_filter, model_versions, page_token = f"name = '{self.name}'", [], None
         search_filter += f" and tags.`{tag_name}` = '{tag_value}'" if tag_name else ""
         while page_token != "":
             version_page = self.client.search_model_versions(search_filter, max_results=200, page_token=page_token)
-            versions += version_page
+            model_versions += version_page
             page_token = version_page.token or ""
-        return sorted(versions, key=lambda each: int(each.version))
+        return sorted(model_versions, key=lambda model_version: int(model_version.version))
 
     def _find_current_version(self) -> Any:
         """Return the version of the model that has the alias `published`; None if there is none."""
@@ -175,7 +175,7 @@ class MlflowTarget:
         return self.client.get_model_version(self.name, version_number) if version_number else None
 
     def _find_version(self, version: str) -> Any:
-        """Return the model version published as `version`, with the alias or else the newest; None if there is none."""
+        """Return the model version published as `version`: the current one, else the newest; None if there is none."""
         current_version = self._find_current_version()
         if current_version is not None and current_version.tags.get(VERSION_TAG) == version:
             return current_version
@@ -183,14 +183,17 @@ class MlflowTarget:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Translate errors of the MLflow client into UploadError with a message of one line."""
+        """Translate errors of the MLflow client into errors of one line: ConfigError if the server refuses the
+        credentials, otherwise UploadError."""
         assert self.client is not None  # raises ConfigError if MLflow is not installed
         from mlflow.exceptions import MlflowException
 
         try:
             yield
         except (MlflowException, OSError) as error:
-            raise UploadError(f"mlflow://{self.name}: {' '.join(str(error).split())}") from error
+            is_refused = getattr(error, "get_http_status_code", lambda: 0)() in {401, 403}
+            message = f"mlflow://{self.name}: {' '.join(str(error).split())}"
+            raise (ConfigError if is_refused else UploadError)(message) from error
 
 
 def _get_artifact_folder(record: dict[str, Any]) -> str:

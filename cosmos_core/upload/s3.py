@@ -26,7 +26,7 @@ class S3Target:
     def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
         name, self.prefix = split_s3_url(f"{S3_SCHEME}{location}")
         self.bucket = Bucket(name, read_timeout_seconds=read_seconds)
-        self.transfer = FileTransfer(self.bucket)
+        self.file_transfer = FileTransfer(self.bucket)
 
     def check(self) -> None:
         """Raise ConfigError or UploadError if the bucket cannot be reached or written; store nothing."""
@@ -34,8 +34,8 @@ class S3Target:
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
         """Keep a journal of uploads in `folder`; `publish` calls `check_cancellation` before parts and the pointer."""
-        self.transfer.journal = UploadJournal(folder / JOURNAL_FILE)
-        self.transfer.check_cancellation = check_cancellation
+        self.file_transfer.journal = UploadJournal(folder / JOURNAL_FILE)
+        self.file_transfer.check_cancellation = check_cancellation
 
     def published(self) -> dict[str, Any] | None:
         history = self.history()
@@ -54,14 +54,14 @@ class S3Target:
         with translate_errors(self.where(POINTER_FILE)):
             return self._parse_history(self.bucket.read(self._object_key(POINTER_FILE)))
 
-    def _parse_history(self, data: bytes | None) -> list[str]:
-        pointer_document = _decode_json(data)
+    def _parse_history(self, pointer_bytes: bytes | None) -> list[str]:
+        pointer_document = _decode_json(pointer_bytes)
         if pointer_document is None:
             return []
-        versions = pointer_document.get("history") if isinstance(pointer_document, dict) else None
-        if not isinstance(versions, list) or not all(isinstance(version, str) for version in versions) or not versions:
+        history = pointer_document.get("history") if isinstance(pointer_document, dict) else None
+        if not isinstance(history, list) or not all(isinstance(version, str) for version in history) or not history:
             raise DamagedRecord(f"{self.where(POINTER_FILE)} is damaged; publish again, or remove it")
-        return list(versions)
+        return list(history)
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
@@ -88,22 +88,22 @@ class S3Target:
         return ""
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
-        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
+        with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
             version_prefix, record_key = self._object_key(version), self._object_key(f"{version}/{RECORD_FILE}")
             files = {f"{version_prefix}/{name}": (folder / name, digest) for name, digest in record["files"].items()}
-            self.transfer.send(files)
+            self.file_transfer.send(files)
             stored_keys = {each.key for each in self.bucket.list_objects(f"{version_prefix}/")}
             for extra_key in stored_keys - {*files, record_key}:
                 self.bucket.remove(extra_key)
             self.bucket.write(record_key, json.dumps(record, indent=1).encode())
-        self.transfer.check_cancellation()
+        self.file_transfer.check_cancellation()
         self.point_to(version)
         return self.where(version)
 
     def point_to(self, version: str, history: list[str] | None = None) -> None:
         """Make `latest.json` point to a stored version, and append the version to `history` (None: the saved history);
         raise UploadError if a file of the version is missing."""
-        with translate_errors(self.where(version), hint=_POINTER_UNCHANGED_NOTE):
+        with translate_errors(self.where(version), message_hint=_POINTER_UNCHANGED_NOTE):
             record = self.record_of(version)
             for name in record["files"]:
                 if self.bucket.head(self._object_key(f"{version}/{name}")) is None:
@@ -111,7 +111,7 @@ class S3Target:
             for _ in range(_MAX_POINTER_ATTEMPTS):
                 if self._replace_pointer(version, history):
                     return
-                self.transfer.check_cancellation()  # another publication moved the pointer after it was read
+                self.file_transfer.check_cancellation()  # another publication moved the pointer after it was read
             raise UploadError(
                 f"{self.where(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the "
                 f"object had changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
@@ -121,27 +121,27 @@ class S3Target:
         """Replace `latest.json`, also if it is damaged; return False if it was changed after it was read."""
         from botocore.exceptions import ClientError
 
-        key = self._object_key(POINTER_FILE)
-        data, etag = self.bucket.read_with_etag(key)
+        pointer_key = self._object_key(POINTER_FILE)
+        pointer_bytes, etag = self.bucket.read_with_etag(pointer_key)
         saved_history: list[str] = []
         with suppress(DamagedRecord):
-            saved_history = self._parse_history(data)
+            saved_history = self._parse_history(pointer_bytes)
         pointer_value = {"version": version, "history": append_version(saved_history, version, history)}
         pointer_json = json.dumps(pointer_value, indent=1).encode()
         try:
-            return bool(self.bucket.replace_if_unchanged(key, pointer_json, etag))
+            return bool(self.bucket.replace_if_unchanged(pointer_key, pointer_json, etag))
         except ClientError as error:
             if error.response["Error"].get("Code") != "NotImplemented":
                 raise
-            return bool(self.bucket.write(key, pointer_json))  # the store does not support conditional writes
+            return bool(self.bucket.write(pointer_key, pointer_json))  # the store does not support conditional writes
 
     def _object_key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
-def _decode_json(data: bytes | None) -> Any:
+def _decode_json(json_bytes: bytes | None) -> Any:
     """Return the value of JSON data; None if there is no data, and an empty dict if it is damaged."""
     try:
-        return None if data is None else json.loads(data)
+        return None if json_bytes is None else json.loads(json_bytes)
     except ValueError:
         return {}

@@ -56,19 +56,19 @@ class StoreRetention:
             ConfigError: the store refuses a request, or a stage is being made.
             UploadError: the store cannot be reached.
         """
-        name, self._prefix = split_s3_url(url)
+        name, self._key_prefix = split_s3_url(url)
         self._bucket, self._max_age_seconds = Bucket(name), max(older_than_seconds, min_age_seconds)
-        self.url = f"{S3_SCHEME}{name}/{self._prefix}".rstrip("/")
+        self.url = f"{S3_SCHEME}{name}/{self._key_prefix}".rstrip("/")
         with translate_errors(self.url):
             self._store_time = self._bucket.read_clock()
             self._require_no_active_lease()
             self.runs = self._list_folders("runs")
             for run in self.runs:
-                files, _ = read_document(self._bucket, self._object_key(f"runs/{run.name}/run.json"))
+                run_files, _ = read_document(self._bucket, self._object_key(f"runs/{run.name}/run.json"))
                 with suppress(AttributeError, KeyError, TypeError, ValueError):
-                    pipeline = tomllib.loads((files or {})["pipeline.toml"])["pipeline"]
-                    run.pipeline = str(pipeline["name"])
-                    if run.age_seconds < APPROVAL_TIMEOUT_SECONDS and self._may_wait_for_approval(run, pipeline):
+                    pipeline_table = tomllib.loads((run_files or {})["pipeline.toml"])["pipeline"]
+                    run.pipeline = str(pipeline_table["name"])
+                    if run.age_seconds < APPROVAL_TIMEOUT_SECONDS and self._may_wait_for_approval(run, pipeline_table):
                         run.reason_to_keep = "it has published nothing yet: it may wait for an approval"
             self._mark_runs_to_keep(num_kept_runs)
             result_folders = self._list_folders("made")
@@ -131,9 +131,9 @@ class StoreRetention:
             if not run.reason_to_keep and run.age_seconds < self._max_age_seconds:
                 run.reason_to_keep = "not old enough"
 
-    def _may_wait_for_approval(self, run: StoredFolder, pipeline: dict[str, Any]) -> bool:
+    def _may_wait_for_approval(self, run: StoredFolder, pipeline_table: dict[str, Any]) -> bool:
         """Return True if a stage that publishes is not complete; the store has no record of requests for approval."""
-        publishing_stages = [stage["name"] for stage in pipeline.get("stages", ()) if stage.get("target")]
+        publishing_stages = [stage["name"] for stage in pipeline_table.get("stages", ()) if stage.get("target")]
         result_keys = {self._object_key(f"runs/{run.name}/stages/{name}/{RESULT_FILE}") for name in publishing_stages}
         return not result_keys <= {each.key for each in run.objects}
 
@@ -142,8 +142,8 @@ class StoreRetention:
         output_lists = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
         referenced_digests = {each["sha256"] for files in output_lists for each in files}
         contents = self._bucket.list_objects(f"{self._object_key('objects')}/")
-        old_contents = [each for each in contents if self._store_time - each.modified_time >= self._max_age_seconds]
-        return [each for each in old_contents if each.key.rpartition("/")[2] not in referenced_digests]
+        old_objects = [each for each in contents if self._store_time - each.modified_time >= self._max_age_seconds]
+        return [each for each in old_objects if each.key.rpartition("/")[2] not in referenced_digests]
 
     def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:
         for each in folder.objects:
@@ -154,11 +154,11 @@ class StoreRetention:
         """Yield the fingerprint of each stage of a run, also if the stage has no result: an interrupted training
         continues from the checkpoints that are stored under its fingerprint."""
         for each in run.objects:
-            if each.key.endswith("/record.json") and (index := read_index(self._bucket, each.key)[0]):
+            if each.key.endswith("/record.json") and (file_index := read_index(self._bucket, each.key)[0]):
                 content_store = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
-                entry = index.files.get(FINGERPRINT_FILE)
-                fingerprint_data = content_store.read(entry) if entry else None
+                fingerprint_entry = file_index.files.get(FINGERPRINT_FILE)
+                fingerprint_data = content_store.read(fingerprint_entry) if fingerprint_entry else None
                 yield str(json.loads(fingerprint_data or "{}").get("value"))
 
     def _object_key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return f"{self._key_prefix}/{name}" if self._key_prefix else name

@@ -22,16 +22,16 @@ _TRAINING_STATE_FILE = "extra.json"
 class StoredCheckpoints:
     """Stored checkpoints of one training; a checkpoint that is removed locally is removed from the store too."""
 
-    def __init__(self, bucket: Bucket, prefix: str, stage_path: Path) -> None:
-        self._bucket, self._prefix, self._stage_path = bucket, prefix, stage_path
+    def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path) -> None:
+        self._bucket, self._prefix, self._stage_path = bucket, key_prefix, stage_path
         self._stored_names: set[str] | None = None
         self._damaged_names: set[str] = set()
 
     def push(self, check_cancellation: Callable[[], None] = lambda: None) -> list[str]:
         """Store each complete checkpoint that is not stored yet, with the training's metrics, then remove older stored
         checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
-        sent_names, manifests = [], saved_manifests(self._stage_path)
-        for name, manifest in manifests.items():
+        sent_names, manifest_by_name = [], saved_manifests(self._stage_path)
+        for name, manifest in manifest_by_name.items():
             with translate_errors(self._bucket.url(self._prefix)):
                 if self._stored_names is None:
                     self._stored_names = set(self.list_names()) - self._damaged_names
@@ -44,7 +44,7 @@ class StoredCheckpoints:
             self._stored_names.add(name)
             sent_names.append(name)
         if sent_names:
-            self._remove_old_checkpoints(set(manifests))
+            self._remove_old_checkpoints(set(manifest_by_name))
         return sent_names
 
     def pull(self) -> str:
@@ -79,11 +79,11 @@ class StoredCheckpoints:
 
     def _send_checkpoint(self, name: str, folder: Path, check_cancellation: Callable[[], None]) -> None:
         content_store = self._open_content_store(check_cancellation)
-        entries = read_json_object(folder / MANIFEST_FILE).get("files", {})
-        sources = {entry["sha256"]: folder / file for file, entry in entries.items()}
-        content_store.send(sources, self._stage_path / JOURNAL_FILE)
+        entry_by_file = read_json_object(folder / MANIFEST_FILE).get("files", {})
+        file_by_digest = {entry["sha256"]: folder / file for file, entry in entry_by_file.items()}
+        content_store.send(file_by_digest, self._stage_path / JOURNAL_FILE)
         folder_prefix = f"{CHECKPOINTS_FOLDER}/{name}/policy"
-        files = {f"{folder_prefix}/{file}": ContentEntry(e["size"], e["sha256"]) for file, e in entries.items()}
+        files = {f"{folder_prefix}/{file}": ContentEntry(e["size"], e["sha256"]) for file, e in entry_by_file.items()}
         files[f"{folder_prefix}/{MANIFEST_FILE}"] = content_store.write((folder / MANIFEST_FILE).read_bytes())
         if (metrics_path := self._stage_path / _METRICS_FILE).is_file():
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
@@ -103,23 +103,23 @@ class StoredCheckpoints:
                 self._damaged_names.add(best_name)
 
     def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
-        index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
-        if index is None:
+        file_index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
+        if file_index is None:
             return False
-        files = {path: entry for path, entry in index.files.items() if path != excluded_file}
-        manifests = [path for path in files if path.endswith(f"/{MANIFEST_FILE}")]
-        for paths in ([path for path in files if path not in manifests], manifests):
+        files = {path: entry for path, entry in file_index.files.items() if path != excluded_file}
+        manifest_paths = [path for path in files if path.endswith(f"/{MANIFEST_FILE}")]
+        for paths in ([path for path in files if path not in manifest_paths], manifest_paths):
             self._open_content_store().fetch({self._stage_path / path: files[path] for path in paths})
         return True
 
-    def _remove_old_checkpoints(self, kept_names: set[str]) -> None:
-        newest_step = max(map(parse_step, kept_names))
+    def _remove_old_checkpoints(self, local_names: set[str]) -> None:
+        newest_step = max(map(parse_step, local_names))
         with translate_errors(self._bucket.url(self._prefix)):
-            names, digests = self.list_names(), set()
-            for name in names:
-                if name not in kept_names and parse_step(name) < newest_step:
+            stored_names, referenced_digests = self.list_names(), set()
+            for name in stored_names:
+                if name not in local_names and parse_step(name) < newest_step:
                     self._bucket.remove(f"{self._prefix}/{name}.json")
                     continue
-                index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
-                digests |= {each.sha256 for each in index.files.values()} if index else set()
-            self._open_content_store().remove_all_except(digests)
+                file_index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
+                referenced_digests |= {each.sha256 for each in file_index.files.values()} if file_index else set()
+            self._open_content_store().remove_all_except(referenced_digests)

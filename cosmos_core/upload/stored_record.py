@@ -12,7 +12,7 @@ from cosmos_core.run.state import StageState
 from cosmos_core.upload.bundle import ContentEntry, ContentStore, FileIndex, read_index, write_index
 
 _EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
-# `*/id`, such as `wandb/id`, is the run of a tracking service, which a resume on another machine continues.
+# `*/id`, such as `wandb/id`, has the run id of a tracking service, with which another machine continues that run.
 _FILE_PATTERNS = ("*.json", "*.jsonl", "*/id", "visual_output/**/*", f"{PROFILES_FOLDER}/*.operators.json")
 _FINAL_FILE_PATTERNS = (*_FILE_PATTERNS, "logs/*.log")  # logs are stored after the attempt, with secrets masked
 _EXCLUDED_FILES = {RESULT_FILE, "pool.json", "stored.jsonl", "saves.jsonl", "upload.jsonl"}
@@ -23,69 +23,69 @@ _MAX_FILE_BYTES = 1 << 20
 class StoredRecord:
     """Stored copies of the files of one stage of a run, which other machines display."""
 
-    def __init__(self, bucket: Bucket, prefix: str, stage_path: Path, machine: str) -> None:
-        self._bucket, self._prefix = bucket, prefix
-        self._stage_path, self._machine = stage_path, machine
-        self._content_store = ContentStore(bucket, f"{prefix}/content")
+    def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path, machine_name: str) -> None:
+        self._bucket, self._key_prefix = bucket, key_prefix
+        self._stage_path, self._machine_name = stage_path, machine_name
+        self._content_store = ContentStore(bucket, f"{key_prefix}/content")
         self._known_entries: dict[str, ContentEntry] | None = None
         self._index_etag = ""
 
     def push(self, *, is_final: bool = False) -> None:
         """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
-        with translate_errors(self._bucket.url(self._prefix)):
+        with translate_errors(self._bucket.url(self._key_prefix)):
             if self._known_entries is None:
-                index, _ = read_index(self._bucket, self._index_key)
-                self._known_entries = dict(index.files) if index else {}
+                file_index, _ = read_index(self._bucket, self._index_key)
+                self._known_entries = dict(file_index.files) if file_index else {}
             kept_entries = {} if is_final else self._known_entries
-            files = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
+            new_entries = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
             for file in _list_files_to_push(self._stage_path, _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS):
                 path, data = str(file.relative_to(self._stage_path)), file.read_bytes()
                 entry = ContentEntry.from_bytes(data)
-                files[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
-            if files == self._known_entries:
+                new_entries[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
+            if new_entries == self._known_entries:
                 return
-            info = {"machine": self._machine, "path": str(self._stage_path)}
-            write_index(self._bucket, self._index_key, FileIndex(files, info))
-            for entry in set(self._known_entries.values()) - set(files.values()):
+            index_info = {"machine": self._machine_name, "path": str(self._stage_path)}
+            write_index(self._bucket, self._index_key, FileIndex(new_entries, index_info))
+            for entry in set(self._known_entries.values()) - set(new_entries.values()):
                 self._content_store.remove(entry)
-            self._known_entries = files
+            self._known_entries = new_entries
 
     def pull(self) -> bool:
         """Download the stored files if another machine, or another folder, stored them last and they have changed since
         the last call; return True if so."""
-        with translate_errors(self._bucket.url(self._prefix)):
-            index, etag = read_index(self._bucket, self._index_key)
-            if index is None or etag == self._index_etag:
+        with translate_errors(self._bucket.url(self._key_prefix)):
+            file_index, etag = read_index(self._bucket, self._index_key)
+            if file_index is None or etag == self._index_etag:
                 return False
-            if index.info == {"machine": self._machine, "path": str(self._stage_path)}:
+            if file_index.info == {"machine": self._machine_name, "path": str(self._stage_path)}:
                 return False
             local_entries = self._known_entries or {}
-            for path, entry in index.files.items():
+            for path, entry in file_index.files.items():
                 data = self._content_store.read(entry) if local_entries.get(path) != entry else None
-                if data is not None:  # None: the file was replaced meanwhile; the next call fetches it
+                if data is not None:  # skip a file that is unchanged, or was replaced meanwhile
                     self._write_local_file(self._stage_path / path, data)
-            self._known_entries, self._index_etag = dict(index.files), etag
+            self._known_entries, self._index_etag = dict(file_index.files), etag
         return True
 
     def read_state(self) -> StageState | None:
         """Return the stored state of the stage; None if it is missing or damaged."""
-        with translate_errors(self._bucket.url(self._prefix)):
-            index, _ = read_index(self._bucket, self._index_key)
-            entry = index.files.get(_STATE_FILE) if index else None
-            data = self._content_store.read(entry) if entry else None
+        with translate_errors(self._bucket.url(self._key_prefix)):
+            file_index, _ = read_index(self._bucket, self._index_key)
+            state_entry = file_index.files.get(_STATE_FILE) if file_index else None
+            data = self._content_store.read(state_entry) if state_entry else None
         return _read_state_without_pids(data) if data else None
 
     @property
     def _index_key(self) -> str:
-        return f"{self._prefix}/record.json"
+        return f"{self._key_prefix}/record.json"
 
-    def _write_local_file(self, file: Path, data: bytes) -> None:
+    def _write_local_file(self, file: Path, file_content: bytes) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.name == _STATE_FILE and (state := _read_state_without_pids(data)):
-            data = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
+        if file.name == _STATE_FILE and (state := _read_state_without_pids(file_content)):
+            file_content = (json.dumps(state.model_dump(), indent=1) + "\n").encode()
         if file.name == _EVENTS_FILE:
-            data = _merge_json_lines(data, file.read_bytes() if file.is_file() else b"")
-        write_bytes(file, data, fsync=False)
+            file_content = _merge_json_lines(file_content, file.read_bytes() if file.is_file() else b"")
+        write_bytes(file, file_content, fsync=False)
 
 
 def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
@@ -100,8 +100,8 @@ def _read_state_without_pids(data: bytes) -> StageState | None:
         state = StageState.model_validate_json(data)
     except ValueError:
         return None
-    process_fields = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
-    return state.model_copy(update={**process_fields, "mark": "", "launcher_machine": ""})
+    cleared_fields = dict.fromkeys(("pid", "pid_started", "launcher_pid", "launcher_started"))
+    return state.model_copy(update={**cleared_fields, "mark": "", "launcher_machine": ""})
 
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:

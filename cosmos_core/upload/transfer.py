@@ -79,8 +79,8 @@ class FileTransfer:
     def send(self, files: dict[str, tuple[Path, str]]) -> None:
         """Store files in the bucket unless it has them; `files` maps each key to a file and its SHA-256. Raise
         UploadError if a stored object has the wrong digest after each attempt, or its file changed meanwhile."""
-        arguments = ((key, *file_and_digest) for key, file_and_digest in files.items())
-        thread_map(self._send_file, arguments, _MAX_PARALLEL_FILES, "upload")
+        file_arguments = ((key, *file_and_digest) for key, file_and_digest in files.items())
+        thread_map(self._send_file, file_arguments, _MAX_PARALLEL_FILES, "upload")
 
     def _send_file(self, key: str, file: Path, sha256: str) -> None:
         self.check_cancellation()
@@ -107,7 +107,8 @@ class FileTransfer:
         size = file.stat().st_size
         part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
         if size <= part_bytes:
-            self._send_with_md5(self.bucket.client.put_object, file.read_bytes(), Key=key, Metadata={"sha256": sha256})
+            put_object, data = self.bucket.s3_client.put_object, file.read_bytes()
+            self._send_with_md5(put_object, data, Key=key, Metadata={"sha256": sha256})
             return
         try:
             self._upload_in_parts(key, file, size, part_bytes, sha256)
@@ -120,8 +121,9 @@ class FileTransfer:
     def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
         upload_id = self._get_upload_id(key, sha256)
         part_numbers = range(1, -(-size // part_bytes) + 1)
-        client, upload_arguments = self.bucket.client, {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
-        pages = client.get_paginator("list_parts").paginate(**upload_arguments)
+        s3_client = self.bucket.s3_client
+        upload_arguments = {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
+        pages = s3_client.get_paginator("list_parts").paginate(**upload_arguments)
         stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
         numbered_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
         part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_slices)
@@ -129,12 +131,12 @@ class FileTransfer:
         sent_parts = [
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, etags, strict=True)
         ]
-        client.complete_multipart_upload(**upload_arguments, MultipartUpload={"Parts": sent_parts})
+        s3_client.complete_multipart_upload(**upload_arguments, MultipartUpload={"Parts": sent_parts})
 
     def _get_upload_id(self, key: str, sha256: str) -> str:
         """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
         kept, because another machine may be sending the same content."""
-        client, name = self.bucket.client, self.bucket.name
+        client, name = self.bucket.s3_client, self.bucket.name
         journal_upload_id = self.journal.upload_ids.get(key)
         uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if journal_upload_id else ()
         if any((upload["Key"], upload["UploadId"]) == (key, journal_upload_id) for upload in uploads):
@@ -148,26 +150,26 @@ class FileTransfer:
     ) -> str:
         self.check_cancellation()
         file, offset, length = file_slice
-        with open(file, "rb") as source:
-            source.seek(offset)
-            data = source.read(length)
+        with open(file, "rb") as part_source:
+            part_source.seek(offset)
+            data = part_source.read(length)
         etag = stored_etags.get(number, "")
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest() if etag else ""
         if etag and etag in {md5, self.journal.part_etags.get((upload_id, number))}:
             return etag
-        upload_part = self.bucket.client.upload_part
+        upload_part = self.bucket.s3_client.upload_part
         etag = self._send_with_md5(upload_part, data, Key=key, UploadId=upload_id, PartNumber=number)
         self.journal.append_line(upload=upload_id, part=number, etag=etag)
         return etag
 
-    def _send_with_md5(self, send_request: Callable[..., Any], data: bytes, **arguments: Any) -> str:
+    def _send_with_md5(self, send_request: Callable[..., Any], data: bytes, **request_arguments: Any) -> str:
         """Send data in one request, up to three times if it arrives altered; return the ETag of the stored data."""
-        md5 = hashlib.md5(data, usedforsecurity=False)
-        content_md5 = base64.b64encode(md5.digest()).decode()
+        md5_hash = hashlib.md5(data, usedforsecurity=False)
+        content_md5 = base64.b64encode(md5_hash.digest()).decode()
         for _ in range(_MAX_UPLOAD_ATTEMPTS):
-            response = send_request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **arguments)
+            response = send_request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **request_arguments)
             etag = str(response["ETag"].strip('"'))
             # The ETag of an encrypted object is not its MD5, so it cannot be compared.
-            if "ServerSideEncryption" in response or etag == md5.hexdigest():
+            if "ServerSideEncryption" in response or etag == md5_hash.hexdigest():
                 break
         return etag

@@ -94,20 +94,20 @@ def run_program(stage: Stage) -> None:
     if world_size == 1 and not _has_engines(stage):
         _report_hardware(stage, [measure_machine(RECORDED_LIBRARIES)])
     with without_garbage_collection():
-        program = import_user_code(stage.entry)
-    if not callable(program):
-        raise ConfigError(f"{stage.entry!r} is {type(program).__name__}, not a function")
+        stage_program = import_user_code(stage.entry)
+    if not callable(stage_program):
+        raise ConfigError(f"{stage.entry!r} is {type(stage_program).__name__}, not a function")
     try:
-        inspect.signature(program).bind(stage, **stage.config.arguments)
+        inspect.signature(stage_program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
     engine_group = _create_engine_group(stage)
     if world_size > 1 or engine_group is not None:
         worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
-        rank_program = _add_service_variables(stage, partial(run_rank, stage.path, program))
+        rank_program = _add_service_variables(stage, partial(run_rank, stage.path, stage_program))
         stage_outcome = worker_group.run(rank_program, lambda: stage.stop_requested, stage.progress.beat)
     else:
-        stage_outcome = _run_with_metrics(stage, program)
+        stage_outcome = _run_with_metrics(stage, stage_program)
     commit_manifest(
         stage.path, stage_outcome, kind=stage.kind.name, fingerprint=stage.fingerprint, inputs=stage.inputs,
         sources=stage.sources,
@@ -136,9 +136,9 @@ def _create_engine_group(stage: Stage) -> Any:
 def _add_service_variables(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that sets environment variables for rewards, tools and metric sinks, and then calls `function`:
     ranks and engines on a Ray cluster do not inherit the variables of this process."""
-    properties = importlib.import_module("cosmos_core.cluster.properties")
+    properties_module = importlib.import_module("cosmos_core.cluster.properties")
     variable_names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return properties.with_environment(properties.service_environment(variable_names), function)
+    return properties_module.with_environment(properties_module.service_environment(variable_names), function)
 
 
 def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
@@ -168,7 +168,7 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
 
 
 def _configure_rank_logging(*, is_first_rank: bool) -> None:
-    """Let the first rank log everything, and other ranks warnings, but none that the first rank gives as well."""
+    """Let the first rank log everything, and other ranks only warnings that the first rank does not log as well."""
     configure_logging("INFO" if is_first_rank else "WARNING")
     if not is_first_rank:
         for package in _PACKAGES_THAT_WARN_ON_EACH_RANK:
@@ -192,13 +192,13 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     try:
         with convert_errors(convert_user_error):
             stage_outcome = program(stage, **stage.config.arguments)
-    except SystemExit as error:  # the user's function ends as a script does
+    except SystemExit as error:  # the user's function called `sys.exit`
         if error.code == EXIT_PREEMPTED:
             raise Preempted(f"{stage_description} exited with {EXIT_PREEMPTED}") from error
         raise ProgramError(f"{stage_description} exited with {error.code!r} instead of returning") from error
     if not isinstance(stage_outcome, Outcome):
-        result_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
-        raise ConfigError(f"{stage_description} returned {result_text}; return a cosmos_core.types.Outcome")
+        returned_text = "nothing" if stage_outcome is None else f"a {type(stage_outcome).__name__}"
+        raise ConfigError(f"{stage_description} returned {returned_text}; return a cosmos_core.types.Outcome")
     return stage_outcome
 
 
@@ -206,11 +206,11 @@ def _name_user_code(error: Exception, recipe: Recipe) -> Exception:
     """Return an error that a user's algorithm, engine or model family raised as a `ProgramError` with the key of the
     recipe, the file and the line; any other error unchanged."""
     for key in _USER_CODE_KEYS:
-        name, frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
+        name, traceback_frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
         with suppress(ConfigError):  # a built-in name has no file
             file = os.path.realpath(locate_code(name)) if is_user_code(name) else ""
-            if lines := [each.lineno for each in frames if os.path.realpath(each.filename) == file]:
-                return ProgramError(f"{key} = {name!r}: {type(error).__name__}: {error} ({file}:{lines[-1]})")
+            if line_numbers := [each.lineno for each in traceback_frames if os.path.realpath(each.filename) == file]:
+                return ProgramError(f"{key} = {name!r}: {type(error).__name__}: {error} ({file}:{line_numbers[-1]})")
     return error
 
 
@@ -227,16 +227,16 @@ def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Ou
     """Call the program of a stage, and pass its metrics to the log and to the metric sinks (W&B, TensorBoard)."""
     if stage.kind.makes == "metrics":  # remove the metrics that a killed attempt has written
         stage.metrics.remove_lines_after_step(0)
-    step_log = StepLogger(stage.progress)
-    stage.metrics.line_callbacks.append(step_log.log_metrics_line)
-    warning_handler, package_logger = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
-    package_logger.addHandler(warning_handler)
+    step_logger = StepLogger(stage.progress)
+    stage.metrics.line_callbacks.append(step_logger.log_metrics_line)
+    warning_handler, cosmos_logger = _WarningHandler(stage.progress), logging.getLogger("cosmos_core")
+    cosmos_logger.addHandler(warning_handler)
     try:
         with send_to_sinks(stage):
             return _call_program(stage_program, stage)
     finally:
-        package_logger.removeHandler(warning_handler)
-        step_log.flush()
+        cosmos_logger.removeHandler(warning_handler)
+        step_logger.flush()
 
 
 class _WarningHandler(logging.Handler):
@@ -247,7 +247,7 @@ class _WarningHandler(logging.Handler):
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # an error of a full disk must not stop the code that logs
+        with suppress(OSError):  # a full disk must not stop the code that logs a warning
             self._progress.warn(mask_text(record.getMessage()))
 
 

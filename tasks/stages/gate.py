@@ -39,22 +39,24 @@ def run(stage: Stage) -> Outcome:
         ConfigError: a condition names a metric that no stage in `after` reported.
     """
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    record = _read_published_record(stage, metrics) if stage.config.target else None
-    published_metrics: dict[str, float] = (record or {}).get("metrics", {})
+    published_record = _read_published_record(stage, metrics) if stage.config.target else None
+    published_metrics: dict[str, float] = (published_record or {}).get("metrics", {})
     all_verdicts: list[dict[str, Any]] = []
     failure_messages: list[str] = []
+    compared_metrics = None if published_record is None else published_metrics
     for condition in map(parse_condition, stage.config.require):
         verdicts: list[dict[str, Any]] = []
-        for name, measured in _find_measured_metrics(condition, stage, None if record is None else published_metrics):
-            item_pairs, margin = None, 0.0
-            if record is not None and stage.config.confidence and condition.needs_published_model:
-                item_pairs = _compare_paired_items(stage, condition, name, measured, record)
+        for name, measured in _find_measured_metrics(condition, stage, compared_metrics):
+            item_pairs, noise_margin = None, 0.0
+            if published_record is not None and stage.config.confidence and condition.needs_published_model:
+                item_pairs = _compare_paired_items(stage, condition, name, measured, published_record)
                 if not item_pairs:
-                    margin = _compute_noise_margin(stage, condition, name, measured, published_metrics)
+                    noise_margin = _compute_noise_margin(stage, condition, name, measured, published_metrics)
             measured_value, bound = measured[name], condition.threshold(published_metrics.get(name))
             verdict: dict[str, Any] = {"condition": condition.text, "value": measured_value, "bound": bound}
-            verdict["passed"] = condition.is_satisfied(measured_value, bound, margin)
-            verdict |= ({"metric": name} if "*" in condition.metric else {}) | ({"noise": margin} if margin else {})
+            verdict["passed"] = condition.is_satisfied(measured_value, bound, noise_margin)
+            verdict |= {"metric": name} if "*" in condition.metric else {}
+            verdict |= {"noise": noise_margin} if noise_margin else {}
             if item_pairs is not None and not math.isnan(measured_value):
                 verdict |= _assess_items(condition, item_pairs, stage.config.confidence)
             verdicts.append(verdict)
@@ -62,7 +64,7 @@ def run(stage: Stage) -> Outcome:
         failure_messages += [_format_refusal(condition, verdict) for verdict in verdicts if not verdict["passed"]]
         all_verdicts += verdicts
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS_FILE, all_verdicts)  # written even if the gate refuses, for the report
+    write_json(stage.path / CONDITIONS_FILE, all_verdicts)  # the report shows also a gate that refused
     if failure_messages:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
     return Outcome(metrics=metrics, info={"conditions": [*all_verdicts]})
@@ -71,26 +73,26 @@ def run(stage: Stage) -> Outcome:
 def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str, Any] | None:
     """Return the record of the published model; None if nothing was published. If this run has published the measured
     model, return the record of the version before it, so that a resumed run does not compare the model with itself."""
-    target: Any = open_target(stage.config.target)
-    record: dict[str, Any] | None = target.published()
-    if not hasattr(target, "record_of"):  # a target class of a user may keep no earlier versions
+    publication_target: Any = open_target(stage.config.target)
+    record: dict[str, Any] | None = publication_target.published()
+    if not hasattr(publication_target, "record_of"):  # a target class of a user may keep no earlier versions
         return record
-    version_history = target.history()
+    version_history = publication_target.history()
     while record and record.get("run_id") == stage.run_path.name and _has_metrics(record, metrics):
         version_history = version_history[:-1]
-        record = target.record_of(version_history[-1]) if version_history else None
+        record = publication_target.record_of(version_history[-1]) if version_history else None
     return record
 
 
 def _has_metrics(record: dict[str, Any], metrics: dict[str, float]) -> bool:
-    return {*map(repr, metrics.items())}.issubset(map(repr, record["metrics"].items()))  # as text, NaN equals NaN
+    return {*map(repr, metrics.items())}.issubset(map(repr, record["metrics"].items()))  # text, as NaN != NaN
 
 
 def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Compare two models item by item. Return whether a condition of the gate holds, and statistics for its report."""
     sign = 1 if condition.operator.startswith(">") else -1
-    improvements = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
-    p_value, statistics = (improvements.p_value(sign * condition.published_offset), item_pairs.summarize(confidence))
+    oriented_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
+    p_value, statistics = (oriented_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence))
     improvement = (item_pairs.mean - condition.published_offset) * sign
     needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
     return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": needed_items}}
@@ -117,8 +119,8 @@ def _format_refusal(condition: MetricCondition, verdict: dict[str, Any]) -> str:
         uncertainty_text += f" ({paired['p_holm']:.3g} with Holm's correction)" if "p_holm" in paired else ""
         uncertainty_text += f"; as many items show a difference of {paired['detectable']:.2g}"
         uncertainty_text += f", this one needs {paired['needed']:,} items" if paired["needed"] else ""
-    metric = verdict.get("metric", condition.metric)
-    return f"{condition.text} does not hold: {metric} = {verdict['value']:.6g}{bound_text}{uncertainty_text}"
+    metric_name = verdict.get("metric", condition.metric)
+    return f"{condition.text} does not hold: {metric_name} = {verdict['value']:.6g}{bound_text}{uncertainty_text}"
 
 
 def _compare_paired_items(
@@ -133,7 +135,7 @@ def _compare_paired_items(
     published_value = record["metrics"][name]
     for old_folder in find_published_item_folders(record, name):
         if stage_path and (item_pairs := compare_items(name, Path(stage_path), old_folder)):
-            # Written with `not`, so that NaN counts as equal.
+            # The condition is negated, so that a difference of NaN counts as equal.
             is_item_mean = not abs(item_pairs.mean - (measured_metrics[name] - published_value)) > 1e-6
             return item_pairs if is_item_mean else None
     return None
@@ -162,13 +164,13 @@ def _find_measured_metrics(
     """Return each metric that a condition matches: its name, and all metrics of the stage that reported it.
     `STAGE.METRIC` selects one of several stages that report the same metric. In a comparison with the published model,
     metrics that the published model does not have are left out."""
-    all_metrics: dict[str, tuple[str, dict[str, float]]] = {}
+    metrics_by_label: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
         for key in result["metrics"]:
-            all_metrics[f"{name}.{key}"] = all_metrics[key] = (key, result["metrics"])
-    metrics_by_name = {each[0]: each for full_name, each in all_metrics.items() if condition.matches_metric(full_name)}
+            metrics_by_label[f"{name}.{key}"] = metrics_by_label[key] = (key, result["metrics"])
+    metrics_by_name = {each[0]: each for label, each in metrics_by_label.items() if condition.matches_metric(label)}
     if not metrics_by_name:
-        reported_metric_names = sorted({key for key, _ in all_metrics.values()})
+        reported_metric_names = sorted({key for key, _ in metrics_by_label.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported_metric_names) or 'nothing'}"

@@ -11,7 +11,7 @@ _REWARD_KEYS = (
 """Keys of `train.train_policy` that determine how completions are scored."""
 
 _OUTPUT_ROW_KEYS = {"enable", "enable_tools", "tools", "continue_final_message"}
-"""Keys of `rollout.multi_turn_config` that determine the rows beyond the prompts, which are prepared."""
+"""Keys of `rollout.multi_turn_config` that determine the output rows, in addition to the prepared prompts."""
 
 KIND = StageKind(
     name="sample",

@@ -45,13 +45,13 @@ def run(stage: Stage) -> Outcome:
     result_info = {key: value for key, value in source_result["info"].items() if key != "data"}
     outputs: tuple[str, ...] = ()
     if model_stages and "://" not in str(result_info["model"]):
-        model_path = Path(source_result["path"]) / str(result_info["model"])
-        if not model_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
+        source_path = Path(source_result["path"]) / str(result_info["model"])
+        if not source_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
             result_info["model"] = "model"
         outputs = (str(result_info["model"]),)
-        target_path = stage.path / outputs[0]
-        for file in list_files_below(model_path):
-            link_path = target_path / file.relative_to(model_path) if file != model_path else target_path
+        linked_path = stage.path / outputs[0]
+        for file in list_files_below(source_path):
+            link_path = linked_path / file.relative_to(source_path) if file != source_path else linked_path
             link_path.parent.mkdir(parents=True, exist_ok=True)
             link_path.unlink(missing_ok=True)
             link_or_copy(file, link_path)

@@ -36,9 +36,7 @@ def run(stage: Stage) -> Outcome:
     """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
     the model folder does not exist, and `UploadError` if the model has changed since it was made, or the publication
     target failed."""
-    from tasks.cancellation import (
-        make_publication_check,
-    )  # imported lazily, because `tasks.cancellation` imports Prefect
+    from tasks.cancellation import make_publication_check  # imported here, because it imports Prefect
 
     model_folder = Path(stage.model)
     if not model_folder.is_dir():
@@ -52,11 +50,11 @@ def run(stage: Stage) -> Outcome:
         if damage:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    version = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
+    version_name = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
     # The file with the record of an earlier publication is not part of the model.
     model_files = [file for file in list_files_below(model_folder) if file != model_folder / RECORD_FILE]
     record = {
-        "version": version,
+        "version": version_name,
         "run_id": stage.run_path.name,
         "stage": str(stage.path),
         "metrics": metrics,
@@ -70,12 +68,12 @@ def run(stage: Stage) -> Outcome:
     _send_checkpoints(stage, check_cancellation)
     if address := _find_published_model(stage, publication_target, model_folder, record):
         return Outcome(metrics=metrics, info={"model": address, "published": address, "was_published": True})
-    published_address = str(publication_target.publish(model_folder, version, record) or stage.config.target)
+    published_address = str(publication_target.publish(model_folder, version_name, record) or stage.config.target)
     write_json(stage.path / PUBLICATION_FILE, record)
     return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 
 
-def _find_published_model(stage: Stage, target: PublicationTarget, folder: Path, record: dict[str, Any]) -> str:
+def _find_published_model(stage: Stage, target: PublicationTarget, model_folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
@@ -85,51 +83,49 @@ def _find_published_model(stage: Stage, target: PublicationTarget, folder: Path,
         logger.warning("what was published cannot be told and is published anew: %s", error)
         return ""
     if current_record is None or current_record.get("version") in {None, record["version"]}:
-        return ""  # publish the same version again, which repairs damaged files
-    superseded_address = _find_superseded_version(stage, target, folder, record, current_record)
-    return superseded_address or _find_same_weights(target, folder, record, current_record)
+        return ""  # publish the same version again, to repair damaged files
+    superseded_address = _find_superseded_version(stage, target, model_folder, record, current_record)
+    return superseded_address or _find_same_weights(target, model_folder, record, current_record)
 
 
 def _find_superseded_version(
-    stage: Stage, target: Any, folder: Path, record: dict[str, Any], current_record: dict[str, Any]
+    stage: Stage, target: Any, model_folder: Path, record: dict[str, Any], current_record: dict[str, Any]
 ) -> str:
-    """Return the address at which this stage has published the same weights before, if these are intact and the pointer
-    was since moved to another version; otherwise an empty string. Thereby a resumed run undoes neither a rollback nor a
-    newer publication, unless the stage is forced to run again."""
+    """Return the address at which this stage has published the same weights before, if they are intact and another
+    version has become the current one since; otherwise an empty string. So a resumed run undoes neither a rollback nor
+    a newer publication, unless the stage is forced to run again."""
     stage_folders = list_attempt_folders(stage.run_path, stage.name)
-    records, weight_digests = (
-        [read_json_object(each / PUBLICATION_FILE) for each in stage_folders],
-        _read_digests(record),
-    )
+    records = [read_json_object(each / PUBLICATION_FILE) for each in stage_folders]
+    weight_digests = _read_digests(record)
     versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}
-    # A kill between the move of the pointer and the record of the publication leaves only the history of the target.
-    is_repeated = read_state(stage.path).attempt > 1
-    if is_repeated and hasattr(target, "history") and record["version"] in target.history():
+    # If the process was killed before it wrote the record, only the history of the target has the publication.
+    is_later_attempt = read_state(stage.path).attempt > 1
+    if is_later_attempt and hasattr(target, "history") and record["version"] in target.history():
         versions.add(record["version"])
     if current_record["version"] in versions or read_state(stage.path).forced:
         return ""
     for version in sorted(versions):
-        if not target.damage(folder, version, {"files": weight_digests}):
+        if not target.damage(model_folder, version, {"files": weight_digests}):
             command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):
                 run_argument = shlex.quote(str(stage.run_path))
                 command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
-            address = str(target.where(version))
-            logger.warning("%s is not what is published now, which stays; %s publishes it again", address, command)
-            return address
+            old_address = str(target.where(version))
+            logger.warning("%s is not what is published now, which stays; %s publishes it again", old_address, command)
+            return old_address
     return ""
 
 
-def _find_same_weights(target: Any, folder: Path, record: dict[str, Any], current_record: dict[str, Any]) -> str:
+def _find_same_weights(target: Any, model_folder: Path, record: dict[str, Any], current_record: dict[str, Any]) -> str:
     """Return the address of the current version if another run published the same files, undamaged; else empty."""
-    version, weight_digests = str(current_record["version"]), _read_digests(record)
+    current_version, weight_digests = str(current_record["version"]), _read_digests(record)
     if _read_digests(current_record) != weight_digests:
         return ""
-    address = str(target.where(version))
-    if damage := target.damage(folder, version, {"files": weight_digests}):
-        logger.warning("%s has the same weights but is damaged, they are published anew: %s", address, damage)
+    current_address = str(target.where(current_version))
+    if damage := target.damage(model_folder, current_version, {"files": weight_digests}):
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", current_address, damage)
         return ""
-    return address
+    return current_address
 
 
 def _read_digests(record: dict[str, Any]) -> dict[str, str]:
@@ -141,5 +137,5 @@ def _send_checkpoints(stage: Stage, raise_if_cancelled: Callable[[], None]) -> N
     checkpoint_config, target_folder = stage.recipe.train.ckpt, stage.config.target.rpartition("/")[0]
     if checkpoint_config.upload_s3 == "all" and target_folder and target_folder.startswith(checkpoint_config.s3_url()):
         for name, result in stage.inputs.items():
-            url = checkpoint_url(target_folder, name, stage.run_path.name)
-            list(CheckpointUploader(Path(result["path"]), url).push(raise_if_cancelled))
+            upload_url = checkpoint_url(target_folder, name, stage.run_path.name)
+            list(CheckpointUploader(Path(result["path"]), upload_url).push(raise_if_cancelled))

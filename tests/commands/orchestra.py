@@ -43,6 +43,7 @@ class Orchestra:
             "PREFECT_WORKER_QUERY_SECONDS": "0.5",
             "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.5",
             "PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS": "1",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "3",  # not a hundred, which takes seconds
             # On SQLite a server that reads its automations again while one is changed waits for itself for ever.
             "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1H",
             "OMP_NUM_THREADS": "1",

@@ -211,27 +211,23 @@ def test_a_schedule_fires_a_person_declines_and_without_new_data_the_next_firing
     deployment = httpx.get(f"{orchestra.url}/deployments/name/retrain/local", timeout=30).json()["id"]
     schedules = f"deployments/{deployment}/schedules"
 
-    def wait_for_firing(state_name: str) -> dict[str, Any]:
-        """Make a schedule that fires in three seconds, or later on a busy machine; wait for a firing in this state."""
-        timing = {"interval": 20, "anchor_date": (datetime.now(UTC) + timedelta(seconds=3)).isoformat()}
-        wanted = {"schedule": timing, "active": True, "parameters": {"config": config, "approve": True}}
-        known = len(begun(orchestra, config))
-        [made] = orchestra.post(schedules, [wanted])
-        try:
-            wait_until(lambda: len(begun(orchestra, config)) > known, 80, "it fires", pause=0.3)
-        finally:
-            httpx.delete(f"{orchestra.url}/{schedules}/{made['id']}", timeout=30).raise_for_status()
-        found = lambda: [run for run in begun(orchestra, config) if run["state_name"] == state_name]  # noqa: E731
-        return wait_until(found, 80, lambda: f"{state_name}: {begun(orchestra, config)[:2]}", pause=0.3)[0]
-
-    asked = wait_for_firing("Suspended")["id"]
+    timing = {"interval": 20, "anchor_date": (datetime.now(UTC) + timedelta(seconds=3)).isoformat()}
+    wanted = {"schedule": timing, "active": True, "parameters": {"config": config, "approve": True}}
+    [made] = orchestra.post(schedules, [wanted])
+    try:
+        wait_until(lambda: begun(orchestra, config), 80, "it fires, later on a busy machine", pause=0.3)
+    finally:
+        httpx.delete(f"{orchestra.url}/{schedules}/{made['id']}", timeout=30).raise_for_status()
+    asked = begun(orchestra, config)[0]["id"]
+    wait_until(lambda: orchestra.flow_run(asked)["state_name"] == "Suspended", 80, "it asks a person", pause=0.3)
     expect_gone(asked, 30)
     orchestra.post(f"flow_runs/{asked}/resume", {"run_input": {"publish": False}})
     assert orchestra.wait_for(asked, "COMPLETED", 120)["state_name"] == "Declined"
     assert not (place.path / "outputs" / "published" / "latest").exists()
-    found = wait_for_firing("NothingNew")
+    found = orchestra.wait_for(orchestra.begin("retrain/local", config=config, approve=True), "COMPLETED", 80)
     [run] = (place.path / "outputs").glob("2*")
-    assert found["state"]["message"] == f"nothing new since run {run.name}, which was declined"
+    nothing = ("NothingNew", f"nothing new since run {run.name}, which was declined")
+    assert (found["state_name"], found["state"]["message"]) == nothing
     assert read_state(run / "stages" / "learn").attempt == 1, "what was trained before is not trained again"
 
 

@@ -188,7 +188,7 @@ def add_teacher(rank: Trainer, model: PreTrainedModel, case: Case, config: Train
     """Let another model be asked, sharded over the same mesh."""
     teacher: Any = CausalLM(model.to(getattr(torch, case.dtype)), config, InputProcessing(0), rank.adapter.mesh)
     for part in (teacher, *teacher.runner.root_modules):
-        part._dtype = getattr(torch, case.dtype)
+        part._logprob_dtype = getattr(torch, case.dtype)
     rank.add_model("teacher", teacher)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +23,15 @@ ASKED = {**SMALL, f"{PARTS}.do_profile": True}
 USUAL = "steps_3-3_rank_0"
 
 
-def traces(settings: Any, inputs: Path, path: Path) -> dict[str, dict[str, Any]]:
+def traces(settings: Any, inputs: Path, path: Path) -> dict[str, Path]:
     """The traces that a training leaves, by name."""
     files = sorted((trained_once(settings, inputs, path)[0] / "profile").glob("*_rank_*.json.gz"))
-    return {file.name.removesuffix(".json.gz"): json.loads(gzip.decompress(file.read_bytes())) for file in files}
+    return {file.name.removesuffix(".json.gz"): file for file in files}
+
+
+def has_key_or_name(trace: Path, beginning: str) -> bool:
+    """Whether a key or the name of an event begins so; to parse a trace takes as long as a training."""
+    return f'"{beginning}' in gzip.decompress(trace.read_bytes()).decode()
 
 
 @changes(
@@ -43,8 +47,7 @@ def test_it_changes_which_steps_are_traced(change: Change, expected: list[str], 
     assert list(before) == ([USUAL] if change.base is TRACED else [])
     after = traces(change.after, inputs, tmp_path / "after")
     assert list(after) == expected
-    for trace in after.values():
-        assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+    assert all(has_key_or_name(trace, "aten::") for trace in after.values())
 
 
 @changes(
@@ -55,7 +58,7 @@ def test_it_changes_which_steps_are_traced(change: Change, expected: list[str], 
 def test_it_changes_what_a_trace_has(change: Change, expected: str, inputs: Path, tmp_path: Path) -> None:
     def has(settings: Any, name: str) -> bool:
         [trace] = traces(settings, inputs, tmp_path / name).values()
-        return any(expected in event.get("args", {}) for event in trace["traceEvents"])
+        return has_key_or_name(trace, f'{expected}":')
 
     assert not has(change.before, "before") and has(change.after, "after")
 

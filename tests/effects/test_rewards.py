@@ -71,6 +71,9 @@ def mine(name: str) -> dict[str, Any]:
     return {**GRPO, "train.train_policy.reward_function": f"./mine.py:{name}"}
 
 
+USUAL: dict[str, float | None] = {}
+
+
 @changes(
     (Change("train.train_policy.reward_function", {"exact_match": 2}, GRPO), (1.0, 2.0)),
     (Change("train.train_policy.reward_timeout_seconds", 0.1, mine("slow")), (1.0, None)),
@@ -88,7 +91,9 @@ def mine(name: str) -> dict[str, Any]:
 def test_it_changes_the_score_of_a_completion(
     change: Change, expected: tuple[float, float | None], tmp_path: Path
 ) -> None:
-    assert (trained(change.before, tmp_path).value, trained(change.after, tmp_path).value) == expected
+    if (key := repr(change.before)) not in USUAL:
+        USUAL[key] = trained(change.before, tmp_path).value
+    assert (USUAL[key], trained(change.after, tmp_path).value) == expected
 
 
 @changes(Change("validation.reward_function", {"exact_match": 2}, mine("points")))

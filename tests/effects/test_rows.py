@@ -44,7 +44,9 @@ TOLD = {**CHAT_ROWS, f"{TURNS}.custom_chat_template_path": "told.jinja"}
 OPEN = {
     **CHAT_ROWS, f"{TURNS}.add_generation_prompt": False, "train.train_policy.prompt_column_name": "conversations",
 }  # fmt: skip
-GENERATED = {**GRPO, "policy.model_max_length": 512, "train.train_policy.dataset.name": "reasoning-gym:chain_sum"}
+SUMS: dict[str, Any] = {"name": "reasoning-gym:chain_sum"}
+FEW_SUMS = {**SUMS, "arguments": {"size": 4}}
+GENERATED = {**GRPO, "policy.model_max_length": 512}
 MIX = "train.train_policy.datasets"
 MIXED: dict[str, Any] = {**SFT, MIX: [{"name": "rows"}]}
 MIXED_ON_HUB = {**SFT, MIX: [{"name": "org/rows"}]}
@@ -181,15 +183,16 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
 
 
 @changes(
-    (Change("train.train_policy.dataset.arguments", {"size": 3, "seed": 1}, GENERATED), "train"),
-    (Change(f"{MIX}.arguments", {"size": 3, "seed": 1},
-            {**GRPO, "policy.model_max_length": 512, MIX: [{"name": "reasoning-gym:chain_sum"}]}), "train"),
+    (Change("train.train_policy.dataset.arguments", {"size": 3, "seed": 1},
+            {**GENERATED, "train.train_policy.dataset": SUMS}), ("train", 500)),
+    (Change(f"{MIX}.arguments", {"size": 3, "seed": 1}, {**GENERATED, MIX: [FEW_SUMS]}), ("train", 4)),
     (Change("validation.dataset.arguments", {"size": 3, "seed": 1},
-            {**GENERATED, "validation.dataset.name": "reasoning-gym:chain_sum"}), "validation"),
+            {**GENERATED, "train.train_policy.dataset": FEW_SUMS, "validation.dataset": FEW_SUMS}), ("validation", 4)),
 )  # fmt: skip
-def test_it_changes_the_generated_rows(change: Change, expected: str, folder: Path) -> None:
-    before, after = usual(change.before, folder)[expected], prepared(change.after, folder)[expected]
-    assert [len(before), len(after)] == [500, 3] and after != before[:3]
+def test_it_changes_the_generated_rows(change: Change, expected: tuple[str, int], folder: Path) -> None:
+    split, count = expected
+    before, after = usual(change.before, folder)[split], prepared(change.after, folder)[split]
+    assert [len(before), len(after)] == [count, 3] and after != before[:3]
 
 
 @changes(

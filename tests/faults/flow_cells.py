@@ -91,7 +91,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "cosmos_predict-flow_grpo-lora": {
         "train.train_policy.batch_size_per_optimize": 64, "policy.diffusers.sample.noise_level": 0.7,
     },
-    "sd3-nft+data-full": {"train.epoch": 2},
+    "sd3-nft+data-full": {"train.epoch": 2, "policy.diffusers.sample.num_steps": 2},
 }  # fmt: skip
 """What a cell needs: an update of an adapter by a few such clips is mostly chance, and few updates do for one."""
 NAMED = {

@@ -90,7 +90,7 @@ def test_what_comes_after_the_last_was_finished_is_refused_and_not_lost() -> Non
         return found
 
     found = asyncio.run(late())
-    assert not found.pending and not queued(found) and found.pending_bytes == 0
+    assert not found.pending_requests and not queued(found) and found.pending_bytes == 0
 
 
 def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_comes_again() -> None:
@@ -103,13 +103,15 @@ def test_a_request_that_the_store_kept_and_did_not_confirm_is_queued_when_it_com
         for _ in range(2):
             await found.accept_request(KEY, body("p", jpeg_size=1.0))
         assert queued(found) == [KEY], "once"
-        await found._store_result(RewardJob(found.pending[KEY], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
+        await found._store_result(
+            RewardJob(found.pending_requests[KEY], "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0
+        )
         await found.accept_request(KEY, body("p", jpeg_size=1.0))
         return found
 
     found = asyncio.run(sent_again())
     assert queued(found) == [KEY], "what has its scores is not scored again"
-    assert not found.pending and found.pending_bytes == 0
+    assert not found.pending_requests and found.pending_bytes == 0
 
 
 def test_uploads_count_as_requests_that_wait() -> None:

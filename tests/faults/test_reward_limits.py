@@ -49,13 +49,13 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
         engine = Engine(read_config(file))
         for i in range(10):
             request = parse_request(str(i), body("p", jpeg_size=1.0), {"jpeg_size"})
-            engine.pending[request.uuid] = request
+            engine.pending_requests[request.uuid] = request
             await engine._store_result(RewardJob(request, "jpeg_size"), {"scores": {"jpeg_size": [1.0]}}, 0.0)
-            engine._finished_counts.appendleft((-math.inf, 1))  # long ago
+            engine._item_counts.appendleft((-math.inf, 1))  # long ago
         return engine
 
     engine = asyncio.run(scored())
-    assert not engine.pending and len(engine._finished_counts) <= 11 and engine.items_per_second() <= 10.0
+    assert not engine.pending_requests and len(engine._item_counts) <= 11 and engine.items_per_second() <= 10.0
     assert engine.store.has_unfetched_scores() and len(engine.store._unfetched_keys) == 3  # type: ignore[attr-defined]
     store = MemoryStore(1e9, 1000, 100)
     for i in range(10):

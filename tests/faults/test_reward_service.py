@@ -168,7 +168,7 @@ def test_health_metrics_and_page_show_how_it_goes(server: Running, tmp_path: Pat
     metrics = httpx.get(f"{server.url}/metrics", headers=bearer).text
     assert 'reward_items_total{reward="mean"} ' in metrics
     assert 'reward_restarts_total{reward="mean"}' in metrics
-    enqueue = server.service.replicas[0][0]
+    enqueue = server.service.replica_urls[0][0]
     write_health(tmp_path, {"REMOTE_REWARD_ENQUEUE_URL": enqueue, "REMOTE_REWARD_TOKEN": server.token})
     [noted] = json.loads((tmp_path / "reward_service.json").read_text())["services"]
     assert noted["url"] == server.url and noted["status"] in {"ok", "degraded"}, "its processes were killed just now"

@@ -30,7 +30,10 @@ REMOTE = {
     "train.train_policy.remote_reward.reward_fns": [{"name": "red"}],
     "train.train_policy.remote_reward.batch_size": 3,
 }
-SETTINGS = {**TRAININGS["nft"], **LORA, "train.epoch": 1}
+SETTINGS = {
+    **TRAININGS["nft"], **LORA, "train.epoch": 1, "train.ckpt.enable_checkpoint": False,
+    "policy.diffusers.sample.num_steps": 2,
+}  # fmt: skip
 
 
 KILLING = """

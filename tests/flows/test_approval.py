@@ -14,8 +14,9 @@ from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
 from flows.post_train import post_train
 from tests.conftest import wait_until
-from tests.flows.test_retrain import Asked, Nightly, events_of
+from tests.flows.test_retrain import Asked, Nightly, events_of, quiet
 
+__all__ = ["quiet"]
 pytestmark = pytest.mark.usefixtures("harness")
 
 

@@ -28,12 +28,13 @@ from cosmos_core.run.state import read_state
 from tasks import custom, flow_run
 from tasks.flow_run import PythonFlowState, StageCall, describe_unfinished_stage
 from tests.conftest import PROGRAMS, wait_until
-from tests.flows.test_flows_in_python import GROW, folder, grown, starts
+from tests.flows.test_flows_in_python import GROW, folder, grown, starts, workers
 from tests.flows.test_retrain import events_of
 
-__all__ = ["folder"]
+__all__ = ["folder", "workers"]
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_cancelled_flow_stops_the_stage_for_whose_future_it_waits(folder: Path) -> None:
     @flow
     def patient(run_id: str = "patient") -> None:
@@ -122,21 +123,9 @@ def test_two_first_executions_of_a_flow_at_once_make_one_run(folder: Path) -> No
     assert all("another process" in message or "run_id = 'one' is taken" in message for message in refusals)
 
 
-def test_the_end_of_a_flow_is_an_event(folder: Path) -> None:
-    @flow
-    def sized(refuse: bool, run_id: str) -> None:
-        custom(GROW, name="model", retries=0, arguments={"refuse": refuse} if refuse else {})
-
-    for refuse, run_id, expected in (
-        (False, "well", ["cosmos.stage.completed", "cosmos.run.completed"]),
-        (True, "ill", ["cosmos.stage.failed", "cosmos.run.failed"]),
-    ):
-        sized(refuse, run_id, return_state=True)
-        wait_until(lambda name=run_id: len(events_of(name)) == 2, 30, "the server has both events")
-        assert [event["event"] for event in events_of(run_id)] == expected
-
-
-def test_a_flow_that_completes_without_the_stage_that_failed_is_done(folder: Path) -> None:
+def test_the_end_of_a_flow_is_an_event_and_one_that_completes_without_the_stage_that_failed_is_done(
+    folder: Path,
+) -> None:
     @flow
     def mended(name: str, refuse: bool, run_id: str = "mended") -> None:
         custom(GROW, name=name, retries=0, arguments={"refuse": True} if refuse else {})
@@ -145,7 +134,9 @@ def test_a_flow_that_completes_without_the_stage_that_failed_is_done(folder: Pat
         mended(name, refuse, return_state=True)
         assert read_run(folder / "outputs" / "mended").outcome == outcome
     wait_until(lambda: len(events_of("mended")) == 4, 30, "the server has all events")
-    assert [event["event"] for event in events_of("mended")][2:] == ["cosmos.stage.completed", "cosmos.run.completed"]
+    assert [event["event"] for event in events_of("mended")] == [
+        "cosmos.stage.failed", "cosmos.run.failed", "cosmos.stage.completed", "cosmos.run.completed",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_writes", [0, 1])

@@ -41,14 +41,25 @@ from tasks.flow_run import find_newest_flow
 from tasks.kinds import all_kinds
 from tasks.naming import user_name
 from tasks.stage_task import StageHandle, _make_call
+from tests import attempts
 from tests.conftest import PROGRAMS, wait_until
 
 GROW = f"{PROGRAMS}/growing.py:grow"
 
 
+@pytest.fixture
+def workers() -> None:
+    """For a test of how a worker ends: its stages do not run in this process."""
+
+
 @pytest.fixture(autouse=True)
-def folder(harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     monkeypatch.chdir(tmp_path)
+    attempts.show_nothing(monkeypatch)
+    if "workers" not in request.fixturenames:
+        attempts.use(monkeypatch)
     return tmp_path
 
 
@@ -274,10 +285,13 @@ def test_a_flow_sets_what_pipeline_sets_in_toml_before_its_first_stage(folder: P
     overrides = {f"{key}.up_proj": 8.0, f'{key}."mlp.down"': 4.0}
 
     @flow
-    def private(late: bool = False, run_id: str = "private") -> None:
+    def private(run_id: str = "private") -> None:
+        for wrong, message in (({"thread": 2}, "pipeline.thread"), ({"stages": []}, "stages follows from the flow")):
+            with pytest.raises(ConfigError, match=message):
+                configure_run(**settings, **wrong)
         configure_run(**settings, grace_seconds=None)
         grown("model", recipe=recipe, overrides=overrides)
-        if late:
+        with pytest.raises(ConfigError, match="in flow 'private' after its first stage"):
             configure_run(threads=2)
 
     private()
@@ -286,28 +300,22 @@ def test_a_flow_sets_what_pipeline_sets_in_toml_before_its_first_stage(folder: P
     assert (config.threads, config.private, config.grace_seconds) == (1, True, 20.0)
     kept = "an override of one name of a map keeps the other names"
     assert lora and lora.alpha_pattern == {"up_proj": 8.0, "mlp.up": 2.0, "mlp.down": 4.0}, kept
-    for late, changed, message in (
-        (True, {}, "in flow 'private' after its first stage"),
-        (False, {"thread": 2}, "pipeline.thread"),
-        (False, {"stages": []}, "stages follows from the flow"),
-        (False, {"threads": 2}, r"run private has other settings \(threads\)"),
-    ):
-        settings |= changed
-        with pytest.raises(ConfigError, match=message):
-            private(late=late)
-        settings = {key: value for key, value in settings.items() if key in {"threads", "private"}}
+    settings["threads"] = 2
+    with pytest.raises(ConfigError, match=r"run private has other settings \(threads\)"):
+        private()
 
 
 def test_a_map_names_its_stages_in_the_order_of_the_elements_and_a_gate_that_refuses_raises(folder: Path) -> None:
     """The flow may go on after it; and a task with other options of Prefect adds a stage all the same."""
     seen: list[str] = []
+    (folder / "crash.py").write_text("def crash(stage):\n    raise ConnectionError('away')\n")
 
     @flow
     def mapped(run_id: str = "mapped") -> list[tuple[str, float]]:
         tagged = custom.with_options(task_run_name="mine-{name}", on_failure=[lambda *_: seen.append("failed")])
         first = tagged(GROW, name="first", arguments={"by": 10}, retries=0)
         with pytest.raises(StageFailed):
-            tagged.submit(f"{PROGRAMS}/counting.py:never_progress", name="never", model=first, retries=0).result()
+            tagged.submit(f"{folder}/crash.py:crash", name="never", model=first, retries=0).result()
         made = custom.map(GROW, arguments=[{"by": 1}, {"by": 2}], model=unmapped(first)).result()
         with pytest.raises(GateFailed):
             gate(made[0], require=["size >= 12"], target=f"{folder}/published")
@@ -363,6 +371,7 @@ def test_a_flow_called_by_a_flow_has_a_run_of_its_own_under_any_name_of_the_firs
     assert outer() == 4.0 and len(list(folder.glob("outputs/*/pipeline.toml"))) == 2
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_flow_whose_time_is_over_stops_its_stage(folder: Path) -> None:
     @flow
     def late(run_id: str = "late") -> None:

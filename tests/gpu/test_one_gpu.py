@@ -67,9 +67,9 @@ def rows() -> list[np.ndarray]:
 
 def scored(model: PreTrainedModel, dtype: torch.dtype, *, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all tokens, and the gradients of a sum of them."""
-    batch = collate_rows(rows(), 0, packed=packed)
+    batch = collate_rows(rows(), 0, is_packed=packed)
     chosen = torch.cat(
-        [start + torch.arange(length - 1) for start, length in zip(batch.target_starts, LENGTHS, strict=True)]
+        [start + torch.arange(length - 1) for start, length in zip(batch.prediction_offsets, LENGTHS, strict=True)]
     )
     model.zero_grad()
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
@@ -120,7 +120,7 @@ def test_compiled_packed_blocks_have_the_gradients_of_padded_ones(how: Recompute
 def test_no_layer_waits_for_the_gpu_on_packed_rows(family: str) -> None:
     model = make(family)
     assert enable_packing(model, compute_dtype=torch.bfloat16) == ""
-    inputs = to_device(collate_rows(rows(), 0, packed=True).inputs, DEVICE)
+    inputs = to_device(collate_rows(rows(), 0, is_packed=True).inputs, DEVICE)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         expected = model.base_model(**inputs, use_cache=False).last_hidden_state
         torch.cuda.synchronize()

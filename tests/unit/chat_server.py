@@ -16,9 +16,11 @@ def chat_server(
     first: int = 0,
     meet_seconds: float = 0.0,
     complete: Callable[[dict[str, Any]], Any] = lambda request: str(request["seed"] % 10),
+    reason: str = "stop",
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield the URL of a server and the list of its requests. It responds with `status`, to the `first` requests with
-    503. `complete`: returns the completion of a request, as text, as a message or as the bytes of the whole reply.
+    503. `complete`: returns the completion of a request, as text, as a message or as the bytes of the whole
+    reply; `reason`: why it ended.
 
     With `meet_seconds`, a request is completed when another has come, or after that time; `request["met"]` tells which.
     """
@@ -40,8 +42,8 @@ def chat_server(
                     meeting.reset()
             said = complete(body)
             message = {"role": "assistant", **(said if isinstance(said, dict) else {"content": str(said)})}
-            reason = "tool_calls" if "tool_calls" in message else "stop"
-            choice = {"index": 0, "finish_reason": reason, "message": message}
+            ending = "tool_calls" if "tool_calls" in message else reason
+            choice = {"index": 0, "finish_reason": ending, "message": message}
             reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
             reply["usage"] = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
             content = json.dumps(reply if code == 200 else {"error": {"message": "no such model"}}).encode()

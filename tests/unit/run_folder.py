@@ -89,11 +89,16 @@ def fingerprint_of(pipeline: Pipeline, stage: str, **upstream: str) -> Fingerpri
         return compute_fingerprint(pipeline, config, all_kinds()[config.kind], upstream, digests)
 
 
-def counting_run(folder: Path, *overrides: str) -> Run:
-    """A new run of two stages that count."""
+def counting(folder: Path, *overrides: str) -> Pipeline:
+    """Two stages that count."""
     file = folder / "counting.toml"
     file.write_text(COUNTING.format(folder=folder, programs=PROGRAMS))
-    return create_run(load_pipeline(file, overrides, all_kinds()))
+    return load_pipeline(file, overrides, all_kinds())
+
+
+def counting_run(folder: Path, *overrides: str) -> Run:
+    """A new run of two stages that count."""
+    return create_run(counting(folder, *overrides))
 
 
 def finish(run: Run, name: str, content: str = "result", **metrics: float) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,16 @@ def text_of(file: Path) -> str:
 
 def parsed(file: Path) -> ast.Module:
     return named.parse(text_of(file))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Look for no garbage among millions of nodes, which takes longer than to parse them; none is kept afterwards."""
+    gc.disable()
+    yield
+    for cached in (named.parse, class_definitions, protocols):
+        cached.cache_clear()
+    gc.enable()
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -193,33 +204,41 @@ def modules_of_the_front_half() -> list[str]:
     return sorted(name.removesuffix(".__init__") for name in names)
 
 
-def loaded_after(imports: str) -> set[str]:
-    """Top-level names in `sys.modules` of a fresh interpreter after some imports."""
-    program = f"import sys\n{imports}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def loaded_after(*imports: str) -> list[set[str]]:
+    """Top-level names in `sys.modules` of a fresh interpreter after each of some imports, one behind the other."""
+    told = "print(*{name.partition('.')[0] for name in sys.modules}, flush=True)"
+    lines = ["import gc, os, sys", "gc.disable()", *(line for each in imports for line in (each, told)), "os._exit(0)"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+@functools.cache
+def loaded_by_the_front() -> list[set[str]]:
+    """What the help and the check of a schema load, and what is loaded after the whole of the front half."""
+    largest = max((ROOT / "configs").rglob("*.toml"), key=lambda file: file.stat().st_size)
+    check = "from pathlib import Path\nimport cosmos_core.cli, cosmos_core.data.pool\n"
+    check += f"cosmos_core.cli._compose_pipeline([Path({str(largest)!r})], [])"
+    return loaded_after(check, "\n".join(f"import {name}" for name in modules_of_the_front_half()))
 
 
 def test_the_front_half_loads_none_of_the_back_halfs_libraries() -> None:
     names = modules_of_the_front_half()
     assert {"cosmos_core.cli", "flows.post_train", "tasks.stage", "cosmos_core.config.compose"} <= set(names)
-    loaded = loaded_after("\n".join(f"import {name}" for name in names))
+    _, loaded = loaded_by_the_front()
     assert loaded & set(FORBIDDEN) == set()
     assert {"prefect", "pydantic"} <= loaded, "the imports were made"
 
 
 def test_the_help_and_the_check_of_a_schema_load_neither_torch_nor_prefect_nor_matplotlib() -> None:
     """Nor do processes that make rows: they log before they import what warns."""
-    largest = max((ROOT / "configs").rglob("*.toml"), key=lambda file: file.stat().st_size)
-    imports = "from pathlib import Path\nimport cosmos_core.cli, cosmos_core.data.pool\n"
-    loaded = loaded_after(f"{imports}cosmos_core.cli._compose_pipeline([Path({str(largest)!r})], [])")
+    loaded, _ = loaded_by_the_front()
     assert loaded & {*FORBIDDEN, "prefect", "matplotlib"} == set()
     assert {"pydantic", "typer"} <= loaded, "the imports were made"
 
 
 def test_a_process_that_trains_loads_no_library_that_only_others_ask_for() -> None:
-    loaded = loaded_after("import cosmos_core.models.verify_export\nfrom transformers.loss import loss_utils")
+    [loaded] = loaded_after("import cosmos_core.models.verify_export\nfrom transformers.loss import loss_utils")
     assert loaded & {"sklearn", "scipy", "pandas", "boto3", "matplotlib", "prefect", "vllm", "ray"} == set()
     assert {"torch", "transformers", "peft"} <= loaded, "the imports were made"
 

@@ -26,6 +26,7 @@ from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
 from tasks.store_sync import OUTPUT_DIR_VARIABLE, StageSync, open_run_from_store
+from tests import attempts
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.run_folder import COUNTING, finish
@@ -34,8 +35,15 @@ from tests.unit.test_checkpoint_upload import checkpoint
 GATE = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = ["count >= 4"]\n'
 
 
+@pytest.fixture
+def workers() -> None:
+    """For a test of what a worker leaves in its folder: its stages do not run in this process."""
+
+
 @pytest.fixture(autouse=True)
-def url(here: Proxy, request: pytest.FixtureRequest) -> str:
+def url(here: Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if "workers" not in request.fixturenames:
+        attempts.use(monkeypatch)
     return f"s3://models/{request.node.name[:60]}"
 
 
@@ -75,6 +83,7 @@ def is_object(request: Request) -> bool:
     return "/objects/" in request.key
 
 
+@pytest.mark.usefixtures("workers")
 def test_each_machine_makes_its_stage_of_what_the_others_have_made(
     tmp_path: Path, run: Run, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +275,7 @@ def test_the_state_goes_with_the_stage_and_a_stage_that_is_forced_is_made_again_
     assert run_stage(on(run, "first", tmp_path / "third", monkeypatch), "first")[1]
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_failure_elsewhere_is_told_here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     there = on(run, "first", tmp_path / "there", monkeypatch)
     pipeline = there.path / "pipeline.toml"
@@ -321,7 +331,7 @@ def test_one_of_all_machines_makes_a_thing_at_a_time(url: str, proxy: Proxy, mon
     # Who is gone on the same machine loses it at once, who is silent after a time; and notices.
     successor = take(url, holder(4), gone=(2,))
     successor.acquire(lambda found: None)  # who is said to be gone renews yet, perhaps between its look and its write
-    second._thread.join()
+    second._renewal_thread.join()
     assert "another machine has taken the work over" in second.takeover_message and not successor.takeover_message
     with pytest.raises(Exception, match="another machine has taken the work over"):
         second.check()

@@ -28,20 +28,15 @@ DAY = 24 * 3600.0
 
 def runs_of(folder: Path, *ages_days: float) -> list[Run]:
     """Finished runs that are so old."""
-    found = []
+    found: list[Run] = []
     for number, age in enumerate(ages_days):
-        run = create_run(counting_run(folder).pipeline, run_id=f"run-{number}") if found else None
-        run = run or counting_run(folder)
+        run = create_run(found[0].pipeline, run_id=f"run-{number}") if found else counting_run(folder)
         then = time.time() - age * DAY
         write_json(run.path / "run.json", {**read_json(run.path / "run.json"), "started": then})
         for name in ("first", "second"):
             finish(run, name, f"made by {number}")
             update_state(run.stage_path(name), state="done", ended=then)
         found.append(run)
-    for leftover in set(found[0].output_dir.glob("[0-9]*")) - {run.path for run in found}:
-        for file in sorted(leftover.rglob("*"), reverse=True):
-            file.rmdir() if file.is_dir() else file.unlink()
-        leftover.rmdir()
     return found
 
 

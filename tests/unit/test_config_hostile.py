@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.config import compose
 from cosmos_core.config.compose import Pipeline, load_pipeline, with_stage
 from cosmos_core.config.files import read_config
 from cosmos_core.config.schema.grpo import GrpoConfig
@@ -22,9 +23,7 @@ from tests.unit.test_config_mutations import in_file, told
 FILES = {
     "empty": (b"", ""),
     "comments of 1 MB": ((b"# no more than this" + b"." * 180 + b"\n") * 5_000, ""),
-    "text of 300 kB": (b"[custom]\ntext = '" + b"a" * 300_000 + b"'", ""),
-    "text of 6 MB": (b"[custom]\ntext = '" + b"a" * 6_000_000 + b"'",
-                     "more than 16777216 bytes once it is written out for 3 stages"),
+    "text of 100 kB": (b"[custom]\ntext = '" + b"a" * 100_000 + b"'", ""),
     "2,000 free keys": (b"[custom]\n" + b"".join(b"key%d = 1\n" % n for n in range(2_000)), ""),
     "2,000 unknown keys": (b"".join(b"key%d = 1\n" % n for n in range(2_000)),
                            "key0: unknown key (and key1, key2, key3, 1996 more)"),
@@ -90,6 +89,14 @@ def test_a_hostile_file_is_valid_or_one_line(tmp_path: Path, name: str) -> None:
     content, said = FILES[name]
     found = told(in_file(content, tmp_path / "hostile.toml"))
     assert found.partition(": ")[2] == said.replace("FOLDER", str(tmp_path))
+
+
+def test_a_text_that_is_too_large_once_each_stage_has_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compose, "MAX_FILE_BYTES", 200_000)  # 16 MiB otherwise
+    said = told(in_file(b"[custom]\ntext = '" + b"a" * 80_000 + b"'", tmp_path / "hostile.toml"))
+    assert said.endswith(": more than 200000 bytes once it is written out for 3 stages")
 
 
 def test_files_that_extend_each_other_are_one_line(tmp_path: Path) -> None:

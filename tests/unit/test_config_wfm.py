@@ -144,7 +144,7 @@ def every(*rows: tuple[str, Any, str, Any]) -> TomlTable:
 
 def translated(values: TomlTable) -> tuple[Recipe, list[str]]:
     notices: list[str] = []
-    return parse_table(Recipe, from_wfm(values, "old.toml", notices), source="old.toml"), notices
+    return parse_table(Recipe, from_wfm(values, "old.toml", notices), error_prefix="old.toml"), notices
 
 
 @cache

@@ -87,7 +87,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 200, 97)
 def steps(seed: int = 3, batches_per_step: int = 3, num_epochs: int = 3, max_steps: int = 10**6) -> BalancedBatchPlan:
     return BalancedBatchPlan(
         LENGTHS, partial(epoch_order, seed, rows=len(LENGTHS), shuffle=True), budget(400),
-        batches_per_step=batches_per_step, num_epochs=num_epochs, max_steps=max_steps,
+        micro_batches_per_step=batches_per_step, num_epochs=num_epochs, max_steps=max_steps,
     )  # fmt: skip
 
 

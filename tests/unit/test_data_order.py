@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cosmos_core.data.batch import collate_rows
-from cosmos_core.data.order import batch_positions, batches_per_epoch, epoch_order
+from cosmos_core.data.order import batch_row_numbers, batches_per_epoch, epoch_order
 from cosmos_core.errors import DataError
 
 
@@ -36,7 +36,7 @@ def test_batches_of_an_epoch_are_disjoint_and_steps_go_on_into_the_next(drop_las
     steps = len(sizes)
     assert batches_per_epoch(3, 10, drop_last) == steps
     for epoch in range(3):
-        batches = [batch_positions(0, epoch * steps + i, 3, 10, True, drop_last) for i in range(steps)]
+        batches = [batch_row_numbers(0, epoch * steps + i, 3, 10, True, drop_last) for i in range(steps)]
         assert [len(batch) for batch in batches] == sizes
         joined = np.concatenate(batches).tolist()
         assert joined == epoch_order(0, epoch, 10, True)[: sum(sizes)].tolist()
@@ -44,20 +44,20 @@ def test_batches_of_an_epoch_are_disjoint_and_steps_go_on_into_the_next(drop_las
 
 
 def test_a_step_is_the_same_whatever_was_asked_before():
-    forwards = [batch_positions(3, step, 4, 11, True).tolist() for step in range(12)]
+    forwards = [batch_row_numbers(3, step, 4, 11, True).tolist() for step in range(12)]
     epoch_order.cache_clear()
-    backwards = [batch_positions(3, step, 4, 11, True).tolist() for step in reversed(range(12))]
+    backwards = [batch_row_numbers(3, step, 4, 11, True).tolist() for step in reversed(range(12))]
     assert forwards == backwards[::-1]
 
 
 def test_fewer_rows_than_a_batch_is_an_error_with_the_remedy():
     with pytest.raises(DataError, match=r"has 3 rows, fewer than one batch of 4; lower train\.train_batch_per_replica"):
-        batch_positions(0, 0, 4, 3, True)
-    assert batch_positions(0, 0, 4, 3, False, drop_last=False).tolist() == [0, 1, 2]
+        batch_row_numbers(0, 0, 4, 3, True)
+    assert batch_row_numbers(0, 0, 4, 3, False, drop_last=False).tolist() == [0, 1, 2]
 
 
 def test_rows_are_padded_on_the_right():
-    inputs, starts = collate_rows([np.array([5, 6, 7]), np.array([8])], 9, packed=False)
+    inputs, starts = collate_rows([np.array([5, 6, 7]), np.array([8])], 9, is_packed=False)
     assert inputs["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -65,7 +65,7 @@ def test_rows_are_padded_on_the_right():
 
 
 def test_packed_rows_lie_end_to_end_and_count_their_own_positions():
-    inputs, starts = collate_rows([np.array([5, 6, 7]), np.array([8]), np.array([2, 3])], 9, packed=True)
+    inputs, starts = collate_rows([np.array([5, 6, 7]), np.array([8]), np.array([2, 3])], 9, is_packed=True)
     assert inputs["input_ids"].tolist() == [[5, 6, 7, 8, 2, 3]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]

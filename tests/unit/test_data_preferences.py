@@ -209,6 +209,12 @@ def test_a_row_of_a_wrong_form_is_an_error_that_names_its_line(row: Row, message
     assert not isinstance(caught.value, SkippedRow)
 
 
+def test_a_system_turn_that_both_completions_begin_with_stands_before_the_prompt_of_a_column() -> None:
+    system = {"role": "system", "content": "s"}
+    row = {"prompt": "p", "chosen": [system, assistant("a")], "rejected": [system, assistant("b")]}
+    assert read_preference(row, "x") == ([system, user("p")], [assistant("a")], [assistant("b")])
+
+
 def test_the_named_column_is_the_prompt() -> None:
     row = {"prompt": "p", "ask": "q", "chosen": "a", "rejected": "b"}
     assert read_preference(row, "x", "ask").prompt == [user("q")]

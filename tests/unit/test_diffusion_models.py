@@ -21,7 +21,7 @@ from cosmos_core.models import verify_pipeline_export
 from cosmos_core.models.cosmos_predict import CONDITIONING_NOISE_LEVEL, GuardrailPlaceholder, substitute_torchvision
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import export_pipeline
-from cosmos_core.models.families import open_pipeline, pipeline_modules
+from cosmos_core.models.families import find_pipeline_modules, open_pipeline
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
 from cosmos_core.models.verify_pipeline_export import ImageRequest, generate_images
@@ -284,7 +284,7 @@ def test_the_loading_line_loads_a_pipeline_without_a_t5(tmp_path: Path) -> None:
 
 
 def test_every_family_is_found_by_the_name_of_its_pipeline() -> None:
-    assert pipeline_modules() == {
+    assert find_pipeline_modules() == {
         "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana", "SanaVideoPipeline": "sana_video",
         "Cosmos2_5_PredictBasePipeline": "cosmos_predict",
     }  # fmt: skip

@@ -21,7 +21,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import StageFailed
 from cosmos_core.models.chat_templates import CHAT_TEMPLATES
-from cosmos_core.models.export import _export_config, export_model
+from cosmos_core.models.export import _make_export_config, export_model
 from cosmos_core.models.verify_export import _MAX_MEMORY_FRACTION, _compute_trainer_logits, verify_export
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
@@ -323,5 +323,5 @@ def test_the_export_stage_proves_and_describes_what_it_wrote(tmp_path: Path) -> 
 def test_a_model_without_its_optional_towers_is_exported_in_another_dtype() -> None:
     config = hf.Gemma4Config()
     assert config.audio_config is None
-    exported = _export_config(SimpleNamespace(config=config), torch.bfloat16)
+    exported = _make_export_config(SimpleNamespace(config=config), torch.bfloat16)
     assert exported.dtype == exported.text_config.dtype == torch.bfloat16

@@ -19,7 +19,7 @@ from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.directory import Run
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.stage import Stage
-from cosmos_core.types import Outcome
+from cosmos_core.types import JsonValue, Outcome
 from cosmos_core.upload.file import FileTarget
 from tasks.kinds import all_kinds
 from tasks.layout import read_upstream_results
@@ -342,6 +342,17 @@ def test_a_gate_judges_the_checkpoint_that_is_exported(
         other = Run(run.path, load_pipeline(tmp_path / "c.toml", settings, all_kinds()))
         with pytest.raises(ConfigError, match=r"; those of step 1 of 'sft' are in .*sft/metrics.jsonl, which is not"):
             run_stage(other, "gate")
+
+
+def test_a_gate_judges_the_final_model_that_a_later_training_continues(tmp_path: Path) -> None:
+    exported(tmp_path, "best")
+    text = (tmp_path / "c.toml").read_text().replace('"archive"\nkind = "export"', '"archive"\nkind = "sft"')
+    (tmp_path / "c.toml").write_text(text.replace("stage:export", "stage:archive").replace('"export", ', '"archive", '))
+    run = Run(tmp_path / "run", load_pipeline(tmp_path / "c.toml", (), all_kinds()))
+    info: dict[str, JsonValue] = {"step": 3, "best": {"step": 1, "metric": "validation/loss", "value": 0.4}}
+    run.stage_path("sft").mkdir(parents=True)
+    commit_manifest(run.stage_path("sft"), Outcome((), {"loss": 0.9}, info), kind="sft", fingerprint="f", inputs={})
+    assert read_upstream_results(run, run.pipeline.stage("gate"))["sft"]["metrics"] == {"loss": 0.9}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ def judged(request: dict[str, Any]) -> str:
 
 
 def test_scores_are_divided_by_the_highest_and_replies_without_one_are_invalid() -> None:
-    judge = RewardRunner({"judge": 1.0}, timeout_seconds=60, num_workers=1, env_names=("MY_KEY", "XDG_CACHE_HOME"))
+    judge = RewardRunner(
+        {"judge": 1.0}, timeout_seconds=60, num_workers=1, environment_names=("MY_KEY", "XDG_CACHE_HOME")
+    )
     with chat_server(complete=judged) as (url, requests), judge as runner:
         [[four, nine, other]] = runner._score_requests([requests_of(url, ["4", "9", "?"])])
     assert four.value == 0.5 and four.metrics["judge/prompt_tokens"] == 7
@@ -61,7 +63,7 @@ def test_what_one_completion_provokes_costs_its_score_alone_and_placeholders_of_
 
     with chat_server(complete=complete) as (url, requests):
         good, bad = scores(url, ["good", "no chat"], prompt="2 + {completion}?")
-    assert good.value == 0.5 and bad.value is None and "TypeError" in bad.error
+    assert good.raw_score == 0.5 and bad.raw_score is None and "TypeError" in bad.error
     assert all("2 + {completion}?" in request["messages"][1]["content"] for request in requests)
     with chat_server(status=400, complete=judged) as (url, _):
         [score] = scores(url, ["4"])
@@ -76,13 +78,13 @@ def test_parts_of_a_prompt_are_shown_as_text_and_no_column_replaces_the_referenc
         [request] = requests_of(url, ["4"])
         [found] = _score_completions("judge", [{**request, **fields}], True)
     expected = "Prompt:\n[image]How\nmany?\n\nReference answer:\nfour {prompt}\n\nResponse:\n4"
-    assert (found.value, requests[0]["messages"][1]["content"]) == (0.5, expected)
+    assert (found.raw_score, requests[0]["messages"][1]["content"]) == (0.5, expected)
 
 
 def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Path) -> None:
     with chat_server(complete=judged) as (url, requests):
         first, again = scores(url, ["4"]), scores(url, ["4"])
-        assert len(requests) == 1 and again[0].value == first[0].value == 0.5
+        assert len(requests) == 1 and again[0].raw_score == first[0].raw_score == 0.5
         assert again[0].metrics["prompt_tokens"] == 0
         scores(url, ["4"], rubric="Be strict.")
         scores(url, ["4"], cache=False)
@@ -91,14 +93,14 @@ def test_the_same_completion_is_judged_once_unless_the_rubric_changes(cache: Pat
     assert "secret" not in file.read_text() and json.loads(file.read_text())["text"]
     file.write_text("torn")
     with chat_server(complete=judged) as (url, requests):
-        assert scores(url, ["4"])[0].value == 0.5
+        assert scores(url, ["4"])[0].raw_score == 0.5
 
 
 def test_a_cache_that_cannot_be_written_costs_no_score(cache: Path) -> None:
     cache.write_text("a file in place of the folder")
     with chat_server(complete=judged) as (url, _):
         [found] = scores(url, ["4"])
-    assert (found.value, found.error) == (0.5, "")
+    assert (found.raw_score, found.error) == (0.5, "")
 
 
 def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +108,10 @@ def test_a_judge_that_is_away_makes_completions_invalid_and_a_retry_sensible(mon
     with chat_server() as (url, _):
         pass
     [score] = scores(url, ["4"])
-    assert score.value is None and not score.is_permanent_error and "Connection" in score.error
+    assert score.raw_score is None and not score.is_permanent_error and "Connection" in score.error
     with chat_server(status=404, complete=judged) as (url, _):
         [score] = scores(url, ["4"])
-    assert score.value is None and score.is_permanent_error and "no such model" in score.error
+    assert score.raw_score is None and score.is_permanent_error and "no such model" in score.error
 
 
 def test_a_recipe_without_a_server_is_refused() -> None:

@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the dtypes of these tests as in half precision."""
-    monkeypatch.setattr(length_rounding, "_HALF_DTYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr(length_rounding, "_HALF_PRECISION_DTYPES", (torch.float32, torch.float64))
 
 
 def rows() -> list[np.ndarray]:
@@ -83,11 +83,11 @@ def test_autocast_decides_where_there_is_one() -> None:
 
 def test_rows_are_filled_up_by_padding_or_by_a_sequence_more() -> None:
     short = [np.array([5, 6, 7]), np.array([8])]
-    padded, starts = collate_rows(short, 9, packed=False, padded_length_fn=lambda _: 5)
+    padded, starts = collate_rows(short, 9, is_packed=False, padded_length_fn=lambda _: 5)
     assert padded["input_ids"].tolist() == [[5, 6, 7, 9, 9], [8, 9, 9, 9, 9]]
     assert padded["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]
     assert starts == [0, 4]
-    packed, starts = collate_rows(short, 9, packed=True, padded_length_fn=lambda _: 6)
+    packed, starts = collate_rows(short, 9, is_packed=True, padded_length_fn=lambda _: 6)
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert packed["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
@@ -101,7 +101,7 @@ def test_attention_over_longer_sequences_is_the_same(model: PreTrainedModel, rou
     theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert enable_packing(model) == ""
     model.zero_grad()
-    inputs = collate_rows(rows(), 0, packed=True, padded_length_fn=lambda length: length + 3).inputs
+    inputs = collate_rows(rows(), 0, is_packed=True, padded_length_fn=lambda length: length + 3).inputs
     packed = model(**inputs, use_cache=False).logits[0, : sum(LENGTHS)]
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-6)
     packed.sin().sum().backward()
@@ -126,7 +126,7 @@ def test_scores_over_longer_chunks_are_the_same(
         return outputs["logprobs"], outputs["entropy"], list(gradients)
 
     theirs = found()
-    monkeypatch.setattr(length_rounding, "_HALF_DTYPES", (torch.float64,))
+    monkeypatch.setattr(length_rounding, "_HALF_PRECISION_DTYPES", (torch.float64,))
     torch.testing.assert_close(found(), theirs, rtol=0, atol=1e-12)
 
 
@@ -149,6 +149,6 @@ def test_an_update_over_longer_rows_is_the_same(
 
     theirs = found()
     assert widths[-2:] == ([107, 5] if packed else [70, 5])
-    monkeypatch.setattr(length_rounding, "_HALF_DTYPES", (torch.float32,))
+    monkeypatch.setattr(length_rounding, "_HALF_PRECISION_DTYPES", (torch.float32,))
     assert found() == pytest.approx(theirs, rel=1e-5)
     assert widths[-2:] == ([128, 32] if packed else [96, 32])

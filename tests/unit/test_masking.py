@@ -105,7 +105,7 @@ def test_drawn_strings_are_masked_and_classes_are_not() -> None:
 
 
 def test_every_handler_gets_records_and_tracebacks_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_secret_values", {"told by settings"})
+    monkeypatch.setattr(environment, "_additional_secret_values", {"told by settings"})
     factory, stream = logging.getLogRecordFactory(), io.StringIO()
     log, handler = logging.getLogger("of a library"), logging.StreamHandler(stream)
     log.addHandler(handler)
@@ -172,10 +172,21 @@ def test_parameters_of_a_flow_are_kept_unless_their_name_or_value_is_a_secret() 
         "stop_token": "\n\n",
         "url": "http://s:9000/b",
     }
+    kept |= {
+        "max_new_tokens": "512",
+        "passage_key": "passage_text",
+        "tokens": {"user": "<|user 1|>"},
+        "o": {"keys": "a,b", "key": "x:1"},
+    }
     assert mask_named_secrets(kept) == kept
     secrets = {"api_key": "correct horse", "accessKey": "a1", "hf_token": "a1b2", "password": "x", "secret": "a 1"}
     secrets |= {"keys": KNOWN[0], "wandb_key": "0123456789abcdef" * 2, "url": "http://ada:correct-horse@store:9000/b"}
+    secrets |= {"openai_key": "my plain key 1", "license_key": "ABCD-1234-EFGH-5678", "db_key": "S3cr!tV@lue"}
     assert mask_named_secrets({"of": secrets}) == {"of": dict.fromkeys(secrets, "***")}
+    nested = {"api": {"key": "k1-22"}, "tokens": {"github": "abc-123-def"}}
+    assert mask_named_secrets(nested) == {"api": {"key": "***"}, "tokens": {"github": "***"}}
+    paths = {"api_keys": {"openai_path": "/run/secrets/openai 1"}}
+    assert mask_named_secrets(paths) == paths
     nested = {"password": {"of": ["abc"]}, "keys": {"of": ["a:b"], "db_password": "correcthorse"}}
     masked = {"password": {"of": ["***"]}, "keys": {"of": ["a:b"], "db_password": "***"}}
     assert mask_named_secrets(nested) == masked
@@ -225,6 +236,6 @@ def test_a_log_that_others_wrote_has_no_such_secret(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("piece", ["x", "ab", "aB3", "-eyJ", "sk-", "a://", "token=", "a-", "key "])
 def test_a_long_text_of_one_piece_is_looked_at_in_linear_time(piece: str) -> None:
-    """Quadratic in its length, one such text would take more than an hour, which no test has."""
-    text = mask_text(piece * ((1 << 19) // len(piece)) + "\npassword=correcthorse")
+    """Quadratic in its length, one such text would take more than half an hour, which no test has."""
+    text = mask_text(piece * ((3 << 17) // len(piece)) + "\npassword=correcthorse")
     assert text.endswith("\npassword=***")

@@ -15,6 +15,7 @@ mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
 from mcp.types import ElicitResult  # noqa: E402
 
 from cosmos_core.mcp_server import open_server  # noqa: E402
+from tests.conftest import SharedServer  # noqa: E402
 
 STAGE = """
 from cosmos_core.types import Outcome
@@ -85,7 +86,11 @@ def test_a_client_that_cannot_ask_a_person_starts_nothing(folder: Path) -> None:
     assert not (folder / "outputs").exists() or not [*(folder / "outputs").glob("*/stages/*")]
 
 
-def test_a_confirmed_run_starts_and_its_state_is_read(folder: Path) -> None:
+def test_a_confirmed_run_starts_and_its_state_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, server: SharedServer
+) -> None:
+    for name, value in server.wake().items():
+        monkeypatch.setenv(name, value)
     text, is_error = call("start_run", {"recipe": "r.toml"}, ElicitResult(action="accept", content={"start": True}))
     assert not is_error and "only" in text
     [stage] = folder.glob("outputs/*/stages/only")
@@ -101,6 +106,7 @@ def test_a_confirmed_run_starts_and_its_state_is_read(folder: Path) -> None:
     assert is_error and "no stage of this run has made a model yet" in text
     text, is_error = call("stage_log", {"stage": "only"})
     assert not is_error, text
+    server.pause()
 
 
 def test_the_page_for_agents_has_every_command_and_key() -> None:

@@ -73,7 +73,7 @@ def step(
     adapter: Any = trainer.adapter
     assert isinstance(adapter, CausalLM)
     if plain:
-        adapter._merges_prompts = adapter._is_packed = False
+        adapter._has_merged_prompts = adapter._packs_rows = False
         train = train.copy_with(train_policy=train.train_policy.copy_with(mini_batch=1))
         trainer._train = train
     counted = []
@@ -134,7 +134,7 @@ def test_short_prompts_and_models_with_windows_or_dropout_keep_their_micro_batch
     def shares(model: PreTrainedModel, **train: Any) -> bool:
         config = TrainConfig.model_validate({"param_dtype": "float32", **train, "train_policy": {"type": "grpo"}})
         adapter: Any = trainer_of(model, config, 0, ProgressWriter(tmp_path / "progress.json")).adapter
-        return bool(adapter._merges_prompts)
+        return bool(adapter._has_merged_prompts)
 
     assert shares(make("qwen")[0]) and not shares(make("qwen")[0], sequence_packing=False)
     windows = MistralConfig(**SIZES, sliding_window=4)
@@ -170,7 +170,7 @@ def test_a_shared_row_has_the_prompt_once_and_positions_that_go_on_behind_it() -
     assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 0, 1]]
     bounds = found.inputs["sequence_bounds"]
     assert bounds.boundaries.tolist() == [0, 3, 5, 6, 8, 10] and bounds.prompt_indices == [-1, 0, 0, -1, -1]
-    assert found.target_starts == [0, 6, 2]  # of the token behind the first: tokens 3 and 4 of row 0 are at 3 and 4
+    assert found.prediction_offsets == [0, 6, 2]  # tokens 3 and 4 of row 0 are at 0 + 3 and 0 + 4
 
 
 def test_ragged_padded_rows_are_cut_where_lengths_change_with_the_same_gradient(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data import prepare, quick_check
 from cosmos_core.data.kinds.prompts import open_prompts
-from cosmos_core.data.order import Mixture, batch_positions
+from cosmos_core.data.order import Mixture, batch_row_numbers
 from cosmos_core.data.prepared import get_split_path, read_mixture
 from cosmos_core.errors import DataError
 from cosmos_core.run.hub import replace_setting
@@ -63,8 +63,8 @@ def test_rows_of_two_are_spread_and_a_repeated_one_gets_another_order_and_steps_
     assert np.abs(taken - np.arange(1, 49) / 2).max() <= 1
     passes = [tuple(each) for each in order[order >= 40].reshape(3, 8)]
     assert len(set(passes)) == 3
-    steps = [batch_positions(5, step, 6, mixture, True).tolist() for step in range(16)]
-    assert steps[9] == batch_positions(5, 9, 6, mixture, True).tolist()
+    steps = [batch_row_numbers(5, step, 6, mixture, True).tolist() for step in range(16)]
+    assert steps[9] == batch_row_numbers(5, 9, 6, mixture, True).tolist()
     assert [row for rows in steps for row in rows] == [*order.tolist(), *mixture.epoch_order(5, 1, True).tolist()]
 
 
@@ -127,7 +127,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits_and_metrics_by_data_set(
         assert last["reward/few/mean"] == last["reward/always"] == last["validation/reward/few/mean"] == 0.25
         assert {"reward/many/mean", "reward/exact_match", "validation/accuracy"} <= last.keys()
         (prompts, sources) = open_prompts(data, "train"), Counter[str]()
-        for row in batch_positions(config.train.order_seed, 0, 26, prompts.mixture or 0, True):
+        for row in batch_row_numbers(config.train.order_seed, 0, 26, prompts.mixture or 0, True):
             sources[prompts[int(row)].source] += 1
         assert sources == {"few": 19, "many": 7}  # three quarters of 26, less than a row off
     else:

@@ -101,8 +101,8 @@ def assert_same_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tens
 
 
 def scored_logprobs(scorer: LogprobScorer, *, packed: bool) -> Tensor:
-    batch = collate_rows(rows(), PAD, packed=packed)
-    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.target_starts, LENGTHS, strict=True)]
+    batch = collate_rows(rows(), PAD, is_packed=packed)
+    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.prediction_offsets, LENGTHS, strict=True)]
     logprobs: Tensor = scorer(batch.inputs, torch.cat(chosen))["logprobs"]
     return logprobs
 

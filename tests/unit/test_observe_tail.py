@@ -99,6 +99,6 @@ def test_a_followed_log_shows_whole_characters_and_goes_on_with_the_next_attempt
 
     timer = threading.Timer(0.3, go_on)
     timer.start()
-    print_log(tmp_path, "sft", follow=True)
+    print_log(tmp_path, "sft", should_follow=True)
     timer.join()
     assert capsys.readouterr().out == f"{TEXT}second\n"

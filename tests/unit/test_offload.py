@@ -52,7 +52,7 @@ class Encoder(nn.Linear):
 
 @pytest.mark.parametrize("is_offloaded", [True, False])
 def test_a_component_stays_through_a_run_of_calls_and_leaves_without_a_copy(is_offloaded: bool) -> None:
-    encoder, residence = Encoder(), ComponentOffload(torch.device("cuda"), is_offloaded=is_offloaded)
+    encoder, residence = Encoder(), ComponentOffload(torch.device("cuda"), should_offload=is_offloaded)
     on_host, back = encoder.weight.data_ptr(), ["cpu"] * is_offloaded
     with residence.on_device([encoder]):
         assert encoder.weight.data_ptr() != on_host

@@ -57,7 +57,7 @@ def rows() -> list[Tensor]:
 
 def packed_logits(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
     found: Tensor = model(
-        **collate_rows([s.numpy() for s in sequences], 0, packed=True).inputs, use_cache=False
+        **collate_rows([s.numpy() for s in sequences], 0, is_packed=True).inputs, use_cache=False
     ).logits[0]
     return found
 
@@ -98,7 +98,7 @@ def test_packed_rows_have_the_logits_and_gradients_of_separate_ones(family: str,
 def test_padded_rows_and_generation_stay_what_they_were(family: str) -> None:
     model, plain = make(*FAMILIES[family]), make(*FAMILIES[family])
     assert enable_packing(model) == ""
-    inputs = collate_rows([row.numpy() for row in rows()], 0, packed=False).inputs
+    inputs = collate_rows([row.numpy() for row in rows()], 0, is_packed=False).inputs
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(
         model(**inputs, use_cache=False).logits[real], plain(**inputs, use_cache=False).logits[real], rtol=0, atol=1e-12

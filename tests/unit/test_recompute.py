@@ -50,7 +50,7 @@ def gradients(how: RecomputeMode, *, compiled: bool) -> list[Tensor]:
     for block in model.model.layers if compiled else ():
         block.compile(dynamic=True, backend="aot_eager")
     for lengths in ((7, 13), (5, 17, 3)):
-        inputs = collate_rows([np.arange(length) for length in lengths], 0, packed=True).inputs
+        inputs = collate_rows([np.arange(length) for length in lengths], 0, is_packed=True).inputs
         model.model(**inputs, use_cache=False).last_hidden_state.sin().sum().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 

@@ -54,7 +54,7 @@ def test_the_same_content_is_fetched_once_wherever_it_lies(tmp_path: Path, proxy
 
 def test_a_whole_bucket_is_a_folder(tmp_path: Path) -> None:
     bucket = Bucket("whole")
-    bucket.client.create_bucket(Bucket="whole")
+    bucket.s3_client.create_bucket(Bucket="whole")
     for key in ("rows", "deep/more"):
         bucket.write(key, key.encode())
     for url in ("s3://whole", "s3://whole/"):

@@ -31,6 +31,7 @@ from tasks import reward_service as stage_rewards
 from tasks.kinds import all_kinds
 from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
+from tests import attempts
 from tests.conftest import PROGRAMS
 from tests.store import Proxy
 from tests.unit.test_artifact_store import begun, on
@@ -247,7 +248,10 @@ def pooled(folder: Path, run_id: str, old: str = "", new: str = "") -> Run:
     return create_run(load_pipeline(folder / "p.toml", (), all_kinds()), run_id=run_id)
 
 
-def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_machine_it_was(tmp_path: Path) -> None:
+def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_machine_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts.use(monkeypatch)
     run = pooled(tmp_path, "one")
     assert find_result_of_pool(run, run.pipeline.stage("first")) is None, "only the pool can make it"
     path = run.stage_path("first")
@@ -278,7 +282,8 @@ def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(
 ) -> None:
     """Two flow runs would write to one folder; one that is being cancelled saves a checkpoint and ends."""
     caplog.set_level("INFO")
-    run, states = pooled(tmp_path, "one"), list[Any]([StateType.RUNNING])
+    run = pooled(tmp_path, "one", "[pipeline]", "[pipeline]\ngrace_seconds = 0.2")
+    states: list[Any] = [StateType.RUNNING]
 
     def read_flow_run(_: uuid.UUID) -> Any:
         state = states.pop(0) if len(states) > 1 else states[0]

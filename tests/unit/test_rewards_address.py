@@ -37,7 +37,7 @@ def test_a_url_may_end_in_slashes() -> None:
     with serving() as server:
         for end in ("", "/", "//", " ", "#here"):
             found = read_service_endpoints(named(f"{server.url}/enqueue{end}", f"{server.url}/pull{end}"))
-            assert found.replicas == server.service.replicas
+            assert found.replica_urls == server.service.replica_urls
         ping(found, ["mean"])
         [score] = RemoteRewards(CONFIG, found).score([IMAGE])
     assert score.value == 3.0

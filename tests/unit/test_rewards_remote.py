@@ -262,7 +262,7 @@ def test_the_environment_names_the_service() -> None:
     found = read_service_endpoints(
         {ENQUEUE_URL_VARIABLE: "http://a/enqueue, http://b/enqueue", FETCH_URL_VARIABLE: "http://a/pull,http://b/pull"}
     )
-    assert found.replicas == (("http://a/enqueue", "http://a/pull"), ("http://b/enqueue", "http://b/pull"))
+    assert found.replica_urls == (("http://a/enqueue", "http://a/pull"), ("http://b/enqueue", "http://b/pull"))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])

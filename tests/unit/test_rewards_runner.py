@@ -189,7 +189,7 @@ def test_a_child_sees_no_secret_but_those_that_are_named_and_shows_none(act, cap
     monkeypatch.setenv("SERVICE_KEY", "named_secret")
     secrets = f"{act.rpartition(':')[0]}:secrets"
     words = ["unnamed_secret", "login_secret", "something", "named_secret", "PATH= HOME="]
-    scores = scored({secrets: 1.0}, *words, "tell", env_names=("SERVICE_KEY",))
+    scores = scored({secrets: 1.0}, *words, "tell", environment_names=("SERVICE_KEY",))
     assert [score.value for score in scores] == [0, 0, 0, 1, 2, None]
     assert scores[-1].error.startswith("secrets: ValueError: *** (")
     said = capfd.readouterr().err

@@ -39,7 +39,7 @@ def wait_for_engines(source: Any) -> None:
 
     def look() -> None:
         send_prompts()
-        states.append(not source._futures)
+        states.append(not source._group_futures)
 
     source._send_prompts = look
     wait_until(lambda: any(states), 5, "the engines have finished all that they may have ahead")
@@ -124,7 +124,7 @@ def test_a_ceiling_bounds_what_is_fetched_ahead(tmp_path: Path) -> None:
         source.next_groups(0)
         wait_for_engines(source)
         assert sorted(handle.engine.seen) == list(range(4 + 12)), "step 0 is trained, and three more are ahead"
-        assert not source._futures
+        assert not source._group_futures
         source.close()
 
 
@@ -235,7 +235,7 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
             groups, _ = source.next_groups(step)
             trained += ids(groups)
             if "sleeps_in_training" in window:
-                assert not handle.engine.waiting and not source._futures, "it sleeps with prompts in flight"
+                assert not handle.engine.waiting and not source._group_futures, "it sleeps with prompts in flight"
                 assert handle.engine.seen == list(range(8 * (step + 1)))
             fleet.load_weights(step + 1, weights(step + 1))
         assert trained == list(range(1, 40, 2))
@@ -258,7 +258,7 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
         )  # fmt: skip
         for step, count in enumerate(needed):
             groups, _ = source.next_groups(step, count)
-            assert len(groups) == count and not source._futures, "it sleeps with prompts in flight"
+            assert len(groups) == count and not source._group_futures, "it sleeps with prompts in flight"
             assert handle.engine.seen == list(range(sum(needed[: step + 1])))
             fleet.load_weights(step + 1, weights(step + 1))
         source.close()
@@ -271,7 +271,7 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
         for step in range(4):
             _, metrics = source.next_groups(step)
             wait_for_engines(source)
-            assert not source._futures, "it got prompts while it sleeps"
+            assert not source._group_futures, "it got prompts while it sleeps"
             assert handle.engine.seen == list(range(4 * (step + 1)))
             assert metrics["rollout/version_lag"] == step % 2
             if step % 2:

@@ -129,7 +129,7 @@ def test_an_answer_ends_with_its_end_token_or_at_the_limit(engine: HfEngine, fol
 def test_rows_that_have_ended_leave_the_batch_and_change_no_other(
     engine: HfEngine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_stop_ids", list(range(0, 250, 12)))  # a completion in twelve tokens ends
+    monkeypatch.setattr(engine, "_stop_token_ids", list(range(0, 250, 12)))  # a completion in twelve tokens ends
     monkeypatch.setattr(hf, "_MIN_CACHE_GROWTH_TOKENS", 4)  # room is made again and again
     sizes: list[int] = []
     hook = model.register_forward_pre_hook(

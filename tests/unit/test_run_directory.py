@@ -381,6 +381,8 @@ def test_a_secret_parameter_of_a_flow_is_not_kept_and_a_resume_asks_for_it(tmp_p
     assert start_info.parameters == {**parameters, "api_key": "***", "service": {"password": ["***"], "rate": 0.5}}
     with pytest.raises(ConfigError, match=r"keep the secret -p api_key=... -p service=...;") as refused:
         resume_flow(run.path)
-    command = shlex.split(str(refused.value).partition(": cosmos run f.py:flow ")[2])
+    folder, _, options = str(refused.value).partition(" cosmos run f.py:flow ")
+    assert folder.endswith(f"COSMOS_OUTPUT_DIR={run.path.parent}")
+    command = shlex.split(options)
     assert command[::2] == ["-p"] * 6 + ["--run-id"] and command[-1] == "r"
     assert parse_parameters(command[1:-2:2]) == {**parameters, "api_key": "...", "service": "..."}

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from cosmos_core import machine_properties
+from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ModelError
 from cosmos_core.run.inputs import check_inputs
 from cosmos_core.run.plan import save_fingerprint
 from cosmos_core.train.resume_from import _fingerprint_inputs_without_mesh
 from tasks.kinds import all_kinds
 from tasks.layout import supersede_outdated_stage
-from tests.unit.run_folder import counting_run, fingerprint_of, load_recipe, make_inputs
+from tests.unit.run_folder import counting, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
 
@@ -36,7 +37,10 @@ def folder(tmp_path: Path) -> Path:
 
 def prints(folder: Path, *overrides: str, kind: str = "sft") -> dict[str, str]:
     """The fingerprint of each stage of the recipe."""
-    pipeline = load_recipe(folder, *overrides, kind=kind)
+    return values_of(load_recipe(folder, *overrides, kind=kind))
+
+
+def values_of(pipeline: Pipeline) -> dict[str, str]:
     return {stage.name: fingerprint_of(pipeline, stage.name).value for stage in pipeline.stages}
 
 
@@ -126,28 +130,25 @@ def test_custom_counts_where_code_of_a_users_own_is_read(shared: Path) -> None:
 
 def changed_by(folder: Path, file: str, content: str = "other", kind: str = "sft") -> set[str]:
     """The stages whose fingerprint a change of a file's content changes."""
-    before = prints(folder, kind=kind)
+    pipeline = load_recipe(folder, kind=kind)
+    before = values_of(pipeline)
     (folder / file).write_text(content)
-    return changed(before, prints(folder, kind=kind))
+    return changed(before, values_of(pipeline))
 
 
-@pytest.mark.parametrize(
-    ("file", "stages"),
-    [
-        ("rows.jsonl", {"prepare"}),
-        ("held_out/test.jsonl", {"prepare"}),
-        ("held_out/NOTES.txt", set()),
-        ("model/tokenizer.json", {"prepare", "sft"}),
-        ("model/model.safetensors", {"sft"}),  # rows survive other weights
-        ("model/config.json", {"sft"}),
-        ("model/README.md", set()),
-        ("model/.cache", set()),
-        ("mine.py", {"sft", "validate"}),
-        ("README.md", set()),
-    ],
-)
-def test_content_counts_for_the_stages_that_read_it(folder: Path, file: str, stages: set[str]) -> None:
-    assert changed_by(folder, file) == stages
+def test_content_counts_for_the_stages_that_read_it(folder: Path) -> None:
+    before = values_of(pipeline := load_recipe(folder))
+    for name, stages in {
+        "rows.jsonl": {"prepare"}, "held_out/test.jsonl": {"prepare"}, "held_out/NOTES.txt": set(),
+        "model/tokenizer.json": {"prepare", "sft"}, "model/config.json": {"sft"},
+        "model/model.safetensors": {"sft"},  # rows survive other weights
+        "model/README.md": set(), "model/.cache": set(), "mine.py": {"sft", "validate"}, "README.md": set(),
+    }.items():  # fmt: skip
+        file = folder / name
+        content = file.read_text() if file.exists() else ""
+        file.write_text("other")
+        assert changed(before, values_of(pipeline)) == stages, name
+        file.write_text(content) if content else file.unlink()
 
 
 def test_code_of_a_reward_counts_for_reinforcement_learning_too(folder: Path) -> None:
@@ -162,15 +163,19 @@ def test_a_file_more_counts(folder: Path) -> None:
     assert changed_by(folder, "held_out/README.md", f"{declared}words") == set()
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", "LICENSE", "training_args.bin", "notes/results.json"])
-def test_a_file_that_enters_no_weight_changes_the_export_and_leaves_every_checkpoint(folder: Path, file: str) -> None:
+def test_a_file_that_enters_no_weight_changes_the_export_and_leaves_every_checkpoint(folder: Path) -> None:
     (folder / "model/notes").mkdir()
-    (folder / "model" / file).write_text('{"eos_token_id": 3, "temperature": 0.6}')
+    names = ("LICENSE", "training_args.bin", "notes/results.json", "generation_config.json")
+    for file in (files := [folder / "model" / name for name in names]):
+        file.write_text('{"eos_token_id": 3, "temperature": 0.6}')
     pipeline = load_recipe(folder)
-    before = fingerprint_of(pipeline, "sft")
-    assert changed_by(folder, f"model/{file}", '{"eos_token_id": 3}') == {"sft"}
-    after = fingerprint_of(pipeline, "sft")
-    assert after.training_hash == before.training_hash != before.value
+    before, values = fingerprint_of(pipeline, "sft"), values_of(pipeline)
+    for file in files:
+        file.write_text('{"eos_token_id": 3}')
+        last, values = values, values_of(pipeline)
+        assert changed(last, values) == {"sft"}, file
+        after = fingerprint_of(pipeline, "sft")
+        assert after.training_hash == before.training_hash != before.value, file
 
     stage = folder / "stages/sft"
     (stage / "checkpoints/step_3").mkdir(parents=True)
@@ -200,8 +205,9 @@ def test_the_checkpoint_that_a_training_begins_from_counts_wherever_it_lies(fold
         (policy / "manifest.json").write_text(content)
         found.append(prints(folder, f"train.resume='{policy}'"))
     assert found[0] == found[1] and changed(found[0], found[2]) == {"sft"}
-    assert changed(prints(folder), found[2]) == {"sft"}
-    assert prints(folder, "train.resume=true") == prints(folder)
+    plain = prints(folder)
+    assert changed(plain, found[2]) == {"sft"}
+    assert prints(folder, "train.resume=true") == plain
 
 
 @pytest.mark.parametrize(
@@ -230,8 +236,8 @@ def test_what_is_no_checkpoint_to_begin_from_is_told_before_anything_runs(
 
 def test_what_a_stage_was_given_changes_it(folder: Path) -> None:
     pipeline = load_recipe(folder)
-    assert fingerprint_of(pipeline, "sft", prepare="a").value != fingerprint_of(pipeline, "sft", prepare="b").value
-    assert fingerprint_of(pipeline, "sft", prepare="a").value == fingerprint_of(pipeline, "sft", prepare="a").value
+    one, again, other = (fingerprint_of(pipeline, "sft", prepare=digest).value for digest in "aab")
+    assert one == again != other
 
 
 def test_another_version_of_a_library_changes_what_workers_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,19 +276,16 @@ def test_a_custom_stage_depends_on_its_code_arguments_files_and_the_recipe_that_
 
     def value(*overrides: str) -> str:
         settings = (f"first.entry='{tmp_path}/code.py:make'", f"first.data='{tmp_path}/rows'", *overrides)
-        run = counting_run(tmp_path, *settings)
-        return fingerprint_of(run.pipeline, "first").value
+        return fingerprint_of(counting(tmp_path, *settings), "first").value
 
     base = value()
     assert value("train.output_dir=x", "first.retries=9") == base
     different = [value("first.arguments.steps=9"), value("train.seed=1"), value("custom.x=1"),
                  value("train.optm_lr=1"), value("first.entry='json:loads'")]  # fmt: skip
-    (tmp_path / "code.py").write_text("def make(stage, **arguments): pass\n")
-    different.append(value())
-    (tmp_path / "rows" / "a.jsonl").write_text("{ }")
-    different.append(value())
-    (tmp_path / "rows" / "notes.txt").write_text("a function may read any file")
-    different.append(value())
+    texts = {"code.py": "def make(stage, **arguments): pass\n", "rows/a.jsonl": "{ }", "rows/notes.txt": "may be read"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        different.append(value())
     assert len({base, *different}) == 9
 
 
@@ -296,35 +299,33 @@ def test_the_code_and_the_models_of_a_reward_service_count(tmp_path: Path) -> No
         mine + judge + '[[reward_args]]\nreward_type = "other"\nentry = "gone.py:f"\n'
     )
 
+    pipeline = counting(tmp_path, f"first.reward_service='{tmp_path}/rewards.toml'")
+
     def value() -> str:
-        run = counting_run(tmp_path, f"first.reward_service='{tmp_path}/rewards.toml'")
-        return fingerprint_of(run.pipeline, "first").value
+        return fingerprint_of(pipeline, "first").value
 
     found = [value(), value()]
-    (tmp_path / "scores.py").write_text("def score(to_be_evaluated, reference): return 2.0\n")
-    found.append(value())
-    (tmp_path / "judge" / "model.safetensors").write_text("others")
-    found.append(value())
-    (tmp_path / "rewards.toml").write_text("no TOML")
-    found.append(value())
+    for name, text in {"scores.py": "score = 1\n", "judge/model.safetensors": "others", "rewards.toml": "{"}.items():
+        (tmp_path / name).write_text(text)
+        found.append(value())
     assert found[0] == found[1] and len(set(found)) == 4
     (tmp_path / "rewards.toml").write_text("reward_args = 3")  # the service reports it
     assert value() not in found
     (tmp_path / "rewards.toml").write_text('[[reward_args]]\nreward_type = "mine"\nentry = "json:loads"\n')
-    run = counting_run(tmp_path, f"first.reward_service='{tmp_path}/rewards.toml'")
-    inputs = run.pipeline.inputs(run.pipeline.stage("first"))
+    inputs = pipeline.inputs(pipeline.stage("first"))
     assert [each.key for each in inputs if each.role == "rewards"] == ["json:loads"]
 
 
 def test_a_difference_is_told_by_key_with_the_old_and_the_new_value(folder: Path) -> None:
-    old = fingerprint_of(load_recipe(folder), "sft")
+    pipeline = load_recipe(folder)
+    old = fingerprint_of(pipeline, "sft")
     new = fingerprint_of(load_recipe(folder, "train.optm_lr=1e-3", "train.max_num_steps=5"), "sft")
     assert new.describe_difference(old) == ["train.max_num_steps nothing -> 5", "train.optm_lr 1e-06 -> 0.001"]
     assert new.describe_difference(new) == []
-    given = fingerprint_of(load_recipe(folder), "sft", prepare="0" * 64)
+    given = fingerprint_of(pipeline, "sft", prepare="0" * 64)
     assert given.describe_difference(old) == ["result of stage prepare changed"]
     (folder / "mine.py").write_text("def score(completion, reference): return 2.0\n")
-    assert fingerprint_of(load_recipe(folder), "sft").describe_difference(old) == ["mine.py:score changed"]
+    assert fingerprint_of(pipeline, "sft").describe_difference(old) == ["mine.py:score changed"]
 
 
 def test_a_kind_reads_only_tables_that_a_recipe_has() -> None:

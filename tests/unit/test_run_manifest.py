@@ -20,7 +20,7 @@ from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import Result, adopt_result, commit_manifest, find_output_damage, read_result
 from cosmos_core.run.plan import decide_reuse, plan_stages
 from cosmos_core.types import Outcome
-from tests.unit.run_folder import counting_run, fingerprint_of, finish, load_recipe, make_inputs
+from tests.unit.run_folder import counting, counting_run, fingerprint_of, finish, load_recipe, make_inputs
 
 
 def made(folder: Path) -> Path:
@@ -253,10 +253,10 @@ def test_a_plan_says_for_each_stage_what_would_happen_and_why(tmp_path: Path) ->
     assert (decision.action, decision.reason) == ("reuse", "done in this run")
     finish(run, "second")
     assert planned(tmp_path, run.pipeline) == {"first": reused, "second": reused}
-    changed = counting_run(tmp_path, "second.arguments.steps=9").pipeline
+    changed = counting(tmp_path, "second.arguments.steps=9")
     reason = f"changed since run {run.id}: entry.arguments.steps 4 -> 9"
     assert planned(tmp_path, changed)["second"] == ("run", reason)
-    several = counting_run(tmp_path, "second.arguments={crash_at = 1, refuse = 2, steps = 3}").pipeline
+    several = counting(tmp_path, "second.arguments={crash_at = 1, refuse = 2, steps = 3}")
     reason = "entry.arguments.crash_at nothing -> 1; entry.arguments.refuse nothing -> 2 and 1 more"
     assert planned(tmp_path, several)["second"][1].endswith(reason)
 
@@ -279,7 +279,7 @@ def test_a_plan_compares_with_the_nearest_run_even_where_a_newer_one_differs_mor
     finish(near, "first")
     finish(counting_run(tmp_path, "first.arguments={crash_at = 1, refuse = 2, steps = 8}"), "first")
     reason = f"changed since run {near.id}: entry.arguments.steps 7 -> 3"
-    assert planned(tmp_path, counting_run(tmp_path).pipeline)["first"] == ("run", reason)
+    assert planned(tmp_path, counting(tmp_path))["first"] == ("run", reason)
 
 
 def test_a_plan_says_that_a_stage_was_begun(tmp_path: Path) -> None:
@@ -323,10 +323,10 @@ def test_a_plan_notices_damage_and_takes_the_result_of_another_run_where_that_is
 def test_a_plan_survives_damaged_records_of_other_runs(tmp_path: Path) -> None:
     run = counting_run(tmp_path)
     path = finish(run, "first")
-    other = counting_run(tmp_path, "first.arguments.steps=9")
+    other = counting(tmp_path, "first.arguments.steps=9")
     for damage in ("{", "[]", "{}", '{"ingredients": {"kind": "custom"}}', '{"ingredients": 3}'):
         (path / "fingerprint.json").write_text(damage)
-        assert planned(tmp_path, other.pipeline)["first"][0] == "run"
+        assert planned(tmp_path, other)["first"][0] == "run"
     for entry in (tmp_path / "outputs" / ".cosmos" / "fingerprints").rglob("*.json"):
         entry.write_text("[")
     assert planned(tmp_path, run.pipeline)["first"][0] == "run"

@@ -28,6 +28,7 @@ from tasks import stage
 from tasks.kinds import all_kinds
 from tasks.publication import compute_models_digest
 from tasks.stage import run_stage, should_retry
+from tests import attempts
 from tests.conftest import processes_below, wait_until
 from tests.unit.run_folder import counting_run, finish
 
@@ -48,6 +49,11 @@ def performing(run_path: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", program, str(run_path)]
     here = Path(__file__).parents[2]
     return subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(autouse=True)
+def _stages_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts.use(monkeypatch)
 
 
 def test_two_runs_that_want_the_same_result_at_once_make_it_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cosmos_core.config.schema.multi_turn import MultiTurnRolloutConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.sample import KeepConfig
 from cosmos_core.config.schema.table import StageContext
-from cosmos_core.data import prepare
+from cosmos_core.data import chat, prepare
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.errors import ConfigError, DataError, Preempted, RewardError, StageFailed
@@ -198,29 +198,34 @@ def test_a_row_has_the_tools_of_its_prompt() -> None:
     assert program.make_tools_column(Prompt(0, (1,), "", "", metadata={"tools": None})) == {}
 
 
-@pytest.mark.parametrize("pairs", ["", "best-worst"])
-def test_rows_have_the_tools_of_the_recipe_and_continue_the_open_turn(task: Path, tmp_path: Path, pairs: str) -> None:
+def test_rows_have_the_tools_of_the_recipe_and_continue_the_open_turn(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text(TOOLS)
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "= "}]
     lines = (json.dumps({"messages": each, "answer": "2"}) for each in (turns, turns[:1]))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    made = recipe(task, pairs=pairs)
     config = MultiTurnRolloutConfig.model_validate({
         "enable": True, "enable_tools": True, "tools": [f"{tmp_path}/mine.py:add"],
         "add_generation_prompt": False, "continue_final_message": True,
     })  # fmt: skip
-    made = made.copy_with(rollout=made.rollout.copy_with(multi_turn_config=config))
-    data = make_stage(tmp_path / "data", "prepare", made, task / "task/model", tmp_path / "rows.jsonl")
-    prepare.run(data)
-    stage = make_stage(tmp_path / "sample", "sample", made, task / "task/model", data.path / "data")
-    append_records(stage.path, [SampledPrompt(i, [candidate("2", 1.0), candidate("3", 0.0)]) for i in range(2)])
-    program.run(stage)
-    [continued, plain] = rows(stage.path)
-    assert [tool["function"]["name"] for tool in json.loads(continued["tools"])] == ["add"]
-    key, prompt = ("chosen", turns[:1]) if pairs else ("conversations", [])
-    assert continued.get("prompt", []) == prompt and (not pairs or continued["rejected"][0]["content"] == "= 3")
-    assert continued[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "= 2"}]
-    assert plain[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "2"}]
+    schemas = chat.load_tool_schemas(config)  # by a process, which takes longer than the rest
+    for module in (chat, program):
+        monkeypatch.setattr(module, "load_tool_schemas", lambda asked: schemas if asked == config else [])
+    data = tmp_path / "data/data"
+    for pairs, key, prompt in (("", "conversations", []), ("best-worst", "chosen", turns[:1])):
+        made = recipe(task, pairs=pairs)
+        made = made.copy_with(rollout=made.rollout.copy_with(multi_turn_config=config))
+        if not pairs:
+            prepare.run(make_stage(data.parent, "prepare", made, task / "task/model", tmp_path / "rows.jsonl"))
+        stage = make_stage(tmp_path / key, "sample", made, task / "task/model", data)
+        append_records(stage.path, [SampledPrompt(i, [candidate("2", 1.0), candidate("3", 0.0)]) for i in range(2)])
+        program.run(stage)
+        [continued, plain] = rows(stage.path)
+        assert [tool["function"]["name"] for tool in json.loads(continued["tools"])] == ["add"]
+        assert continued.get("prompt", []) == prompt and (not pairs or continued["rejected"][0]["content"] == "= 3")
+        assert continued[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "= 2"}]
+        assert plain[key] == [*turns[len(prompt) : 1], {"role": "assistant", "content": "2"}]
 
 
 def test_pairs_are_rows_that_dpo_compares(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
@@ -373,8 +378,9 @@ def test_an_endpoint_gets_the_tools_of_a_row_and_its_calls_are_text(task: Path, 
     assert completion.text.startswith("<think>\n5\n</think>\n\n<tool_call>\n"), "what the server has parsed is kept"
     assert requests[0]["tools"] == [{"type": "function", "function": add}] and "tools" not in requests[1]
     assert requests[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"b": 2}'
-    with chat_server(complete=lambda asked: {"content": None, "reasoning": "5\n"}) as (url, _):
-        assert complete_one(task, tmp_path / "cut", url).text == "<think>\n5", "the thoughts were cut off"
+    for reason, text in (("length", "<think>\n5"), ("stop", "<think>\n5\n</think>\n\n")):  # cut off; an empty answer
+        with chat_server(complete=lambda asked: {"content": None, "reasoning": "5\n"}, reason=reason) as (url, _):
+            assert complete_one(task, tmp_path / reason, url).text == text
     assert parse_tool_calls(completion.text) == [ToolCall("add", {"a": 1})] and completion.finish_reason == "stop"
 
 

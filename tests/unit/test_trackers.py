@@ -7,9 +7,11 @@ import math
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ ALL = {step: loss(step) for step in range(1, 10)}
 
 
 @pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What MLflow makes of a new database, by dozens of migrations."""
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database that MLflow has made, by dozens of migrations; `empty.db` beside it stays as it is."""
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     with pytest.MonkeyPatch.context() as patch:
@@ -40,14 +42,16 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from mlflow import MlflowClient
 
         MlflowClient(f"sqlite:///{file}").search_experiments()
+    shutil.copy(file, file.with_name("empty.db"))
     return file
 
 
 @pytest.fixture
-def mlflow(empty_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of a new database."""
-    shutil.copy(empty_database, tmp_path / "mlflow.db")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+def mlflow(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of an empty database: one for all tests, because each new address has its statements compiled anew."""
+    with closing(sqlite3.connect(database.with_name("empty.db"))) as empty, closing(sqlite3.connect(database)) as used:
+        empty.backup(used)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setattr(sinks, "CLOSE_TIMEOUT_SECONDS", 60.0)
     monkeypatch.chdir(tmp_path)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError, DamagedRecord, UploadError
-from cosmos_core.run.state import update_state
 from cosmos_core.upload.artifact_store import ArtifactStore, check_store
 from cosmos_core.upload.base import check_targets
 from cosmos_core.upload.file import FileTarget
+from cosmos_core.upload.mlflow import MlflowTarget
 from tasks.kinds import all_kinds
 
 
@@ -26,6 +29,8 @@ from tasks.kinds import all_kinds
         ("class Shelf:\n    def __init__(self, place): ...\n    def check(self): raise OSError('no shelf')",
          r"OSError: no shelf \(.*mine\.py:3\)"),
         ("class Shelf:\n    def __init__(self, place): ...", ""),
+        ("class Shelf:\n    def __init__(self, place): ...\n    def check(self): raise ConnectionError('closed')",
+         "ConnectionError: closed"),
     ],
 )  # fmt: skip
 def test_a_users_target_that_cannot_be_opened_is_found_before_anything_runs(
@@ -38,7 +43,8 @@ def test_a_users_target_that_cannot_be_opened_is_found_before_anything_runs(
     )
     (tmp_path / "p.toml").write_text(stages + upload_settings)
     error = f"p.toml: stage 'up': target = '{tmp_path}/mine.py:Shelf': .*{said}"
-    with pytest.raises(ConfigError, match=error) if said else nullcontext():
+    kind = UploadError if said.startswith("ConnectionError") else ConfigError
+    with pytest.raises(kind, match=error) if said else nullcontext():
         check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
     check_targets(load_pipeline(tmp_path / "p.toml", ["up.work_pool=elsewhere"], all_kinds()))
 
@@ -79,8 +85,6 @@ def test_an_outage_is_no_error_of_the_configuration(
     with pytest.raises(kind, match=f"p.toml: stage '{stage}': target = '{tmp_path}/published': {error}$") as raised:
         check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
     assert raised.type is kind
-    update_state(tmp_path / "run" / "stages" / stage, state="done")
-    check_targets(load_pipeline(tmp_path / "p.toml", [], all_kinds()), tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", [UploadError, ConfigError])
@@ -95,4 +99,38 @@ def test_an_outage_of_the_artifact_store_is_none_either(
     (tmp_path / "p.toml").write_text(f"{head}entry = 'json:loads'\n")
     with pytest.raises(kind, match=r"p.toml: pipeline.artifact_store = 's3://bucket/x': s3://bucket/x: no") as raised:
         check_store(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
+    assert raised.type is kind
+
+
+def test_a_folder_that_may_not_be_read_is_an_error_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_symlink", refuse)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        FileTarget(str(tmp_path)).published()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, ConfigError), (403, ConfigError), (400, UploadError), (503, UploadError)]
+)
+def test_an_mlflow_server_that_refuses_the_credentials_is_an_error_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, status: int, kind: type[CosmosError]
+) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        do_POST = do_GET
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(kind) as raised:
+            MlflowTarget("model").check()
+        server.shutdown()
     assert raised.type is kind

@@ -96,3 +96,6 @@ def test_a_number_is_the_metric_of_a_micro_batch() -> None:
     for value in (torch.zeros(3), [0, 0, 0]):
         with pytest.raises(TypeError, match=r"metric 'f' has the shape \(3,\); give a number, or \[sum, count\]"):
             Loss(torch.zeros(()), {"f": value})
+    for value in ("a", ["a", 1], [None, 1], [torch.zeros(2), 2]):
+        with pytest.raises(TypeError, match=r"metric 'f' .*; give a number, or \[sum, count\]"):
+            Loss(torch.zeros(()), {"f": value})

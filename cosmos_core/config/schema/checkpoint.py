@@ -12,8 +12,8 @@ class CheckpointConfig(Table):
     """`[train.ckpt]`: checkpoints of a training, and the publication of its model."""
 
     enable_checkpoint: Annotated[bool, ResultNeutral] = False
-    """Save checkpoints during training, also of the best step by validation, which is kept and named in `best.json`.
-    The final state and the state at a stop signal are saved in any case."""
+    """Save checkpoints during training. The best checkpoint by validation is kept and named in `best.json`. The final
+    state and the state at a stop signal are saved in any case."""
     save_freq: Annotated[int, FieldUnit("train steps"), ResultNeutral] = 20
     """Number of train steps between two checkpoints; 0 or less: by `save_freq_in_epoch`."""
     save_freq_in_epoch: Annotated[int, FieldUnit("epochs"), ResultNeutral] = 0
@@ -24,8 +24,8 @@ class CheckpointConfig(Table):
     max_keep: Annotated[int, FieldUnit("checkpoints"), ResultNeutral] = 5
     """Number of newest checkpoints to keep in addition to the best; -1: all."""
     export_safetensors: Annotated[bool, ResultNeutral] = True
-    """End the pipeline with an export in safetensors format that is verified to load (a recipe without stages gets an
-    `export` stage)."""
+    """Add an `export` stage to a recipe without stages: it writes the model in safetensors format and verifies that
+    the files can be loaded."""
     upload_hf: Annotated[bool, ResultNeutral] = False
     """Publish the export of the last training on the Hugging Face Hub, in a stage `NAME-hub` after it. A new repository
     is private; each run is a commit with a tag. The token is `HF_TOKEN` in the environment."""
@@ -41,9 +41,9 @@ class CheckpointConfig(Table):
     s3_prefix: Annotated[str, EnabledBy("upload_s3"), ResultNeutral] = "outputs"
     """Prefix of keys in the bucket, before the names of pipeline and stage."""
 
-    def s3_url(self, *names: str) -> str:
-        """Return the S3 URL with the path parts `names`; empty if upload is off."""
-        url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *names)
+    def s3_url(self, *path_parts: str) -> str:
+        """Return the S3 URL with the path parts `path_parts`; empty if upload is off."""
+        url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *path_parts)
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
     def upload_urls(self, *names: str, is_last_model: bool) -> dict[str, str]:

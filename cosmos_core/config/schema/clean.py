@@ -34,9 +34,9 @@ class BenchmarkRowsConfig(Table):
         return DatasetConfig(name=self.name, subset=self.subset, revision=self.revision, split=self.split)
 
 
-def _convert_names_to_tables(values: Any) -> Any:
-    names = [values] if isinstance(values, str) else values
-    return [{"name": each} if isinstance(each, str) else each for each in names] if isinstance(names, list) else names
+def _convert_names_to_tables(names_or_tables: Any) -> Any:
+    items = [names_or_tables] if isinstance(names_or_tables, str) else names_or_tables
+    return [{"name": each} if isinstance(each, str) else each for each in items] if isinstance(items, list) else items
 
 
 class CleanConfig(Table):
@@ -53,8 +53,8 @@ class CleanConfig(Table):
     """Number of consecutive words of a benchmark's text that match wherever a training row contains them; a shorter
     text of at least 8 words matches as a whole."""
     min_overlap: Fraction = 0.8
-    """Fraction of the words of a benchmark's text that the matches cover, from which on `drop` leaves out the row (0.8
-    as for Llama 2, arXiv 2307.09288); matches below it are only reported."""
+    """Minimum fraction of the words of a benchmark's text that the matches must cover for `drop` to leave out the row
+    (0.8 as for Llama 2, arXiv 2307.09288). Matches that cover less are only reported."""
     near_duplicates: Fraction = 0.9
     """Lowest Jaccard similarity of near duplicates, over pairs of consecutive words; a later row is a duplicate of an
     earlier one. 0: only rows of equal texts."""

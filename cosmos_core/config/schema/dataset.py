@@ -71,8 +71,8 @@ class RowsConfig(Table):
         elif self.pass_rates:
             raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
         if self.arguments and not reasoning_gym_generator(self.name):
-            example = f"name = '{REASONING_GYM_PREFIX}NAME'"
-            raise ValueError(f"arguments are for a generator, {example}, not {self.name!r}; remove them")
+            example_name = f"name = '{REASONING_GYM_PREFIX}NAME'"
+            raise ValueError(f"arguments are for a generator, {example_name}, not {self.name!r}; remove them")
         return self
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
@@ -125,11 +125,11 @@ class SourceConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _set_label(self) -> Self:
-        """Check `name` and `label`, and derive an empty label from the name, which fingerprints do not include."""
+        """Check `label` and `label`, and derive an empty label from the name, which fingerprints do not include."""
         if not self.name.strip():
             raise ValueError("name is empty; give a file, a folder or a Hub id")
         if re.fullmatch(r"[\w.-]*", self.label) is None:
             raise ValueError(f"label = {self.label!r} must consist of letters, digits, '.', '_' and '-'")
-        name = reasoning_gym_generator(self.name) or self.name.rstrip("/").rpartition("/")[2]
-        name = name[: len(name) - len(data_suffix(name))].rpartition(":")[2]
-        return self.copy_with(label=self.label or re.sub(r"[^\w.-]+", "-", name))
+        label = reasoning_gym_generator(self.name) or self.name.rstrip("/").rpartition("/")[2]
+        label = label[: len(label) - len(data_suffix(label))].rpartition(":")[2]
+        return self.copy_with(label=self.label or re.sub(r"[^\w.-]+", "-", label))

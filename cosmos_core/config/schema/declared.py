@@ -24,7 +24,7 @@ def field_definition(declaration: dict[str, Any], field_types: dict[str, Any] = 
     if isinstance(default_value, list | dict):
         default_value = TypeAdapter(value_type).validate_python(default_value)
     description_fields = [Field(description=" ".join(declaration["means"].split()))] if "means" in declaration else []
-    units = [FieldUnit(declaration["unit"])] if "unit" in declaration else []
+    unit_metadata = [FieldUnit(declaration["unit"])] if "unit" in declaration else []
     optional_type = value_type | None if default_value is None else value_type
-    metadata = [*description_fields, *units]
+    metadata = [*description_fields, *unit_metadata]
     return Annotated[optional_type, *metadata] if metadata else optional_type, default_value

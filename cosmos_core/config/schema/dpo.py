@@ -25,8 +25,8 @@ class DpoLossConfig(Table):
     regularisation tau, in `orpo` the weight of the odds ratio, in `simpo` about 2."""
     loss_type: StringOrList = ("sigmoid",)
     """With rewards c of the chosen and r of the rejected response: `sigmoid` is -log sigmoid(c - r), `bco_pair` -log
-    sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens, `robust` `sigmoid` without
-    the bias of labels of which `label_smoothing` are wrong (arXiv 2403.00409), `hinge` max(0, 1 - c + r) (2305.10425),
+    sigmoid(c) - log sigmoid(-r), `sft` the mean of -log p over the chosen responses' tokens, `robust` `sigmoid` for
+    labels of which a fraction `label_smoothing` is wrong (arXiv 2403.00409), `hinge` max(0, 1 - c + r) (2305.10425),
     `ipo` the squared distance of the difference per token to 1 / (2 beta) (2310.12036), `apo_zero` sigmoid(-c) +
     sigmoid(r) and `apo_down` sigmoid(c) + sigmoid(r - c) (2408.06266), `sigmoid_norm` `sigmoid` with rewards per token.
     Without a reference: `simpo`, -log sigmoid(beta x difference per token - `simpo_gamma`) (2405.14734), and `orpo`,
@@ -43,11 +43,11 @@ class DpoLossConfig(Table):
 
     @field_validator("loss_type")
     @classmethod
-    def _check_loss_types(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        unknown_loss_types = [name for name in names if name not in get_args(DpoLossType)]
-        if unknown_loss_types or not names:
-            raise ValueError(f"loss_type = {list(names)} must be of {', '.join(get_args(DpoLossType))}")
-        return names
+    def _check_loss_types(cls, loss_types: tuple[str, ...]) -> tuple[str, ...]:
+        unknown_loss_types = [name for name in loss_types if name not in get_args(DpoLossType)]
+        if unknown_loss_types or not loss_types:
+            raise ValueError(f"loss_type = {list(loss_types)} must be of {', '.join(get_args(DpoLossType))}")
+        return loss_types
 
     @model_validator(mode="after")
     def _check_loss_weights(self) -> Self:

@@ -36,7 +36,7 @@ class EvaluateConfig(Table):
     """Render each solved example as a user turn and an assistant turn; False: all examples are part of a single user
     turn."""
     batch_size: Annotated[PositiveInt | None, FieldUnit("prompts")] = None
-    """Prompts per forward pass, per call of vLLM, or per call of a diffusion pipeline; None: 1, and 256 with vLLM."""
+    """Prompts per forward pass, per call of vLLM, or per call of a diffusion pipeline; None: 256 with vLLM, else 1."""
     max_length: TokenCount | None = None
     """Maximum number of tokens of prompt and completion together; a longer prompt loses its beginning. None: the
     maximum of the model."""

@@ -23,8 +23,7 @@ class ExportConfig(Table):
     llama.cpp on PATH, and loaded by transformers with the package gguf. Empty: the model in `train.param_dtype`."""
     unproven: bool = False
     """Also write a format that vLLM cannot run on the machine of the stage, such as `w4a16` on a CPU without AVX-512.
-    Its divergence is then measured with transformers, and its model card says so. False:
-    refuse such a format."""
+    Its divergence is then measured with transformers, and its model card says so. False: refuse such a format."""
 
     @property
     def quantized_formats(self) -> tuple[ExportFormat, ...]:

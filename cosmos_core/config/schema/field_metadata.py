@@ -56,19 +56,19 @@ class ReferenceKind(Enum):
     absolute, so that a run can be resumed from any folder; the content that they name enters the fingerprint."""
 
     PATH = "path"
-    """A file or folder, or a model or data set that is not a local path: `stage:NAME`, a name on the Hub."""
+    """Path of a file or folder, or another reference to a model or data set: `stage:NAME`, or a name on the Hub."""
     CODE = "code"
     """Code: the name of a module in a folder of this package, or a user's `module:thing` or `path/file.py:thing`."""
     PUBLICATION_TARGET = "publication target"
     """Publication target: a folder that may not exist yet, a URL, or user code."""
 
 
-def class_choices(folder: str, suffix: str) -> SupportedValues:
+def class_choices(package_folder: str, suffix: str) -> SupportedValues:
     """Return the values that a field for a class supports: an import path of user code, or the name of a built-in class
     in a folder of this package (see `registry.list_defined_names`), without its `suffix`."""
-    names = tuple(list_defined_names(folder, suffix))
-    advice = "take one of them, or a class of your own, path/file.py:Class"
-    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)
+    names = tuple(list_defined_names(package_folder, suffix))
+    remedy = "take one of them, or a class of your own, path/file.py:Class"
+    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {remedy}", takes_import_paths=True)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def find_metadata(field: FieldInfo, metadata_type: type) -> Any:
     cached_entry = _METADATA_BY_FIELD.get(id(field))
     if cached_entry is None:
         cached_entry = _METADATA_BY_FIELD[id(field)] = field, [*field.metadata, *_metadata_in_union(field.annotation)]
-    return next((item for item in cached_entry[1] if isinstance(item, metadata_type)), None)
+    return next((metadata for metadata in cached_entry[1] if isinstance(metadata, metadata_type)), None)
 
 
 _METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
@@ -106,7 +106,7 @@ _METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
 that no other object gets the same `id`."""
 
 
-def _metadata_in_union(annotation: Any) -> list[Any]:
+def _metadata_in_union(union_type: Any) -> list[Any]:
     """Return the metadata inside a union, such as those of `Annotated[int, ...] | None`."""
-    union_members = get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else ()
-    return [item for each in union_members if get_origin(each) is Annotated for item in get_args(each)[1:]]
+    union_members = get_args(union_type) if get_origin(union_type) in {Union, types.UnionType} else ()
+    return [item for member in union_members if get_origin(member) is Annotated for item in get_args(member)[1:]]

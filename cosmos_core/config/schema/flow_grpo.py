@@ -51,10 +51,10 @@ class FlowGrpoConfig(FlowPolicyConfig):
             )
         if not diffusers.sample.noise_level:
             yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
-        window = stochastic_step_window(diffusers.flow_rl, diffusers.sample.num_steps)
-        if window and (num_steps := window.end_step - window.first_step) < window.size:
+        step_window = stochastic_step_window(diffusers.flow_rl, diffusers.sample.num_steps)
+        if step_window and (num_window_steps := step_window.end_step - step_window.first_step) < step_window.size:
             yield (
-                f"policy.diffusers.flow_rl.window_size = {window.size}: there are {max(0, num_steps)} "
+                f"policy.diffusers.flow_rl.window_size = {step_window.size}: there are {max(0, num_window_steps)} "
                 f"such steps in window_range below the last of policy.diffusers.sample.num_steps = "
                 f"{diffusers.sample.num_steps}; lower it, or move the range"
             )

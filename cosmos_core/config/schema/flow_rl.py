@@ -32,8 +32,8 @@ class FlowPolicyConfig(GrpoConfig):
     """Keys of `[policy.diffusers]` that have no effect with this algorithm."""
 
     advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """Transformation of clipped advantages: none, 0 for negative or for positive advantages, 1 for positive and 0 for
-    all others, or the sign."""
+    """Transformation of clipped advantages. `all`: none. `positive_only` and `negative_only`: 0 in place of advantages
+    of the other sign. `one_only`: 1 for a positive advantage, otherwise 0. `binary`: the sign."""
     normalise_each_reward: bool = False
     """Normalise the values of each reward function before they are weighted and summed, for rewards of different
     scales; False: normalise only the weighted sum."""
@@ -62,15 +62,15 @@ class FlowPolicyConfig(GrpoConfig):
 
     def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
-        sample, flow_rl = diffusers.sample, diffusers.flow_rl
-        is_stochastic = sample.solver in STOCHASTIC_SOLVERS and not sample.deterministic_sampling
+        sampler_config, flow_rl = diffusers.sample, diffusers.flow_rl
+        has_stochastic_steps = sampler_config.solver in STOCHASTIC_SOLVERS and not sampler_config.deterministic_sampling
         return FlowSampling(
-            num_steps=sample.num_steps,
-            guidance_scale=sample.guidance_scale,
-            solver="dpm2" if sample.solver == "dpm2" else "euler",
-            stochastic_solver=sample.solver if is_stochastic else "",
-            noise_scale=sample.noise_level,
-            schedule=sample.sigma_schedule,
+            num_steps=sampler_config.num_steps,
+            guidance_scale=sampler_config.guidance_scale,
+            solver="dpm2" if sampler_config.solver == "dpm2" else "euler",
+            stochastic_solver=sampler_config.solver if has_stochastic_steps else "",
+            noise_scale=sampler_config.noise_level,
+            schedule=sampler_config.sigma_schedule,
             size=diffusers.inference_size,
             num_frames=diffusers.inference_frames,
             conditioning_frame_range=(flow_rl.min_conditional_frames, flow_rl.max_conditional_frames),
@@ -80,9 +80,9 @@ class FlowPolicyConfig(GrpoConfig):
         yield from super().notices(stage)
         for key in self.ineffective_keys:
             *table_names, name = key.split(".")
-            table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
-            default_value = type(table).model_fields[name].default
-            if name in table.model_fields_set and getattr(table, name) != default_value:
+            key_table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
+            default_value = type(key_table).model_fields[name].default
+            if name in key_table.model_fields_set and getattr(key_table, name) != default_value:
                 yield f"policy.diffusers.{key} has no effect with trainer_type = {self.trainer_type!r}"
         max_conditioning_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
         if max_conditioning_frames and self.rows != "media" and stage.kind.trains_model:
@@ -94,9 +94,9 @@ class FlowPolicyConfig(GrpoConfig):
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
         diffusers = stage.recipe.policy.diffusers
-        data_beta, max_given_frames = diffusers.flow_rl.data_beta, diffusers.flow_rl.max_conditional_frames
-        if self.rows == "media" and max_given_frames:
-            reason = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_given_frames}"
+        data_beta, max_conditional_frames = diffusers.flow_rl.data_beta, diffusers.flow_rl.max_conditional_frames
+        if self.rows == "media" and max_conditional_frames:
+            reason = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_conditional_frames}"
             if diffusers.train_frames != diffusers.inference_frames:
                 yield (
                     f"policy.diffusers.train_frames = {diffusers.train_frames}: {reason} frames of clips, which "

@@ -93,9 +93,9 @@ class FlowRLConfig(Table):
         return self
 
 
-def stochastic_step_window(config: FlowRLConfig, num_steps: int) -> StepWindow | None:
+def stochastic_step_window(flow_rl: FlowRLConfig, num_steps: int) -> StepWindow | None:
     """Return the window of stochastic steps in a rollout of `num_steps` denoising steps; None: all are stochastic."""
-    if config.window_size is None:
+    if flow_rl.window_size is None:
         return None
-    first_step, end_step = config.window_range or (0, max(config.window_size, num_steps // 2))
-    return StepWindow(config.window_size, first_step, min(end_step, num_steps - 1), config.window_moves_every)
+    first_step, end_step = flow_rl.window_range or (0, max(flow_rl.window_size, num_steps // 2))
+    return StepWindow(flow_rl.window_size, first_step, min(end_step, num_steps - 1), flow_rl.window_moves_every)

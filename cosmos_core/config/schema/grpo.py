@@ -141,7 +141,7 @@ class GrpoConfig(RlConfig):
     def notices(self, stage: StageContext) -> Iterator[str]:
         yield from super().notices(stage)
         clipping_variants = ("grpo", "dapo", "gspo", "dppo_tv", "dppo_kl")
-        keys_by_variant = {
+        variants_by_key = {
             "epsilon_low": clipping_variants,
             "epsilon_high": clipping_variants,
             "lower_bound_ratio": ("grpo", "dapo"),
@@ -149,7 +149,7 @@ class GrpoConfig(RlConfig):
             "sapo_temperature_pos": ("sapo",),
             "sapo_temperature_neg": ("sapo",),
         }
-        for name, variants in keys_by_variant.items():
+        for name, variants in variants_by_key.items():
             if self.is_set(name) and (self.variant not in variants or self.aipo_rho is not None):
                 variants_text = " or ".join(map(repr, variants)) + ", without aipo_rho" * (self.aipo_rho is not None)
                 yield f"train.train_policy.{name} has no effect here: it is for variant = {variants_text}"
@@ -162,29 +162,31 @@ class GrpoConfig(RlConfig):
 
     @field_validator("lower_bound_ratio")
     @classmethod
-    def _check_dual_clip(cls, ratio: float) -> float:
-        if ratio <= 1:
-            raise ValueError(f"lower_bound_ratio = {ratio} must be greater than 1")
-        return ratio
+    def _check_dual_clip(cls, loss_bound: float) -> float:
+        if loss_bound <= 1:
+            raise ValueError(f"lower_bound_ratio = {loss_bound} must be greater than 1")
+        return loss_bound
 
     @model_validator(mode="after")
     def _check_optimizer_batch(self) -> Self:
-        size = self.batch_size_per_optimize
-        if size is not None and self.mini_batch != "auto" and size % self.mini_batch:
-            raise ValueError(f"batch_size_per_optimize = {size} must be a multiple of mini_batch = {self.mini_batch}")
+        optimizer_batch_size = self.batch_size_per_optimize
+        if optimizer_batch_size is not None and self.mini_batch != "auto" and optimizer_batch_size % self.mini_batch:
+            raise ValueError(
+                f"batch_size_per_optimize = {optimizer_batch_size} must be a multiple of mini_batch = {self.mini_batch}"
+            )
         if self.unbiased_loss_max_tokens is not None and self.loss_type != "seq-mean-token-mean":
             raise ValueError("unbiased_loss_max_tokens has a meaning only with loss_type = 'seq-mean-token-mean'")
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _default_gspo_loss_type(cls, values: Any, info: ValidationInfo) -> Any:
-        variant = values.get("variant") if isinstance(values, dict) and values.get("aipo_rho") is None else None
-        if variant in {"gspo", "sapo"} and "loss_type" not in values:
-            explanation = f"as in the paper of variant = {variant!r}; set it to have another"
-            add_notice(info, f"train.train_policy.loss_type: seq-mean-token-mean, {explanation}")
-            return values | {"loss_type": "seq-mean-token-mean"}
-        return values
+    def _default_gspo_loss_type(cls, policy: Any, info: ValidationInfo) -> Any:
+        variant = policy.get("variant") if isinstance(policy, dict) and policy.get("aipo_rho") is None else None
+        if variant in {"gspo", "sapo"} and "loss_type" not in policy:
+            default_reason = f"as in the paper of variant = {variant!r}; set it to have another"
+            add_notice(info, f"train.train_policy.loss_type: seq-mean-token-mean, {default_reason}")
+            return policy | {"loss_type": "seq-mean-token-mean"}
+        return policy
 
     @model_validator(mode="after")
     def _check_exclusive_settings(self) -> Self:
@@ -251,16 +253,16 @@ class GrpoConfig(RlConfig):
                 f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
             )
         if self.use_decoupled_loss:
-            reason = "aipo_rho weights tokens by policy / rollout policy already"
-            add_notice(info, f"train.train_policy.use_decoupled_loss: false, because {reason}")
+            conflict_text = "aipo_rho weights tokens by policy / rollout policy already"
+            add_notice(info, f"train.train_policy.use_decoupled_loss: false, because {conflict_text}")
             return self.copy_with(use_decoupled_loss=False)
         return self
 
     @model_validator(mode="after")
     def _check_combined_losses(self, info: ValidationInfo) -> Self:
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
-            name = "train.train_policy.variant"
-            add_notice(info, f"{name} = {self.variant!r} has no effect on the loss, because aipo_rho is set")
+            variant_key = "train.train_policy.variant"
+            add_notice(info, f"{variant_key} = {self.variant!r} has no effect on the loss, because aipo_rho is set")
         if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
@@ -281,18 +283,18 @@ class GrpoConfig(RlConfig):
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
-        data_term_config, key = self.data_term, "train.train_policy.data_term"
+        data_term_config, table = self.data_term, "train.train_policy.data_term"
         if data_term_config.weight and not data_term_config.name:
-            yield f"{key}.weight = {data_term_config.weight} names no rows: set {key}.name, or leave it out"
+            yield f"{table}.weight = {data_term_config.weight} names no rows: set {table}.name, or leave it out"
         if data_term_config.name and not data_term_config.weight:
-            yield f"{key}.weight = 0 leaves out the rows of {key}.name; set it to about 0.1"
+            yield f"{table}.weight = 0 leaves out the rows of {table}.name; set it to about 0.1"
         if is_user_code(data_term_config.name):
             yield (
-                f"{key}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the rows "
+                f"{table}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the rows "
                 f"to a file"
             )
         if data_term_config.name and stage.recipe.policy.parallelism.pp_size > 1:
-            yield f"policy.parallelism.pp_size excludes {key}; set it to 1"
+            yield f"policy.parallelism.pp_size excludes {table}; set it to 1"
 
     @property
     def has_group_relative_advantages(self) -> bool:

@@ -44,10 +44,10 @@ class LoggingConfig(Table):
 
     @field_validator("logger")
     @classmethod
-    def _check_sinks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_sinks(cls, sink_names: tuple[str, ...]) -> tuple[str, ...]:
         known_sinks = (CONSOLE_SINK, *list_defined_names(SINKS_FOLDER, "Sink"))
-        lowercase_names = tuple(name if is_import_path(name) else name.lower() for name in names)
-        for name in lowercase_names:
+        normalised_names = tuple(name if is_import_path(name) else name.lower() for name in sink_names)
+        for name in normalised_names:
             if name not in known_sinks and not is_import_path(name):
                 raise ValueError(f"logger {name!r} is not known; known: {', '.join(known_sinks)}")
-        return lowercase_names
+        return normalised_names

@@ -54,10 +54,10 @@ class LoraConfig(Table):
 
     @field_validator("target_modules")
     @classmethod
-    def _check_target_modules(cls, modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
-        if isinstance(modules, str) and modules != "all-linear":
-            raise ValueError(f"target_modules = {modules!r} must be 'all-linear' or a list of name fragments")
-        return modules
+    def _check_target_modules(cls, target_modules: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
+        if isinstance(target_modules, str) and target_modules != "all-linear":
+            raise ValueError(f"target_modules = {target_modules!r} must be 'all-linear' or a list of name fragments")
+        return target_modules
 
     @field_validator("r_pattern", "alpha_pattern")
     @classmethod

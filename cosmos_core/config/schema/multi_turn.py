@@ -57,8 +57,8 @@ class MultiTurnRolloutConfig(Table):
     def _disable_message_continuation(cls, should_continue_message: bool, info: ValidationInfo) -> bool:
         if not (should_continue_message and info.data.get("enable_tools") and info.data.get("add_generation_prompt")):
             return should_continue_message
-        explanation = "enable_tools and add_generation_prompt are set"
-        add_notice(info, f"{_TABLE_NAME}.continue_final_message: false, because {explanation}")
+        conflict_text = "enable_tools and add_generation_prompt are set"
+        add_notice(info, f"{_TABLE_NAME}.continue_final_message: false, because {conflict_text}")
         return False
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:

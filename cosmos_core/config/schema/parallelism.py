@@ -108,8 +108,8 @@ class PolicyParallelismConfig(ParallelismConfig):
     synchronisations."""
 
     def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
-        """Yield an error for each parallel axis above 1 that `setting` does not support, because it needs whole layers
-        on each rank. With `allows_tp` it supports layers that tensor parallelism splits."""
+        """Yield an error for each parallel axis above 1 that `setting` excludes, because the setting needs whole layers
+        on each rank. With `allows_tp` tensor parallelism may split the layers."""
         for axis in ("cp_size", "pp_size", "ep_size") if allows_tp else ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(self, axis) > 1:
                 yield f"{setting} excludes policy.parallelism.{axis} = {getattr(self, axis)} here; set it to 1"

@@ -24,16 +24,16 @@ BLOCK_PREFIX = "block:"
 """Prefix of a value that names a Prefect block."""
 
 
-def duration_in_seconds(duration: str) -> float:
+def duration_in_seconds(duration_text: str) -> float:
     """Return the number of seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
 
     Raises:
         ValueError: the text is not a duration.
     """
-    match = _DURATION_PATTERN.fullmatch(duration.strip())
-    if not match:
-        raise ValueError(f"timeout = {duration!r} must be a number and a unit: 90s, 15m, 12h or 2d")
-    return float(match[1]) * _SECONDS_BY_UNIT[match[2]]
+    number_and_unit = _DURATION_PATTERN.fullmatch(duration_text.strip())
+    if not number_and_unit:
+        raise ValueError(f"timeout = {duration_text!r} must be a number and a unit: 90s, 15m, 12h or 2d")
+    return float(number_and_unit[1]) * _SECONDS_BY_UNIT[number_and_unit[2]]
 
 
 class StageConfig(Table):
@@ -105,12 +105,12 @@ class StageConfig(Table):
     """Run the stage once for each point of a grid, in parallel; stages after it use the best branch. None: once."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        name, location = split_publication_target(self.target)
-        if name == LOCAL_FOLDER_TARGET and location.startswith("~"):
+        target_name, location = split_publication_target(self.target)
+        if target_name == LOCAL_FOLDER_TARGET and location.startswith("~"):
             user = location.partition("/")[0]
             yield f"target = {self.target!r}: {user} is no user of this machine; write the whole path, or ./{location}"
         target_names = list_defined_names(PUBLICATION_TARGETS_FOLDER, "Target")
-        if not is_import_path(name) and name not in target_names:
+        if not is_import_path(target_name) and target_name not in target_names:
             yield (
                 f"target = {self.target!r}: this version does not publish there; give a folder, a URL of "
                 f"{', '.join(target_names)}, or a class of your own, path/file.py:Class"

@@ -108,12 +108,12 @@ class PolicyConfig(Table):
             yield "policy.enable_liger_kernel = true: Liger has no kernels for diffusion models; leave it out"
         for name in filter(self.is_set, ("model_safetensor_path", "chat_template")):
             yield f"policy.{name} is for language models; leave it out with policy.is_diffusers = true"
-        text_settings = {
+        language_model_settings = {
             "logging.report_mfu": stage.recipe.logging.report_mfu,
             "rollout.multi_turn_config.enable": stage.recipe.rollout.multi_turn_config.enable,
             "train.sequence_packing": stage.recipe.train.sequence_packing,
         }
-        for key in filter(text_settings.get, text_settings if stage.kind.trains_model else ()):
+        for key in filter(language_model_settings.get, language_model_settings if stage.kind.trains_model else ()):
             yield f"{key} = true is for language models; leave it out with policy.is_diffusers = true"
         if stage.kind.trains_model and stage.recipe.train.fp8.enable_fp8:
             yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"

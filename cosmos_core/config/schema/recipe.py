@@ -133,7 +133,7 @@ class Recipe(Table):
     def datasets(self) -> dict[str, RowsConfig]:
         """Return the data sets of training, supervised and held-out rows and of benchmarks, by their recipe key."""
         policy = self.train.train_policy
-        datasets: dict[str, RowsConfig] = {key: source.dataset for key, source in policy.tables_by_dataset.items()}
+        datasets: dict[str, RowsConfig] = {key: table.dataset for key, table in policy.tables_by_dataset.items()}
         if policy.supervised_rows:
             datasets["train.train_policy.data_term"] = policy.supervised_rows.dataset
         datasets["validation.dataset"] = self.validation.dataset
@@ -147,11 +147,11 @@ class Recipe(Table):
         has_teacher = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
         return self.distillation if has_teacher else None
 
-    def teacher_for_stage(self, kind: "StageKind") -> DistillationConfig | None:
+    def teacher_for_stage(self, stage_kind: "StageKind") -> DistillationConfig | None:
         """Return the settings of the teacher if a stage of this kind queries it; None: no teacher."""
-        return self.teacher if kind.feed == "rollouts" else None
+        return self.teacher if stage_kind.feed == "rollouts" else None
 
-    def explain_missing_image_support(self, kind: "StageKind") -> str:
+    def explain_missing_image_support(self, stage_kind: "StageKind") -> str:
         """Return the reason why a stage of this kind cannot read rows with images; empty if it can."""
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if (axis_size := getattr(self.policy.parallelism, key)) > 1:
@@ -164,7 +164,7 @@ class Recipe(Table):
                 "train.train_policy.enable_dp_load_balancing = true: rows with images go apart from rows without, "
                 "whatever their length; set it to false"
             )
-        if self.teacher_for_stage(kind):
+        if self.teacher_for_stage(stage_kind):
             return (
                 "distillation.enable = true: this version shows images to the policy alone, not to a teacher; set it "
                 "to false, or take rows without images"
@@ -175,8 +175,8 @@ class Recipe(Table):
     def reward_keyword_constants(self) -> dict[str, Any]:
         """Return the recipe's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
         policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
-        values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
-        return values | policy.reward_keyword_values
+        recipe_values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
+        return recipe_values | policy.reward_keyword_values
 
     @property
     def uses_judge(self) -> bool:
@@ -192,7 +192,7 @@ class Recipe(Table):
     @property
     def completed_splits(self) -> tuple[str, ...]:
         """Return the splits of rows whose prompts the engines of this recipe complete."""
-        # A server of `sample.endpoint` has positions of its own.
+        # The server at `sample.endpoint` has its own limit of the prompt length, so that training prompts are left out.
         train_splits = ("train",) * (self.train.train_policy.has_rollouts and not self.sample.endpoint)
         return train_splits + ("validation",) * (self.validation.enable and self.has_validation_completions)
 
@@ -203,41 +203,41 @@ class Recipe(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _select_sft_algorithm(cls, values: Any) -> Any:
+    def _select_sft_algorithm(cls, recipe_values: Any) -> Any:
         """Replace the algorithm `sft` by `diffusion_sft` (flow matching) if the model is a diffusion model."""
-        recipe_tables: dict[str, Any] = values if isinstance(values, dict) else {}
-        policy, train = recipe_tables.get("policy"), recipe_tables.get("train")
-        if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(train, dict)):
-            return values
-        policy_table = train.get("train_policy")
+        recipe_tables: dict[str, Any] = recipe_values if isinstance(recipe_values, dict) else {}
+        policy, train_table = recipe_tables.get("policy"), recipe_tables.get("train")
+        if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(train_table, dict)):
+            return recipe_values
+        policy_table = train_table.get("train_policy")
         if not isinstance(policy_table, dict):
-            return values
+            return recipe_values
         name = policy_table.get("trainer_type", "sft")
         if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
-            return values
-        algorithm: Any = {**policy_table, "trainer_type": "diffusion_sft"}
-        if name != "sft":  # a user's class, for which `find_algorithm_name` would select `SftConfig`
-            with suppress(ValidationError):  # the validation of `train` reports the error with the full key
-                algorithm = DiffusionSftConfig.model_validate(policy_table)
-        return {**values, "train": {**train, "train_policy": algorithm}}
+            return recipe_values
+        algorithm_table: Any = {**policy_table, "trainer_type": "diffusion_sft"}
+        if name != "sft":  # for a user's class `find_algorithm_name` would select `SftConfig`
+            with suppress(ValidationError):  # validation of `train` reports the error with the full key
+                algorithm_table = DiffusionSftConfig.model_validate(policy_table)
+        return {**recipe_values, "train": {**train_table, "train_policy": algorithm_table}}
 
     @model_validator(mode="after")
     def _convert_replicas_to_data_parallel(self, info: ValidationInfo) -> Self:
         """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh, and multiply the
         number of rows of a train step by `n_init_replicas`."""
-        mesh, train = self.policy.parallelism, self.train
-        num_replicas, policy = mesh.n_init_replicas, train.train_policy
+        mesh, train_config = self.policy.parallelism, self.train
+        num_replicas, policy = mesh.n_init_replicas, train_config.train_policy
         if num_replicas == 1:
             return self
         num_dp_replicas = mesh.dp_replicate_size * num_replicas
-        rows_per_step = train.train_batch_per_replica * num_replicas
+        rows_per_step = train_config.train_batch_per_replica * num_replicas
         change_text = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
         add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change_text}")
         if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
             policy = policy.copy_with(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
         mesh = mesh.copy_with(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
-        train = train.copy_with(train_batch_per_replica=rows_per_step, train_policy=policy)
-        return self.copy_with(policy=self.policy.copy_with(parallelism=mesh), train=train)
+        train_config = train_config.copy_with(train_batch_per_replica=rows_per_step, train_policy=policy)
+        return self.copy_with(policy=self.policy.copy_with(parallelism=mesh), train=train_config)
 
     @model_validator(mode="after")
     def _set_diffusion_engine(self) -> Self:
@@ -253,14 +253,14 @@ class Recipe(Table):
         if mesh.pp_size == 1:
             return self
         batch_size = train_config.train_batch_per_replica
-        setting_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
+        pp_size_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
         if batch_size % mesh.pp_micro_batch_size:
             raise ValueError(
-                f"{setting_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
+                f"{pp_size_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
                 f"pp_micro_batch_size = {mesh.pp_micro_batch_size}"
             )
         if train_config.fsdp_offload:
-            raise ValueError(f"{setting_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
+            raise ValueError(f"{pp_size_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
         return self
 
     def should_compile_blocks(self, device: str) -> bool:
@@ -289,8 +289,8 @@ class Recipe(Table):
     @field_validator("train")
     @classmethod
     def _derive_distillation_settings(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
-        teacher, policy = info.data.get("distillation"), train.train_policy
-        if teacher is None or not teacher.enable or not isinstance(policy, RlConfig):
+        distillation_config, policy = info.data.get("distillation"), train.train_policy
+        if distillation_config is None or not distillation_config.enable or not isinstance(policy, RlConfig):
             return train
         return train.copy_with(train_policy=policy.with_bypassed_rewards().copy_with(rollout_as_token_ids=True))
 
@@ -298,12 +298,12 @@ class Recipe(Table):
     @classmethod
     def _inherit_remote_rewards(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Copy the settings of the reward service from training to validation if `[validation]` leaves them out."""
-        train = info.data.get("train")
-        policy = train.train_policy if train else None
+        train_config = info.data.get("train")
+        policy = train_config.train_policy if train_config else None
         if not isinstance(policy, RlConfig):
             return validation
-        setting, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
-        uses_reward_service = policy.use_remote_reward if setting is None else setting
+        is_remote, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
+        uses_reward_service = policy.use_remote_reward if is_remote is None else is_remote
         return validation.copy_with(use_remote_reward=uses_reward_service, remote_reward=remote_reward)
 
     @model_validator(mode="after")

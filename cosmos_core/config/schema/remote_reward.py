@@ -26,8 +26,8 @@ class RewardFunctionConfig(Table):
 
     @field_validator("score_key")
     @classmethod
-    def _default_score_key(cls, key: str | None, info: ValidationInfo) -> str | None:
-        return info.data.get("name") if key is None else key
+    def _default_score_key(cls, score_key: str | None, info: ValidationInfo) -> str | None:
+        return info.data.get("name") if score_key is None else score_key
 
     @model_validator(mode="after")
     def _check_bounds_order(self) -> Self:
@@ -85,11 +85,11 @@ class RemoteRewardConfig(Table):
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:
         """Return the metric name of each function: its `name`, or `name/score_key` if several have that name."""
-        num_functions_by_name = Counter(each.name for each in self.reward_fns)
+        num_functions_by_name = Counter(reward_function.name for reward_function in self.reward_fns)
         return {f: f.name if num_functions_by_name[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
 
     @property
     def max_total_reward(self) -> float:
         """Return the total reward of a completion for which each function returns 1."""
-        weighted_sum = sum(each.weight * each.clip_score(1.0) for each in self.reward_fns)
+        weighted_sum = sum(function.weight * function.clip_score(1.0) for function in self.reward_fns)
         return self.scale * min(max(weighted_sum, self.reward_clip_min), self.reward_clip_max)

@@ -61,8 +61,8 @@ class RlConfig(AlgorithmConfig):
     mini_batch: CompletionCount | Auto = DEFAULT_MINI_BATCH
     """Number of completions per forward pass; changes speed and memory, not results. On a CPU a forward pass may have
     more completions of a long prompt, which is then run only once, but not more tokens. `auto`: the fastest number that
-    fits into memory, measured on completions of the first train step from which at least half of them are learned, in
-    at most a minute."""
+    fits into memory, measured in at most a minute in the first train step whose loss includes at least half of the
+    completions."""
     prompt_column_name: str = ""
     """Column of the prompt, a string or a conversation; empty: the first filled column of those in
     docs/reference/columns.md."""
@@ -131,9 +131,9 @@ class RlConfig(AlgorithmConfig):
     def rewards(self) -> dict[str, float]:
         if self.bypass_reward or self.use_remote_reward or not self.datasets:
             return {} if self.bypass_reward or self.use_remote_reward else self.reward_function
-        labelled_tables = zip(self.datasets, self.tables_by_dataset.values(), strict=True)
-        weights = {each.label: table.reward_function for each, table in labelled_tables}
-        return RewardWeightsBySource({"": self.reward_function} | weights)
+        datasets_and_tables = zip(self.datasets, self.tables_by_dataset.values(), strict=True)
+        weights_by_label = {each.label: table.reward_function for each, table in datasets_and_tables}
+        return RewardWeightsBySource({"": self.reward_function} | weights_by_label)
 
     @property
     def validation_rewards(self) -> dict[str, float]:
@@ -154,7 +154,7 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # rewards that are all 0 do not differ in any group
+        if self.variant != "dapo" or self.bypass_reward:  # if all rewards are 0, every group would be replaced
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
@@ -190,20 +190,21 @@ class RlConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_generated_reward(cls, values: Any) -> Any:
+    def _set_generated_reward(cls, table: Any) -> Any:
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
-        if not isinstance(values, dict) or "reward_function" in values:
-            return values
-        datasets, default = values.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
+        if not isinstance(table, dict) or "reward_function" in table:
+            return table
+        datasets, reward_setting = table.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
         if not isinstance(datasets, list | tuple):
-            return values
-        if all(_is_generated_dataset(each) for each in datasets or (values.get("dataset"),)):
-            values = values | default
+            return table
+        if all(_is_generated_dataset(each) for each in datasets or (table.get("dataset"),)):
+            table = table | reward_setting
         if any(map(_is_generated_dataset, datasets)):
-            is_generated = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
-            pairs = zip(datasets, is_generated, strict=True)
-            values = values | {"datasets": [default | each if has_default else each for each, has_default in pairs]}
-        return values
+            generated_flags = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
+            datasets_and_flags = zip(datasets, generated_flags, strict=True)
+            datasets = [reward_setting | each if has_default else each for each, has_default in datasets_and_flags]
+            table = table | {"datasets": datasets}
+        return table
 
     @model_validator(mode="after")
     def _apply_bypass_reward(self) -> Self:
@@ -226,28 +227,28 @@ class RlConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _warn_outdated_steps(cls, values: Any, info: ValidationInfo) -> Any:
-        if isinstance(values, dict) and values.get("on_policy") is True and values.get("allowed_outdated_steps"):
-            key, num_steps = "train.train_policy.allowed_outdated_steps", values["allowed_outdated_steps"]
+    def _warn_outdated_steps(cls, table: Any, info: ValidationInfo) -> Any:
+        if isinstance(table, dict) and table.get("on_policy") is True and table.get("allowed_outdated_steps"):
+            key, num_steps = "train.train_policy.allowed_outdated_steps", table["allowed_outdated_steps"]
             add_notice(info, f"{key} = {num_steps}: 0, because on_policy is set")
-        return values
+        return table
 
     @field_validator("allowed_outdated_steps")
     @classmethod
-    def _forbid_outdated_steps_on_policy(cls, num_steps: int, info: ValidationInfo) -> int:
-        return 0 if info.data.get("on_policy") else num_steps
+    def _forbid_outdated_steps_on_policy(cls, max_outdated_steps: int, info: ValidationInfo) -> int:
+        return 0 if info.data.get("on_policy") else max_outdated_steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
     @classmethod
-    def _default_fetch_size(cls, num_prompts: int, info: ValidationInfo) -> int:
-        return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and num_prompts <= 0 else num_prompts
+    def _default_fetch_size(cls, fetch_size: int, info: ValidationInfo) -> int:
+        return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and fetch_size <= 0 else fetch_size
 
     @field_validator("max_inflight_steps")
     @classmethod
-    def _raise_max_inflight_steps(cls, num_steps: int | None, info: ValidationInfo) -> int | None:
-        min_steps = info.data.get("allowed_outdated_steps", 0) + 1
-        if num_steps is None or num_steps >= min_steps:
-            return num_steps
+    def _raise_max_inflight_steps(cls, max_inflight_steps: int | None, info: ValidationInfo) -> int | None:
+        min_inflight_steps = info.data.get("allowed_outdated_steps", 0) + 1
+        if max_inflight_steps is None or max_inflight_steps >= min_inflight_steps:
+            return max_inflight_steps
         key = "train.train_policy.max_inflight_steps"
-        add_notice(info, f"{key} = {num_steps}: {min_steps}, which is allowed_outdated_steps + 1")
-        return int(min_steps)
+        add_notice(info, f"{key} = {max_inflight_steps}: {min_inflight_steps}, which is allowed_outdated_steps + 1")
+        return int(min_inflight_steps)

@@ -136,13 +136,13 @@ class RolloutConfig(Table):
         """Yield notices about settings of engines in separate processes if the recipe has no such engines."""
         if stage.kind.feed != "rollouts" or stage.recipe.mode != "colocated":
             return
-        keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync", "weight_transfer") if self.is_set(name)]
+        engine_keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync", "weight_transfer") if self.is_set(name)]
         if self.parallelism.is_set("n_init_replicas"):
-            keys.append("rollout.parallelism.n_init_replicas")
+            engine_keys.append("rollout.parallelism.n_init_replicas")
         algorithm = stage.recipe.train.train_policy
         if algorithm.dynamic_sampling is None and algorithm.is_set("outdated_rollout_fetch_batch_size"):
-            keys.append("train.train_policy.outdated_rollout_fetch_batch_size")
-        for key in keys:
+            engine_keys.append("train.train_policy.outdated_rollout_fetch_batch_size")
+        for key in engine_keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
 
     def _native_transfer_notices(self, stage: StageContext) -> Iterator[str]:
@@ -202,14 +202,14 @@ class RolloutConfig(Table):
         """Yield errors for temperatures at which vLLM does not sample."""
         if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
             return
-        temperatures = {}
+        temperature_by_key = {}
         has_endpoint = stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
         if stage.kind.completes_prompts and not has_endpoint:
-            temperatures["rollout.sampling_config.temperature"] = self.sampling_config.temperature
+            temperature_by_key["rollout.sampling_config.temperature"] = self.sampling_config.temperature
         if stage.measures_held_out_rows and stage.recipe.has_validation_completions:
-            temperatures["validation.temperature"] = stage.recipe.validation.temperature
+            temperature_by_key["validation.temperature"] = stage.recipe.validation.temperature
         min_temperature, max_temperature = VLLM_TEMPERATURES
-        for key, temperature in temperatures.items():
+        for key, temperature in temperature_by_key.items():
             if temperature != 0 and not min_temperature <= temperature <= max_temperature:
                 yield (
                     f"{key} = {temperature}: vLLM samples between {min_temperature} and {max_temperature}, and takes 0 "
@@ -244,9 +244,9 @@ class RolloutConfig(Table):
                 f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
                 f"prompt leaves of policy.model_max_length = {model_max_length}"
             )
-        fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
-        names = ("top_p", "top_k", "repetition_penalty")
-        settings = [f"{name} = {sampling[name]}" for name in names if sampling[name] != fields[name].default]
+        sampling_fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
+        keys = ("top_p", "top_k", "repetition_penalty")
+        settings = [f"{name} = {sampling[name]}" for name in keys if sampling[name] != sampling_fields[name].default]
         if settings and stage.recipe.train.train_policy.has_rollouts:
             yield (
                 f"rollout.sampling_config: {', '.join(settings)}: training completions are not drawn from the policy; "
@@ -261,12 +261,12 @@ class RolloutConfig(Table):
 
     @field_validator("backend")
     @classmethod
-    def _replace_unknown_backend(cls, name: str, info: ValidationInfo) -> str:
-        if name == "diffusion_nft_rollout":
+    def _replace_unknown_backend(cls, backend_name: str, info: ValidationInfo) -> str:
+        if backend_name == "diffusion_nft_rollout":
             return "flow_sampler"
-        if name not in {"vllm_async", "trtllm"}:
-            return name
-        add_notice(info, f"rollout.backend = {name!r}: 'vllm', which generates instead")
+        if backend_name not in {"vllm_async", "trtllm"}:
+            return backend_name
+        add_notice(info, f"rollout.backend = {backend_name!r}: 'vllm', which generates instead")
         return "vllm"
 
     @model_validator(mode="after")
@@ -274,10 +274,10 @@ class RolloutConfig(Table):
         if self.backend != "vllm":
             return self
         for name, field in type(self.parallelism).model_fields.items():
-            value = getattr(self.parallelism, name)
-            if name not in _VLLM_MESH_KEYS and value != field.default:
+            mesh_size = getattr(self.parallelism, name)
+            if name not in _VLLM_MESH_KEYS and mesh_size != field.default:
                 raise ValueError(
-                    f"parallelism.{name} = {value!r}: backend {self.backend!r} takes only "
+                    f"parallelism.{name} = {mesh_size!r}: backend {self.backend!r} takes only "
                     f"{', '.join(sorted(_VLLM_MESH_KEYS))}; leave it out"
                 )
         return self

@@ -80,7 +80,7 @@ class SampleStageConfig(Table):
                 f"sample.endpoint_requests = {self.endpoint_requests} has no effect above {num_completions}: prompts "
                 f"are completed in batches of rollout.batch_size x rollout.n_generation; raise rollout.batch_size"
             )
-        if stage.kind.table == "sample" and any(each.weight for each in stage.recipe.train.train_policy.datasets):
+        if stage.kind.table == "sample" and any(dataset.weight for dataset in stage.recipe.train.train_policy.datasets):
             yield "train.train_policy.datasets.weight has no effect here: kind sample completes each prompt once"
 
     @model_validator(mode="after")

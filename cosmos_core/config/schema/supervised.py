@@ -43,16 +43,16 @@ class SupervisedConfig(AlgorithmConfig):
     @property
     def column_names(self) -> dict[str, str]:
         """Return the column names that the recipe sets, by the default name of each column."""
-        default_names = ("prompt", "response", "chosen", "rejected", "label")
-        columns = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
-        return {name: each for name, each in columns.items() if each and (name in default_names[:2] or each != name)}
+        known_columns = ("prompt", "response", "chosen", "rejected", "label")
+        columns = {name: getattr(self, f"{name}_column_name", "") for name in known_columns}
+        return {name: each for name, each in columns.items() if each and (name in known_columns[:2] or each != name)}
 
     @model_validator(mode="after")
     def _refuse_repeated_columns(self) -> Self:
         prompt_column = getattr(self, "prompt_column_name", "")
         # A resolved recipe sets every key, so a value counts as set by the user only if it is not the default.
-        default_column = type(self).model_fields["conversation_column_name"].default
-        if prompt_column and self.conversation_column_name != default_column:
+        default_conversation_column = type(self).model_fields["conversation_column_name"].default
+        if prompt_column and self.conversation_column_name != default_conversation_column:
             raise ValueError(
                 f"prompt_column_name = {prompt_column!r} and conversation_column_name = "
                 f"{self.conversation_column_name!r} both name what is asked; leave one out"

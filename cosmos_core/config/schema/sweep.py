@@ -45,12 +45,12 @@ class SweepConfig(Table):
     def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
         flat_grid = flatten_nonempty_tables(grid)
         num_combinations = 1
-        for key, values in flat_grid.items():
-            if not isinstance(values, list) or not values:
-                raise ValueError(f'grid: "{key}" = {values!r} must be a list of values')
-            if any(values.count(value) > 1 for value in values):
-                raise ValueError(f'grid: "{key}" = {values!r} names a value twice')
-            num_combinations *= len(values)
+        for key, grid_values in flat_grid.items():
+            if not isinstance(grid_values, list) or not grid_values:
+                raise ValueError(f'grid: "{key}" = {grid_values!r} must be a list of values')
+            if any(grid_values.count(value) > 1 for value in grid_values):
+                raise ValueError(f'grid: "{key}" = {grid_values!r} names a value twice')
+            num_combinations *= len(grid_values)
         if num_combinations > _MAX_BRANCHES:
             raise ValueError(f"grid: {num_combinations} combinations; at most {_MAX_BRANCHES} make a sweep")
         return flat_grid

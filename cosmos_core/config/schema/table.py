@@ -32,13 +32,13 @@ _STATUS_NOTES: dict[str, Any] = tomllib.loads(files("cosmos_core.config").joinpa
 _UNUSED_KEY_DECLARATIONS: dict[str, Any] = tomllib.loads(files(__package__).joinpath("unused.toml").read_text("utf-8"))
 
 
-def _read_notes(section_name: str) -> dict[tuple[str, str], str]:
+def _read_notes(status_section: str) -> dict[tuple[str, str], str]:
     """Return the notes in a section of `status.toml` by class name and key; the key "*" stands for all keys."""
     return {
-        (table, name): note
-        for note, tables in _STATUS_NOTES.get(section_name, {}).items()
-        for table, names in tables.items()
-        for name in names.split()
+        (table_name, key_name): note
+        for note, keys_by_table in _STATUS_NOTES.get(status_section, {}).items()
+        for table_name, key_names in keys_by_table.items()
+        for key_name in key_names.split()
     }
 
 
@@ -75,9 +75,9 @@ class Table(BaseModel):
         """Add the keys that `unused.toml` declares for the table, after its other keys."""
         super().__init_subclass__(**kwargs)
         annotations = inspect.get_annotations(cls)
-        for name, declaration in _UNUSED_KEY_DECLARATIONS.get(cls.__name__, {}).items():
-            annotations[name], default = field_definition(declaration)
-            setattr(cls, name, default)
+        for key_name, declaration in _UNUSED_KEY_DECLARATIONS.get(cls.__name__, {}).items():
+            annotations[key_name], default_value = field_definition(declaration)
+            setattr(cls, key_name, default_value)
         cls.__annotations__ = annotations
 
     @classmethod
@@ -101,12 +101,12 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # Validation may have replaced the default None by False from another table, which does not count as set.
+        # False in place of the default None does not count as set: validation may have copied it from another table.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
-    def copy_with(self, **values: Any) -> Self:
+    def copy_with(self, **new_values: Any) -> Self:
         """Return a copy with derived values, which are not validated and do not count as set by the user."""
-        table_copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | values)
+        table_copy: Any = type(self).model_construct(_fields_set=set(self.model_fields_set), **dict(self) | new_values)
         return table_copy  # type: ignore[no-any-return]
 
 
@@ -114,36 +114,36 @@ TableT = TypeVar("TableT", bound=Table)
 _USED_STATUS = KeyStatus("used")
 
 
-def support_status(field: FieldInfo) -> KeyStatus:
+def support_status(field_info: FieldInfo) -> KeyStatus:
     """Return the support status of a field in this version."""
-    key_status: KeyStatus | None = find_metadata(field, KeyStatus)
+    key_status: KeyStatus | None = find_metadata(field_info, KeyStatus)
     return key_status or _USED_STATUS
 
 
-def affects_result(field: FieldInfo) -> bool:
+def affects_result(field_info: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    declared_effect = find_metadata(field, AffectsResult)
-    return support_status(field) == _USED_STATUS and (declared_effect is None or declared_effect.value)
+    effect_metadata = find_metadata(field_info, AffectsResult)
+    return support_status(field_info) == _USED_STATUS and (effect_metadata is None or effect_metadata.value)
 
 
-def is_table(annotation: Any) -> bool:
+def is_table(type_annotation: Any) -> bool:
     """Return whether the type of a field is one table class, rather than a container or union of table classes."""
-    return isinstance(annotation, type) and issubclass(annotation, Table)
+    return isinstance(type_annotation, type) and issubclass(type_annotation, Table)
 
 
-def find_table_classes(annotation: Any) -> list[type[Table]]:
+def find_table_classes(type_annotation: Any) -> list[type[Table]]:
     """Return the table classes in the type of a field, unions and containers included."""
-    if is_table(annotation):
-        return [annotation]
-    return [table for argument in get_args(annotation) for table in find_table_classes(argument)]
+    if is_table(type_annotation):
+        return [type_annotation]
+    return [table_class for argument in get_args(type_annotation) for table_class in find_table_classes(argument)]
 
 
-def all_fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table], FieldInfo]]:
+def all_fields(table_class: type[Table], key_prefix: str = "") -> Iterator[tuple[str, type[Table], FieldInfo]]:
     """Yield every key below a table as (dotted path, table that declares it, field), in the order of the schema."""
-    for name, field in table.model_fields.items():
-        yield prefix + name, table, field
+    for name, field in table_class.model_fields.items():
+        yield key_prefix + name, table_class, field
         for subtable in find_table_classes(field.annotation):
-            yield from all_fields(subtable, f"{prefix}{name}.")
+            yield from all_fields(subtable, f"{key_prefix}{name}.")
 
 
 def active_tables(table: Table) -> Iterator[Table]:
@@ -151,15 +151,15 @@ def active_tables(table: Table) -> Iterator[Table]:
     if table.enabling_field and not getattr(table, table.enabling_field):
         return
     yield table
-    for _, field, value in _iterate_active_fields(table):
-        subtables = value if _are_tables(value) else (value,)
+    for _, field, field_value in _iterate_active_fields(table):
+        subtables = field_value if _are_tables(field_value) else (field_value,)
         if isinstance(subtables[0], Table) and support_status(field) == _USED_STATUS:
             for subtable in subtables:
                 yield from active_tables(subtable)
 
 
 def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield (name, field, value) of each field, except those whose enabling field, or that of the table, is off."""
+    """Yield (name, field, value) of each field unless its enabling field, or that of the table, is off."""
     is_table_enabled = not table.enabling_field or getattr(table, table.enabling_field)
     for name, field in type(table).model_fields.items():
         enabled_by: EnabledBy | None = find_metadata(field, EnabledBy)
@@ -187,49 +187,49 @@ def disabled_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any
 
 def _changed_settings(table: Table, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of every key below a table that was set to another value than its default."""
-    defaults = type(table)()
+    default_table = type(table)()
     for name in type(table).model_fields:
         value = getattr(table, name)
-        if name in table.model_fields_set and value != getattr(defaults, name):
+        if name in table.model_fields_set and value != getattr(default_table, name):
             is_nested = isinstance(value, Table)
             yield from _changed_settings(value, f"{prefix}{name}.") if is_nested else [(f"{prefix}{name}", value)]
 
 
-def active_fields(table: Table, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
+def active_fields(table: Table, key_prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
     """Yield every key that has an effect with the present values, as (dotted path, field, value, whether it was set and
     differs from its default). Keys of a table that validation copied from another table do not count as set."""
-    for name, field, value in _iterate_active_fields(table):
-        if isinstance(value, Table) and support_status(field) == _USED_STATUS:
-            for key, nested_field, nested_value, is_set in active_fields(value, f"{prefix}{name}."):
+    for name, field, field_value in _iterate_active_fields(table):
+        if isinstance(field_value, Table) and support_status(field) == _USED_STATUS:
+            for key, nested_field, nested_value, is_set in active_fields(field_value, f"{key_prefix}{name}."):
                 yield key, nested_field, nested_value, is_set and name in table.model_fields_set
-        elif _are_tables(value):
-            for i, subtable in enumerate(value):
-                yield from active_fields(subtable, f"{prefix}{name}.{i}.")
+        elif _are_tables(field_value):
+            for i, subtable in enumerate(field_value):
+                yield from active_fields(subtable, f"{key_prefix}{name}.{i}.")
         else:
-            yield prefix + name, field, value, table.is_set(name)
+            yield key_prefix + name, field, field_value, table.is_set(name)
 
 
-def _are_tables(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and isinstance(value[0], Table)
+def _are_tables(field_value: Any) -> bool:
+    return isinstance(field_value, tuple) and bool(field_value) and isinstance(field_value[0], Table)
 
 
 def result_values(table: Table) -> dict[str, Any]:
     """Return the values of a table that can change results, nested tables included, JSON types only."""
-    values: dict[str, Any] = {}
+    result_by_key: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
-        value = getattr(table, name)
+        field_value = getattr(table, name)
         omits_empty_value = getattr(find_metadata(field, AffectsResult), "omits_empty_value", False)
-        if not affects_result(field) or (not value and omits_empty_value):
+        if not affects_result(field) or (not field_value and omits_empty_value):
             continue
-        if omits_empty_value and _are_tables(value):  # one list per key, because a stage kind may read some keys only
-            subtable_values = [result_values(subtable) for subtable in value]
+        if omits_empty_value and _are_tables(field_value):  # one list per key: a fingerprint may need some keys only
+            subtable_values = [result_values(subtable) for subtable in field_value]
             keys = dict.fromkeys(key for row in subtable_values for key in row)
-            values[name] = {key: [row.get(key) for row in subtable_values] for key in keys}
-        elif not isinstance(value, Table):
-            values[name] = list(value) if isinstance(value, tuple) else value
-        elif nested_result := result_values(value):
-            values[name] = nested_result
-    return values
+            result_by_key[name] = {key: [row.get(key) for row in subtable_values] for key in keys}
+        elif not isinstance(field_value, Table):
+            result_by_key[name] = list(field_value) if isinstance(field_value, tuple) else field_value
+        elif nested_result := result_values(field_value):
+            result_by_key[name] = nested_result
+    return result_by_key
 
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
@@ -240,7 +240,7 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
         if isinstance(value, Table):
             converted_values[name] = convert_references(value, convert_reference_fn)
         elif _are_tables(value):
-            converted_values[name] = tuple(convert_references(each, convert_reference_fn) for each in value)
+            converted_values[name] = tuple(convert_references(subtable, convert_reference_fn) for subtable in value)
         elif reference_kind and isinstance(value, str):
             converted_values[name] = convert_reference_fn(reference_kind, value)
         elif reference_kind and isinstance(value, tuple):
@@ -250,10 +250,10 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
     return table.copy_with(**converted_values) if converted_values else table
 
 
-def flatten_nonempty_tables(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_nonempty_tables(nested_tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one flat dict with dotted keys; empty tables are left out."""
     flat_values: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in nested_tables.items():
         is_nested = isinstance(value, Mapping)
         flat_values |= flatten_nonempty_tables(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return flat_values
@@ -266,15 +266,15 @@ def check_bounds_order(table: Table, lower_field: str, upper_field: str) -> None
         raise ValueError(f"{lower_field} = {lower_bound} must not be above {upper_field} = {upper_bound}")
 
 
-def short_toml(value: object) -> str:
+def short_toml(setting_value: object) -> str:
     """Return the text of a value for a message, in TOML notation, shortened to 60 characters."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    toml_text = repr(list(value) if isinstance(value, tuple) else value)
+    if isinstance(setting_value, bool):
+        return str(setting_value).lower()
+    toml_text = repr(list(setting_value) if isinstance(setting_value, tuple) else setting_value)
     return toml_text if len(toml_text) <= 60 else toml_text[:57] + "..."
 
 
-def add_notice(info: ValidationInfo, text: str) -> None:
+def add_notice(info: ValidationInfo, notice: str) -> None:
     """Record a notice to the user about an accepted value, which `load.parse_table` collects."""
     if info.context is not None:
-        info.context["notices"].append(text)
+        info.context["notices"].append(notice)

@@ -45,7 +45,7 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 _NO_LOSS_SCALING_ADVICE = "this version does not scale losses, so gradients vanish; use 'bfloat16'"
-_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # SIGCHLD is sent at the end of every child process
+_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # every child process sends SIGCHLD at its end
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
@@ -213,8 +213,8 @@ class TrainConfig(Table):
 
     @field_validator("transfer_dtype")
     @classmethod
-    def _default_to_master_dtype(cls, dtype: DType | None, info: ValidationInfo) -> DType | None:
-        return info.data.get("master_dtype") if dtype is None else dtype
+    def _default_to_master_dtype(cls, transfer_dtype: DType | None, info: ValidationInfo) -> DType | None:
+        return info.data.get("master_dtype") if transfer_dtype is None else transfer_dtype
 
     @field_validator("train_policy")
     @classmethod
@@ -224,9 +224,9 @@ class TrainConfig(Table):
         if batch_size and "mini_batch" not in policy.model_fields_set:
             policy = policy.copy_with(mini_batch=math.gcd(batch_size, DEFAULT_MINI_BATCH))
         if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < sync_interval:
-            key, steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
-            add_notice(info, f"{key} = {policy.allowed_outdated_steps}: {steps}, which is sync_weight_interval - 1")
-            policy = policy.copy_with(allowed_outdated_steps=steps)
+            key, min_steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
+            add_notice(info, f"{key} = {policy.allowed_outdated_steps}: {min_steps}, which is sync_weight_interval - 1")
+            policy = policy.copy_with(allowed_outdated_steps=min_steps)
         return policy
 
     @field_validator("coalesce_weight_sync")
@@ -247,30 +247,30 @@ class TrainConfig(Table):
 
     @field_validator("optm_lr", "optm_impl")
     @classmethod
-    def _unwrap_single_item(cls, value: Any) -> Any:
+    def _unwrap_single_item(cls, item_or_list: Any) -> Any:
         """Return the item of a list of one item (Cosmos-RL: a value per model part), any other value unchanged."""
-        if isinstance(value, dict) and "global" not in value:
-            raise ValueError(f"optm_lr = {value} must have the key 'global', the rate of all modules not named")
-        if value == ():
+        if isinstance(item_or_list, dict) and "global" not in item_or_list:
+            raise ValueError(f"optm_lr = {item_or_list} must have the key 'global', the rate of all modules not named")
+        if item_or_list == ():
             raise ValueError("it is an empty list; give one value per model part")
-        return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        return item_or_list[0] if isinstance(item_or_list, tuple) and len(item_or_list) == 1 else item_or_list
 
     @field_validator("optm_warmup_steps")
     @classmethod
-    def _normalise_warmup_steps(cls, steps: int | float) -> int | float:
-        if steps < 0 or (isinstance(steps, float) and steps > 1 and steps != int(steps)):
-            raise ValueError(f"optm_warmup_steps = {steps} must be a count of steps or a fraction up to 1.0")
-        return int(steps) if isinstance(steps, float) and steps > 1 else steps
+    def _normalise_warmup_steps(cls, num_steps: int | float) -> int | float:
+        if num_steps < 0 or (isinstance(num_steps, float) and num_steps > 1 and num_steps != int(num_steps)):
+            raise ValueError(f"optm_warmup_steps = {num_steps} must be a count of steps or a fraction up to 1.0")
+        return int(num_steps) if isinstance(num_steps, float) and num_steps > 1 else num_steps
 
     @field_validator("signal_to_handle")
     @classmethod
-    def _check_signal_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_signal_names(cls, signal_names: tuple[str, ...]) -> tuple[str, ...]:
         import signal
 
-        for name in names:
+        for name in signal_names:
             if name not in signal.Signals.__members__ or name in _UNCATCHABLE_SIGNALS:
                 raise ValueError(f"{name!r} is not a signal that can ask a process to stop")
-        return names
+        return signal_names
 
     @property
     def order_seed(self) -> int:
@@ -288,19 +288,19 @@ class TrainConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _infer_policy_type(cls, values: Any) -> Any:
+    def _infer_policy_type(cls, train_table: Any) -> Any:
         """Set a missing `type` of `train_policy` as Cosmos-RL does: `grpo` if the table has a key of GRPO only."""
-        policy = values.get("train_policy") if isinstance(values, dict) else None
-        if policy is not None and not isinstance(policy, dict | Table):
-            raise ValueError(f"train_policy = {policy!r}: must be a table")
-        if isinstance(policy, dict) and policy.get("type") == "dpo":
+        policy_table = train_table.get("train_policy") if isinstance(train_table, dict) else None
+        if policy_table is not None and not isinstance(policy_table, dict | Table):
+            raise ValueError(f"train_policy = {policy_table!r}: must be a table")
+        if isinstance(policy_table, dict) and policy_table.get("type") == "dpo":
             raise ValueError("train_policy.type = 'dpo': write type = 'sft' and trainer_type = 'dpo'")
-        if isinstance(policy, dict) and "type" not in policy:
-            values = {**values, "train_policy": {**policy, "type": infer_training_type(policy)}}
-        elif isinstance(policy, dict) and policy["type"] not in policy_types():
+        if isinstance(policy_table, dict) and "type" not in policy_table:
+            train_table = {**train_table, "train_policy": {**policy_table, "type": infer_training_type(policy_table)}}
+        elif isinstance(policy_table, dict) and policy_table["type"] not in policy_types():
             known_types = ", ".join(map(repr, policy_types()))
-            raise ValueError(f"train_policy.type = {policy['type']!r}: must be one of {known_types}")
-        return values
+            raise ValueError(f"train_policy.type = {policy_table['type']!r}: must be one of {known_types}")
+        return train_table
 
     @model_validator(mode="after")
     def _check_exclusive_settings(self) -> Self:
@@ -333,6 +333,6 @@ class TrainConfig(Table):
         return self
 
 
-def infer_training_type(policy: Mapping[str, Any]) -> Any:
+def infer_training_type(policy_table: Mapping[str, Any]) -> Any:
     """Return the `type` of a `train_policy`, or infer it from its keys if it is missing."""
-    return policy.get("type", "grpo" if _GRPO_ONLY_KEYS & set(policy) else "sft")
+    return policy_table.get("type", "grpo" if _GRPO_ONLY_KEYS & set(policy_table) else "sft")

@@ -75,8 +75,8 @@ class ValidationConfig(Table):
     @model_validator(mode="after")
     def _check_greedy_sampling(self, info: ValidationInfo) -> Self:
         if self.top_k == 1 and self.temperature > 0:
-            explanation = "top_k = 1 takes the most likely token; set validation.top_k = -1 to draw"
-            add_notice(info, f"validation.temperature: {self.temperature:g} changes nothing, because {explanation}")
+            greedy_reason = "top_k = 1 takes the most likely token; set validation.top_k = -1 to draw"
+            add_notice(info, f"validation.temperature: {self.temperature:g} changes nothing, because {greedy_reason}")
         return self
 
     def notices(self, stage: StageContext) -> Iterator[str]:

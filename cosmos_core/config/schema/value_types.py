@@ -62,8 +62,8 @@ StringOrList = Annotated[
 """One string or a list of strings; an empty string is an empty list."""
 
 
-def _default_to_train_split(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name) or ("train",)
+def _default_to_train_split(split_names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in split_names if name) or ("train",)
 
 
 SplitNames = Annotated[StringOrList, AfterValidator(_default_to_train_split)]
@@ -72,14 +72,14 @@ StringList = Annotated[tuple[str, ...], Field(strict=False)]
 """List of strings."""
 
 
-def _parse_reward_weights(value: Any) -> Any:
-    if isinstance(value, str):
-        return {value: 1.0}
-    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
-        return dict.fromkeys(value, 1.0)
-    if isinstance(value, dict):
-        return {name: float(w) if isinstance(w, int) and not isinstance(w, bool) else w for name, w in value.items()}
-    return value
+def _parse_reward_weights(rewards: Any) -> Any:
+    if isinstance(rewards, str):
+        return {rewards: 1.0}
+    if isinstance(rewards, list | tuple) and all(isinstance(name, str) for name in rewards):
+        return dict.fromkeys(rewards, 1.0)
+    if isinstance(rewards, dict):
+        return {name: float(w) if isinstance(w, int) and not isinstance(w, bool) else w for name, w in rewards.items()}
+    return rewards
 
 
 RewardWeights = Annotated[

@@ -49,7 +49,7 @@ class PreparedRows(ABC):
     """Prepared rows of a split, for training or validation; a row is read from its file on access."""
 
     has_sample_pairs: ClassVar[bool] = False
-    """Whether a held-out row has two samples, whose log-probabilities a reference policy computes too."""
+    """Whether each held-out row gives two samples, which are also scored by a reference policy."""
     is_prefetched: ClassVar[bool] = False
     """Whether reading a row takes so long that the rows of the next step are read in advance."""
     reference_logprobs: np.ndarray | None = None
@@ -77,7 +77,7 @@ class PreparedRows(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]] | None:
-        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None leaves this to the trainer."""
+        """Divide the rows of a step into micro-batches of at most `max_rows` rows; None: the trainer divides them."""
         return None
 
 
@@ -117,7 +117,7 @@ class RowKind(ABC):
         return self.schema_with_images.with_metadata({**self.schema.metadata, IMAGE_ROOT_KEY: str(image_root).encode()})
 
     def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        """Return the kind of rows of each held-out split; with `has_rewards`, validation scores completions."""
+        """Return the kind of rows of each held-out split; `has_rewards` is whether validation scores completions."""
         return {VALIDATION_SPLIT: self.name}
 
     @abstractmethod

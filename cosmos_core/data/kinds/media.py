@@ -53,8 +53,8 @@ class MediaKind(MediaPromptsKind):
         return NoisyRows(rows, make_noise_sampler(rows, model.diffusers, adapter))
 
     def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        is_conditioned = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
-        clips = open_media(folder, split) if is_conditioned else None
+        starts_from_clips = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
+        clips = open_media(folder, split) if starts_from_clips else None
         return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""), clips)
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:

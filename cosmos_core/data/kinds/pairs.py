@@ -39,13 +39,13 @@ class PreferencePairs(PreparedRows):
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         """Return the number of tokens of each pair: the sum of both sequences if packed, else twice the longer one."""
-        lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
-        return lengths.sum(0) if is_packed else 2 * lengths.max(0)
+        sequence_lengths = np.stack([self.chosen.lengths, self.rejected.lengths])
+        return sequence_lengths.sum(0) if is_packed else 2 * sequence_lengths.max(0)
 
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]]:
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
-        lengths, num_images = self._padded_lengths, self.chosen.num_images
-        sorted_rows = sorted(row_ids.tolist(), key=lambda i: -lengths[i])
+        padded_lengths, num_images = self._padded_lengths, self.chosen.num_images
+        sorted_rows = sorted(row_ids.tolist(), key=lambda i: -padded_lengths[i])
         row_groups = [[i for i in sorted_rows if num_images[i] == n] for n in np.unique(num_images[sorted_rows])]
         return [rows[start : start + max_rows] for rows in row_groups for start in range(0, len(rows), max_rows)]
 
@@ -58,7 +58,7 @@ class PreferencePairs(PreparedRows):
         samples = []
         for i in row_ids:
             logprobs = (0.0, 0.0) if self.reference_logprobs is None else self.reference_logprobs[i].tolist()
-            images = self.chosen.images(i)  # both responses share the prompt, which has all images
+            images = self.chosen.images(i)  # both completions have the same images, which are in the prompt
             for sequences, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
                 sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.get_source_label(i)}
                 samples.append(Sample(*sequences[i], reference_logprob=logprob, images=images, **sample_arguments))
@@ -88,10 +88,10 @@ class PairsKind(TokenisedKind):
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
         has_images = row_spec.image_root is not None
         preference = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
-        # Plain texts are concatenated without a chat template, which images and a system prompt would require.
+        # Without a chat template, texts are concatenated. Images and a system prompt require a template.
         is_plain_text = not (tokenizer.chat_template or has_images or row_spec.conversation_settings[1])
-        if is_plain_text and (texts := read_plain_texts(row, location, ("prompt",), ("chosen",), ("rejected",))):
-            preference = Preference(texts[0], *(remove_repeated_prompt(*texts) or texts[1:]))
+        if is_plain_text and (plain_texts := read_plain_texts(row, location, ("prompt",), ("chosen",), ("rejected",))):
+            preference = Preference(plain_texts[0], *(remove_repeated_prompt(*plain_texts) or plain_texts[1:]))
         prompt, *completions = preference
         tools = read_tools(row, location)
         check_surrogates([prompt, *completions, tools], location)
@@ -99,7 +99,7 @@ class PairsKind(TokenisedKind):
             problem = "column 'rejected_images' differs from the images of the chosen completion"
             raise DataError(f"{location}: {problem}; show both in the prompt, or leave the row out")
         if has_images and isinstance(prompt, str):
-            align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
+            align_images([], row, location)  # raises an error for images: plain text has no turn that could show them
 
         def make_completion_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):
@@ -117,6 +117,6 @@ class PairsKind(TokenisedKind):
             truncation_note = " up to policy.model_max_length" if is_truncated else ""
             raise SkippedRow(location, f"with equal chosen and rejected{truncation_note}")
         num_image_tokens = sum(record.counts.get("image_tokens", 0) for record in (chosen, rejected))
-        counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
-        values = (*chosen.values[:2], *rejected.values[:2], *images)
-        return Record(values, chosen.has_merged_turns or rejected.has_merged_turns, counts)
+        pair_counts = chosen.counts | {"truncated_rows": is_truncated, "image_tokens": num_image_tokens}
+        pair_values = (*chosen.values[:2], *rejected.values[:2], *images)
+        return Record(pair_values, chosen.has_merged_turns or rejected.has_merged_turns, pair_counts)

@@ -62,9 +62,9 @@ class Prompts(IndexedSequence[Prompt]):
 
     def read_item(self, index: int) -> Prompt:
         ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _PREPARED_COLUMNS)
-        source = self.mixture.get_source_label(index) if self.mixture else ""
+        source_label = self.mixture.get_source_label(index) if self.mixture else ""
         images, metadata = self._images[index], json.loads(metadata_json)
-        return Prompt(index, tuple(ids), text, reference_response, images, metadata=metadata, source=source)
+        return Prompt(index, tuple(ids), text, reference_response, images, metadata=metadata, source=source_label)
 
 
 def open_prompts(folder: Path, split: str) -> Prompts:
@@ -73,7 +73,7 @@ def open_prompts(folder: Path, split: str) -> Prompts:
 
 
 def find_prompts(folder: Path, split: str) -> Prompts | None:
-    """Return the prompts of a split; None if it does not exist or has other rows; raise DataError if it is damaged."""
+    """Return the prompts of a split, or None if it is missing or of another kind; raise DataError if it is damaged."""
     has_prompts = has_split(folder, split) and read_row_kind(folder, split) == PromptsKind.name
     return open_prompts(folder, split) if has_prompts else None
 
@@ -94,8 +94,8 @@ class PromptsKind(TokenisedKind):
 
     def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out prompts, and the same rows as sequences with a loss if `prepare` has written them."""
-        split = HELD_OUT_SEQUENCES_SPLIT
-        sequences = open_sequences(folder, split) if has_split(folder, split) else None
+        sequences_split = HELD_OUT_SEQUENCES_SPLIT
+        sequences = open_sequences(folder, sequences_split) if has_split(folder, sequences_split) else None
         return HeldOutSet(sequences, open_prompts(folder, VALIDATION_SPLIT))
 
     def read(self, row: Row, location: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
@@ -110,14 +110,14 @@ class PromptsKind(TokenisedKind):
         )
         tools = read_tools(row, location)
         check_surrogates([messages, reference_response, tools], location)
-        columns = {**(row.original_row if isinstance(row, ColumnTrackingRow) else {}), **row}
-        columns.pop(RENDERED_COLUMN, None)
+        row_columns = {**(row.original_row if isinstance(row, ColumnTrackingRow) else {}), **row}
+        row_columns.pop(RENDERED_COLUMN, None)
         prompt_column = policy.prompt_column_name if isinstance(policy, RlConfig) else ""
-        reward_columns = serialise_row_for_rewards(columns, messages, prompt_column)
+        reward_columns_json = serialise_row_for_rewards(row_columns, messages, prompt_column)
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
             ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, row_spec.max_tokens, location)
-            values = (ids, text, reference_response, reward_columns, *row_spec.empty_image_cells, location)
-            return Record(values, False, {})
+            column_values = (ids, text, reference_response, reward_columns_json, *row_spec.empty_image_cells, location)
+            return Record(column_values, False, {})
         if tools:
             render_settings = replace(render_settings, tools=tuple(tools))
         if row_spec.image_root is not None:
@@ -128,15 +128,15 @@ class PromptsKind(TokenisedKind):
                 turns_with_placeholders,
             )
             check_tools(tools, text, location)
-            counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
-            counts["sized_images"] = int(has_image_sizes(messages))
-            values = (tokens.ids, text, reference_response, reward_columns, image_refs, location)
-            return Record(values, has_merged_turns, counts)
+            image_counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+            image_counts["sized_images"] = int(has_image_sizes(messages))
+            column_values = (tokens.ids, text, reference_response, reward_columns_json, image_refs, location)
+            return Record(column_values, has_merged_turns, image_counts)
         (ids, text), has_merged_turns = tokenise_turns(
             lambda turns: tokenise_prompt(tokenizer, turns, row_spec.max_tokens, location, render_settings), messages
         )
         check_tools(tools, text, location)
-        return Record((ids, text, reference_response, reward_columns, location), has_merged_turns, {})
+        return Record((ids, text, reference_response, reward_columns_json, location), has_merged_turns, {})
 
 
 def _read_prompt_row(
@@ -156,24 +156,24 @@ def _read_prompt_row(
 def serialise_row_for_rewards(row: Row, prompt: list[Message], prompt_column: str = "") -> str:
     """Return the columns of a row as JSON without bytes and media columns, for reward functions. The key `prompt` holds
     the prompt, as a string if its column is a string, otherwise as turns. For `prompt_column` see `read_prompt`."""
-    column = prompt_column or find_column(row, PROMPT_COLUMNS)
-    values = [row[column]] if column in row else [*row.values()]
-    texts = [turn["content"] for turn in prompt if turn["role"] != "system"]
-    is_text = len(texts) == 1 and isinstance(texts[0], str) and texts[0] in values
-    columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
-    return json.dumps(_to_plain_json({**columns, "prompt": texts[0] if is_text else prompt}), default=str)
+    present_prompt_column = prompt_column or find_column(row, PROMPT_COLUMNS)
+    prompt_values = [row[present_prompt_column]] if present_prompt_column in row else [*row.values()]
+    turn_contents = [turn["content"] for turn in prompt if turn["role"] != "system"]
+    is_text = len(turn_contents) == 1 and isinstance(turn_contents[0], str) and turn_contents[0] in prompt_values
+    other_columns = {name: value for name, value in row.items() if name not in _MEDIA_COLUMNS}
+    return json.dumps(_to_plain_json({**other_columns, "prompt": turn_contents[0] if is_text else prompt}), default=str)
 
 
-def _to_plain_json(value: Any) -> Any:
+def _to_plain_json(row_value: Any) -> Any:
     """Return a value without bytes and images, and with Python types in place of NumPy's, so that JSON can represent
     it."""
-    if isinstance(value, dict):
-        if is_image_part(value):
+    if isinstance(row_value, dict):
+        if is_image_part(row_value):
             return {"type": "image"}
-        return {str(name): _to_plain_json(element) for name, element in value.items() if not _is_binary(element)}
-    if isinstance(value, list | tuple):
-        return [_to_plain_json(element) for element in value if not _is_binary(element)]
-    return value.tolist() if hasattr(value, "tolist") else value
+        return {str(name): _to_plain_json(element) for name, element in row_value.items() if not _is_binary(element)}
+    if isinstance(row_value, list | tuple):
+        return [_to_plain_json(element) for element in row_value if not _is_binary(element)]
+    return row_value.tolist() if hasattr(row_value, "tolist") else row_value
 
 
 def _is_binary(value: Any) -> bool:

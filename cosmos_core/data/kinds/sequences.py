@@ -41,10 +41,10 @@ class Sequences(PreparedRows):
     ) -> None:
         """Wrap a table; `ids_column` and `mask_column` are the names of its columns with token ids and loss masks."""
         self.path, self.mixture = path, read_mixture(path)
-        self._ids, self._masks = table[ids_column], table[mask_column]
-        self.lengths: np.ndarray = pc.list_value_length(self._ids).to_numpy().astype(np.int64)
+        self._id_column, self._mask_column = table[ids_column], table[mask_column]
+        self.lengths: np.ndarray = pc.list_value_length(self._id_column).to_numpy().astype(np.int64)
         """Number of tokens of each row, int64."""
-        if not np.array_equal(self.lengths, pc.list_value_length(self._masks).to_numpy()):
+        if not np.array_equal(self.lengths, pc.list_value_length(self._mask_column).to_numpy()):
             raise make_damaged_file_error(path, f"{mask_column} and {ids_column} differ in length")
         self._images = RowImages(table)
         self.num_images = self._images.num_images
@@ -54,7 +54,7 @@ class Sequences(PreparedRows):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        ids, mask = (column[index].values.to_numpy() for column in (self._ids, self._masks))
+        ids, mask = (list_column[index].values.to_numpy() for list_column in (self._id_column, self._mask_column))
         return ids.astype(np.int64), mask.copy()
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
@@ -101,9 +101,9 @@ class SequencesKind(TokenisedKind):
         if row.get(TOKENS_COLUMN) is not None:
             return make_text_record(row_spec, _read_packer_tokens(row, location), location)
         has_images = row_spec.image_root is not None
-        columns = ("prompt",), ("completion", "response")
-        texts = None if tokenizer.chat_template else read_plain_texts(row, location, *columns)
-        if texts and not has_images and not row_spec.conversation_settings[1]:  # only templates render system prompts
+        text_columns = ("prompt",), ("completion", "response")
+        texts = None if tokenizer.chat_template else read_plain_texts(row, location, *text_columns)
+        if texts and not has_images and not row_spec.conversation_settings[1]:  # system prompts need a chat template
             check_surrogates(texts, location)
             if not texts[1].strip():
                 raise SkippedRow(location, "without a completion to learn")
@@ -115,7 +115,7 @@ class SequencesKind(TokenisedKind):
         if not isinstance(conversation, str):
             return make_conversation_record(tokenizer, row_spec, conversation, tools, row, location)
         if has_images:
-            align_images([], row, location)  # refuse images, since plain text has no turn to show an image in
+            align_images([], row, location)  # raises an error for images: plain text has no turn that could show them
         tokens = tokenise_conversation(tokenizer, conversation, location)
         return make_text_record(row_spec, tokens, location, plain_rows=1)
 
@@ -124,7 +124,7 @@ def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a sequence that a data packer has tokenised."""
     try:
         ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS_COLUMN, LABELS_COLUMN))
-    except (TypeError, ValueError, RuntimeError) as error:  # the column is null, a text or a matrix
+    except (TypeError, ValueError, RuntimeError) as error:  # a column holds null, text or a matrix, not a flat list
         problem = f"{TOKENS_COLUMN} and {LABELS_COLUMN} must be flat lists of integers: {first_line(error)}"
         raise DataError(f"{location}: {problem}") from error
     if not all(0 <= token_id < _MAX_TOKEN_IDS for token_id in ids):

@@ -43,8 +43,8 @@ class MetricSink(Protocol):
     `SomeNameSink` in `some_name.py`, and its attribute `package` names the Python package that it needs."""
 
     starting_step: int
-    """First step that the sink has not stored: lines of earlier attempts from this step on are sent first, and new
-    lines of earlier steps are not sent, except validation metrics that are logged for the first time."""
+    """First step that the sink has not stored. Lines of earlier attempts from this step on are sent first. New lines of
+    earlier steps are not sent, except validation metrics that are logged for the first time."""
 
     def log(self, line: dict[str, Any]) -> None:
         """Receive one line of `metrics.jsonl`: `step`, `time` (seconds since 1970) and metrics by name."""
@@ -57,10 +57,10 @@ class FunctionSink:
     """Metric sink that calls a user's function with the metrics of a step and the step number."""
 
     def __init__(self, function: Callable[[dict[str, Any], int], Any], stage: Stage, starting_step: int) -> None:
-        self._function, self.starting_step = function, starting_step
+        self._user_function, self.starting_step = function, starting_step
 
     def log(self, line: dict[str, Any]) -> None:
-        self._function({name: value for name, value in line.items() if name != "step"}, line["step"])
+        self._user_function({name: value for name, value in line.items() if name != "step"}, line["step"])
 
     def close(self, exit_code: int) -> None:
         """Do nothing, because a user's function holds no resources."""
@@ -71,12 +71,12 @@ SinkOpener = Callable[[Stage, int], MetricSink]
 
 def find_sink_class(name: str) -> SinkOpener:
     """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
-    sink_object = load_class(name, SINKS_FOLDER, "Sink")
-    return partial(FunctionSink, sink_object) if inspect.isfunction(sink_object) else sink_object
+    class_or_function = load_class(name, SINKS_FOLDER, "Sink")
+    return partial(FunctionSink, class_or_function) if inspect.isfunction(class_or_function) else class_or_function
 
 
 def import_user_sinks(names: Iterable[str]) -> None:
-    """Raise ConfigError if a user's metric sink cannot be imported, of which a training would only warn."""
+    """Raise ConfigError if a user's metric sink cannot be imported; a training would only log a warning."""
     for name in filter(is_import_path, names):
         find_sink_class(name)
 
@@ -108,9 +108,9 @@ class _SinkThread:
     def __init__(self, name: str, find_sink_opener: Callable[[str], SinkOpener], stage: Stage) -> None:
         self._sink_name, self._find_sink_opener, self._stage = name, find_sink_opener, stage
         self._line_queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # Read the file now, because a training that resumes removes lines of later steps from it.
+        # Read `metrics.jsonl` now, because a resumed training removes lines of later steps from it.
         lines = read_metrics(stage.metrics.path)
-        self._validated_steps = {line["step"] for line in lines if len(_keep_validation_metrics(line)) > 2}
+        self._steps_with_validation = {line["step"] for line in lines if len(_keep_validation_metrics(line)) > 2}
         self._exit_code = EXIT_CRASH
         self._thread: threading.Thread | None = None
 
@@ -128,7 +128,7 @@ class _SinkThread:
         self._line_queue.put(None)
 
     def wait_until_closed(self, deadline: float, timeout_seconds: float) -> None:
-        """Wait until the metric sink is closed or the monotonic time `deadline`; a warning names `timeout_seconds`."""
+        """Wait until the metric sink is closed; at the monotonic time `deadline` only warn, with `timeout_seconds`."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -141,9 +141,8 @@ class _SinkThread:
 
     def _send_lines(self, first_line: dict[str, Any]) -> None:
         sink = self._find_sink_opener(self._sink_name)(self._stage, first_line["step"])
-        # First send the earlier lines that the metric sink lacks because it was unreachable or an attempt was killed.
-        # If this attempt repeats an earlier step, its line replaces the earlier line, which is still sent if the new
-        # line has validation metrics only: the training metrics are then in the earlier line.
+        # First send the lines of earlier attempts that the metric sink lacks. The line of a step that this attempt
+        # repeats is not sent, unless the new line has only validation metrics and lacks the training metrics.
         lines = read_metrics(self._stage.metrics.path)
         for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
             is_repeated_step = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
@@ -152,13 +151,13 @@ class _SinkThread:
         for line in chain([first_line], iter(self._line_queue.get, None)):
             if line["step"] >= sink.starting_step:
                 sink.log(line)
-            elif line["step"] not in self._validated_steps and len(metrics := _keep_validation_metrics(line)) > 2:
+            elif line["step"] not in self._steps_with_validation and len(metrics := _keep_validation_metrics(line)) > 2:
                 sink.log(metrics)
         sink.close(self._exit_code)
 
-    def _log_warning(self, problem: str) -> None:
+    def _log_warning(self, problem_text: str) -> None:
         message_template = "logging.logger %r: %s; training does not need it, metrics.jsonl is complete"
-        logger.warning(message_template, self._sink_name, " ".join(problem.split()))
+        logger.warning(message_template, self._sink_name, " ".join(problem_text.split()))
 
 
 def _keep_validation_metrics(line: dict[str, Any]) -> dict[str, Any]:

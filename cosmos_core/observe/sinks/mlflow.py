@@ -13,7 +13,7 @@ from cosmos_core.run.stage import Stage
 
 _NEWEST_STEP_METRIC = "step"
 """Name of the metric whose value is the newest step that the MLflow server has."""
-# Limits of one request: number of parameters, and characters of a value.
+# Limits of the MLflow server: number of parameters in a request, and number of characters in their values.
 _MAX_PARAMS_PER_REQUEST = 100
 _MAX_VALUE_CHARACTERS = 6000
 
@@ -25,15 +25,15 @@ class MlflowSink:
     package = "mlflow-skinny"
 
     def __init__(self, stage: Stage, first_step: int) -> None:
-        self._client, (project, group, name, identifier) = open_client(), name_tracking_run(stage, "mlflow")
+        self._client, (project, group, name, run_identifier) = open_client(), name_tracking_run(stage, "mlflow")
         from mlflow.entities import Param
 
         tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
-        mlflow_run = get_or_create_run(self._client, project, identifier, name, {**tags, "cosmos.group": group})
+        mlflow_run = get_or_create_run(self._client, project, run_identifier, name, {**tags, "cosmos.group": group})
         self._run_id = mlflow_run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flatten_tables(mask_settings(stage.recipe.model_dump(mode="json")))
-        # Only new parameters are sent, because MLflow refuses to change those of a resumed run.
+        # Send only new parameters, because MLflow refuses to change the parameters of a resumed run.
         texts = [(sanitize_metric_name(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in settings.items()]
         params = [Param(name, text) for name, text in texts if name not in mlflow_run.data.params]
         for batch_start in range(0, len(params), _MAX_PARAMS_PER_REQUEST):
@@ -43,10 +43,10 @@ class MlflowSink:
     def log(self, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        step, milliseconds = line["step"], int(line["time"] * 1000)
+        step, timestamp_milliseconds = line["step"], int(line["time"] * 1000)
         value_by_metric = {sanitize_metric_name(name): value for name, value in select_numeric_metrics(line).items()}
         value_by_metric[_NEWEST_STEP_METRIC] = step
-        metrics = [Metric(name, value, milliseconds, step) for name, value in value_by_metric.items()]
+        metrics = [Metric(name, value, timestamp_milliseconds, step) for name, value in value_by_metric.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, exit_code: int) -> None:

@@ -27,9 +27,9 @@ class WandbSink:
         import wandb
 
         self._stage_path, self._media_log_interval = stage.path, stage.recipe.logging.multi_modal_log_interval
-        project, group, name, identifier = name_tracking_run(stage, "wandb")
+        project, group, name, run_identifier = name_tracking_run(stage, "wandb")
         self._run = wandb.init(
-            project=project, group=group, job_type=stage.kind.name, name=name, id=identifier,
+            project=project, group=group, job_type=stage.kind.name, name=name, id=run_identifier,
             resume="allow", config=mask_settings(stage.recipe.model_dump()), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,

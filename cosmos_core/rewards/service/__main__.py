@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Start to finish the accepted requests, then exit; uvicorn calls this method on a signal."""
         if self._drain_future is None and self.started:
-            log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending))
+            log.info("%s: finishing %d requests", signal.Signals(sig).name, len(self._engine.pending_requests))
             self._drain_future = asyncio.run_coroutine_threadsafe(self._drain_and_exit(), self._event_loop)
         else:
             self.should_exit = self.force_exit = True

@@ -85,7 +85,8 @@ class HttpInterface:
         request_id = idempotency_key.lower() or str(uuid.uuid4())
         with self.engine.reserve_capacity(num_body_bytes):
             await self.engine.accept_request(request_id, await _read_body(request, num_body_bytes))
-        return JSONResponse({"uuid": request_id} | ({"replica_id": self.engine.replica} if self.engine.replica else {}))
+        replica_field = {"replica_id": self.engine.replica_id} if self.engine.replica_id else {}
+        return JSONResponse({"uuid": request_id} | replica_field)
 
     async def pull(self, request: Request) -> Response:
         """Return the scores of one reward, or status 400 if they are not ready."""
@@ -96,7 +97,7 @@ class HttpInterface:
         if not _UUID_PATTERN.fullmatch(key):
             return JSONResponse({"message": f"Not found scores for {key[:64]}"}, 400, headers={STATE_HEADER: "unknown"})
         key = key.lower()
-        if not reward_name and (pending_request := self.engine.pending.get(key)):
+        if not reward_name and (pending_request := self.engine.pending_requests.get(key)):
             reward_name = pending_request.reward_names[0]
         scores_json = await self.engine.store.get(key, reward_name) if reward_name else None
         if scores_json is not None:
@@ -130,10 +131,11 @@ class HttpInterface:
 
     async def health(self, request: Request) -> Response:
         """Return the state of the service for probes, without authentication and without details."""
-        num_ready_by_reward = {name: pool.ready for name, pool in self.engine.pools.items()}
+        num_ready_by_reward = {name: pool.num_ready for name, pool in self.engine.pools.items()}
         serving_state = "ok" if all(num_ready_by_reward.values()) else "degraded"
         service_state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
-        health_report = {"status": service_state, "rewards": num_ready_by_reward, "pending": len(self.engine.pending)}
+        num_pending = len(self.engine.pending_requests)
+        health_report = {"status": service_state, "rewards": num_ready_by_reward, "pending": num_pending}
         return JSONResponse(health_report, 200 if service_state in {"ok", "degraded"} else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -148,7 +150,8 @@ class HttpInterface:
         """Yield the metrics; prometheus_client calls this method."""
         engine = self.engine
         values_by_reward = {
-            reward: {"queue": len(pool.queue), "in_flight": pool.in_flight, "ready": pool.ready, **vars(pool.counts)}
+            reward: {"queue": len(pool.queue), "in_flight": pool.num_in_flight, "ready": pool.num_ready}
+            | vars(pool.counters)
             for reward, pool in engine.pools.items()
         }
         for family, descriptions in _METRIC_DESCRIPTIONS.items():
@@ -176,7 +179,7 @@ class HttpInterface:
             except HTTPException as error:
                 response = _refuse(error.status_code, str(error.detail))
             except CapacityExceededError as error:
-                response = _refuse(429, str(error), retry_after=error.seconds)
+                response = _refuse(429, str(error), retry_after=error.retry_seconds)
             except ShutdownError:
                 response = _refuse(503, "the service ends; ask another", retry_after=5)
             except ClientDisconnect:
@@ -196,7 +199,7 @@ class HttpInterface:
             return True
         auth_scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
         token_bytes = credentials.strip().encode("utf-8", "replace")
-        if auth_scheme.lower() == "basic" and request.method == "GET":  # browsers use HTTP Basic for the status page
+        if auth_scheme.lower() == "basic" and request.method == "GET":  # browsers send HTTP Basic for the status page
             try:
                 token_bytes = base64.b64decode(token_bytes, validate=True).partition(b":")[2]
             except binascii.Error:
@@ -216,14 +219,14 @@ def _respond_unauthorized(request: Request) -> Response:
 def _refuse(http_status: int, message: str, retry_after: int = 0) -> Response:
     headers = {"Retry-After": str(retry_after)} if retry_after else {}
     if http_status not in {429, 503}:
-        headers["Connection"] = "close"  # close it, so that the unread body is not parsed as a new request
+        headers["Connection"] = "close"  # close the connection, so that the unread body is not parsed as a new request
     return JSONResponse({"message": message}, http_status, headers=headers)
 
 
-def _is_uuid(text: str) -> bool:
+def _is_uuid(key: str) -> bool:
     """Return True if a key is a uuid of the variant in RFC 9562; simple patterns such as all zeros are not."""
     try:
-        return str(parsed_uuid := uuid.UUID(text)) == text.lower() and parsed_uuid.variant == uuid.RFC_4122
+        return str(parsed_uuid := uuid.UUID(key)) == key.lower() and parsed_uuid.variant == uuid.RFC_4122
     except ValueError:
         return False
 

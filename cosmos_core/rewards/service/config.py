@@ -108,8 +108,8 @@ class ServiceConfig(Table):
     port: Port = 8080
     """Port to listen on; 0: any free port."""
     authentication: Literal["auto", "on", "off"] = "auto"
-    """Whether requests need the bearer token in `token_env`; `auto`: if the token is set, and always beyond
-    loopback."""
+    """Whether requests need the bearer token in `token_env`; `auto`: yes if the token is set, or if other machines can
+    reach the service."""
     token_env: str = "REMOTE_REWARD_TOKEN"
     """Environment variable that holds the token."""
     queue: Literal["memory", "redis"] = "memory"
@@ -120,7 +120,7 @@ class ServiceConfig(Table):
     """Port of Redis, with queue = "redis"."""
     replica_id: str = ""
     """Name with which clients return to this replica, and with queue = "redis" the owner of its requests; empty:
-    `LEPTON_REPLICA_ID`, or else no name for clients, and an owner made of machine, host and port."""
+    the value of `LEPTON_REPLICA_ID`; without it, clients get no name, and machine, host and port name the owner."""
     max_body_bytes: PositiveInt = 256 * 2**20
     """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
@@ -205,7 +205,7 @@ class ServiceConfig(Table):
 def read_config(file: Path, **overrides: Any) -> ServiceConfig:
     """Return the configuration in a file, with those `overrides` that are not None; raise `ConfigError` if invalid."""
     settings = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
-    config = parse_table(ServiceConfig, settings, source=str(file))
+    config = parse_table(ServiceConfig, settings, error_prefix=str(file))
     if not config.rewards:
         raise ConfigError(f"{file}: no reward is served; add a [[reward_args]] with a reward_type")
     return config

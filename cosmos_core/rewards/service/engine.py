@@ -32,11 +32,11 @@ _THROUGHPUT_WINDOW_SECONDS = 60.0
 
 
 class CapacityExceededError(Exception):
-    """Error if there is no capacity for a request; `seconds` is the suggested time until a retry."""
+    """Error if there is no capacity for a request; `retry_seconds` is the suggested time until a retry."""
 
     def __init__(self, retry_seconds: int) -> None:
         super().__init__(f"too much waits already; come back in {retry_seconds} s")
-        self.seconds = retry_seconds
+        self.retry_seconds = retry_seconds
 
 
 class ShutdownError(Exception):
@@ -51,12 +51,12 @@ class Engine:
         self.pools: dict[str, RewardPool] = {}
         self.decoder: RewardPool | None = None
         self.is_ready = self.is_draining = self._has_drained = False
-        self.pending: dict[str, ScoreRequest] = {}
+        self.pending_requests: dict[str, ScoreRequest] = {}
         self.pending_bytes = self.decoded_bytes = self._num_reserved_requests = 0
         self.num_accepted = 0
-        self._finished_counts: deque[tuple[float, int]] = deque()
-        self.replica = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
-        self.store: Store = _open_store(config, self.replica)
+        self._item_counts: deque[tuple[float, int]] = deque()
+        self.replica_id = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
+        self.store: Store = _open_store(config, self.replica_id)
 
     async def start(self) -> None:
         """Load every reward, then resume unfinished requests of an earlier process of the service. Raise `RewardError`
@@ -96,45 +96,45 @@ class Engine:
         wait until clients have fetched all scores."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
-        while self.pending or self._num_reserved_requests or self.store.has_unfetched_scores():
+        while self.pending_requests or self._num_reserved_requests or self.store.has_unfetched_scores():
             if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(0.05)
         self._has_drained = True
 
     @contextlib.contextmanager
-    def reserve_capacity(self, body_bytes: int) -> Iterator[None]:
+    def reserve_capacity(self, num_body_bytes: int) -> Iterator[None]:
         """Reserve capacity for a request while its body is read and accepted, or raise `CapacityExceededError` or
         `ShutdownError`."""
         if self.is_draining:
             raise ShutdownError
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
-        if len(self.pending) + self._num_reserved_requests >= self.config.max_pending or (
-            self.pending_bytes + body_bytes > self.config.max_pending_bytes and not is_only_request
+        if len(self.pending_requests) + self._num_reserved_requests >= self.config.max_pending or (
+            self.pending_bytes + num_body_bytes > self.config.max_pending_bytes and not is_only_request
         ):
             items_per_second = self.items_per_second()
-            num_waiting_items = sum(request.num_items for request in self.pending.values())
+            num_waiting_items = sum(request.num_items for request in self.pending_requests.values())
             retry_seconds = round(num_waiting_items / items_per_second / 4) if items_per_second else 1
             raise CapacityExceededError(min(30, max(1, retry_seconds)))
-        self.pending_bytes += body_bytes
+        self.pending_bytes += num_body_bytes
         self._num_reserved_requests += 1
         try:
             yield
         finally:
-            self.pending_bytes -= body_bytes
+            self.pending_bytes -= num_body_bytes
             self._num_reserved_requests -= 1
 
     async def accept_request(self, uuid: str, body: bytes | bytearray) -> None:
         """Store a request and queue it for scoring. A stored request with the same uuid is not scored again, unless it
         was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShutdownError` if
         the service has finished its accepted requests."""
-        if uuid in self.pending:
+        if uuid in self.pending_requests:
             return
         if await self.store.has_request(uuid) and not await self.store.has_unfinished_request(uuid):
             return
         request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
         self._check_latents(request)
-        if uuid in self.pending:  # another copy of the request was accepted in the meantime
+        if uuid in self.pending_requests:  # another copy of the request was accepted in the meantime
             return
         if self._has_drained:
             raise ShutdownError
@@ -159,7 +159,7 @@ class Engine:
 
     async def has_request(self, uuid: str) -> bool:
         """Return True if the request is pending or stored."""
-        return uuid in self.pending or await self.store.has_request(uuid)
+        return uuid in self.pending_requests or await self.store.has_request(uuid)
 
     def check_latent_attributes(self, latent_attributes: dict[str, Any]) -> None:
         """Raise `ProtocolError` if the service decodes no latents, or if `latent_attributes` name another VAE;
@@ -173,21 +173,21 @@ class Engine:
     def items_per_second(self) -> float:
         """Return the number of items scored per second, over the last minute."""
         self._remove_expired_counts()
-        if not self._finished_counts:
+        if not self._item_counts:
             return 0.0
-        elapsed_seconds = max(1.0, time.monotonic() - self._finished_counts[0][0])
-        return sum(count for _, count in self._finished_counts) / elapsed_seconds
+        elapsed_seconds = max(1.0, time.monotonic() - self._item_counts[0][0])
+        return sum(count for _, count in self._item_counts) / elapsed_seconds
 
     def _remove_expired_counts(self) -> None:
-        while self._finished_counts and self._finished_counts[0][0] < time.monotonic() - _THROUGHPUT_WINDOW_SECONDS:
-            self._finished_counts.popleft()
+        while self._item_counts and self._item_counts[0][0] < time.monotonic() - _THROUGHPUT_WINDOW_SECONDS:
+            self._item_counts.popleft()
 
     def _add_pending(self, request: ScoreRequest) -> None:
-        self.pending[request.uuid] = request
+        self.pending_requests[request.uuid] = request
         self.pending_bytes += request.num_bytes
 
     def _remove_pending(self, request: ScoreRequest) -> None:
-        if self.pending.pop(request.uuid, None):
+        if self.pending_requests.pop(request.uuid, None):
             self.pending_bytes -= request.num_bytes
             self.decoded_bytes -= request.decoded_bytes
 
@@ -239,13 +239,13 @@ class Engine:
             response = {"error": result["error"], "is_lost": bool(result.get("is_lost")), **response, "scores": None}
         elif any(result.get("errors", [])):
             response["errors"] = result["errors"]
-        self._finished_counts.append((time.monotonic(), request.num_items))
+        self._item_counts.append((time.monotonic(), request.num_items))
         self._remove_expired_counts()
         request.remaining_rewards.discard(name)
         response_json = json.dumps(response, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
         await self._call_store(self.store.put, request.uuid, name, response_json.encode(errors="replace").decode())
-        if not request.remaining_rewards and request.uuid in self.pending:
+        if not request.remaining_rewards and request.uuid in self.pending_requests:
             await self._call_store(self.store.finish_request, request.uuid)
             self._remove_pending(request)
 

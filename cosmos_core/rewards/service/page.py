@@ -11,7 +11,7 @@ RESPONSE_HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
 }
-_CSS = """
+_STYLE_SHEET = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1d2330;
   background: #fbfbfd }
 h1 { font-size: 1.4rem; margin-bottom: .2rem } h2 { font-size: 1.05rem; margin-top: 2rem }
@@ -30,28 +30,30 @@ def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> st
     table_rows = "".join(_render_reward_row(name, engine) for name in engine.pools)
     errors = sorted((text for pool in engine.pools.values() for text in pool.errors), reverse=True)[:20] or ["none"]
     error_items = "".join(f"<li>{escape(text)}</li>" for text in errors)
-    responses = ", ".join(f"{escape(path)} {status}: {n}" for (path, status), n in sorted(response_counts.items()))
+    responses_text = ", ".join(f"{escape(path)} {status}: {n}" for (path, status), n in sorted(response_counts.items()))
     state_text = "ends after what it has accepted" if engine.is_draining else "takes requests"
-    pending_text = f"{len(engine.pending)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
+    pending_text = f"{len(engine.pending_requests)} requests wait ({engine.pending_bytes / 2**20:.1f} MiB)"
     table_header = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
-        f"<style>{_CSS}</style><h1>Reward service</h1>"
+        f"<style>{_STYLE_SHEET}</style><h1>Reward service</h1>"
         f"<p>It {state_text}; {pending_text}; {engine.items_per_second():.1f} items/s over the last minute; "
         f"{engine.num_accepted} requests accepted; {escape(engine.config.queue)} queue; "
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
         f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last errors</h2><ul>{error_items}</ul>"
-        f"<h2>Responses</h2><p>{responses or 'none'}</p></html>"
+        f"<h2>Responses</h2><p>{responses_text or 'none'}</p></html>"
     )
 
 
 def _render_reward_row(reward_name: str, engine: Engine) -> str:
     pool = engine.pools[reward_name]
-    counts, num_devices = pool.counts, len(pool.settings.reward.process_devices)
-    processes_cell = f"<td class={'ok' if pool.ready == num_devices else 'bad'}>{pool.ready} of {num_devices}</td>"
+    counters, num_devices = pool.counters, len(pool.settings.reward.process_devices)
+    css_class = "ok" if pool.num_ready == num_devices else "bad"
+    processes_cell = f"<td class={css_class}>{pool.num_ready} of {num_devices}</td>"
     cell_values = (
-        len(pool.queue), pool.in_flight, counts.items, f"{counts.seconds / counts.items:.4f}" if counts.items else "",
-        counts.errors, counts.restarts, counts.retried,
+        len(pool.queue), pool.num_in_flight, counters.items,
+        f"{counters.seconds / counters.items:.4f}" if counters.items else "",
+        counters.errors, counters.restarts, counters.retried,
     )  # fmt: skip
     number_cells = "".join(f"<td>{number}</td>" for number in cell_values)
     return f"<tr><td>{escape(reward_name)}</td>{processes_cell}{number_cells}</tr>"

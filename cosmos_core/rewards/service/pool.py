@@ -97,10 +97,10 @@ class RewardPool:
     def __init__(self, settings: ProcessSettings, on_result: ResultCallback) -> None:
         self.settings, self._on_result = settings, on_result
         self.queue: deque[RewardJob] = deque()
-        self.counts = PoolCounters()
+        self.counters = PoolCounters()
         self.errors: deque[str] = deque(maxlen=20)
-        self.ready = 0
-        self.in_flight = 0
+        self.num_ready = 0
+        self.num_in_flight = 0
         self.loaded_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.model_properties: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
@@ -130,11 +130,11 @@ class RewardPool:
                 pause_seconds, self.model_properties = _MIN_PAUSE_SECONDS, process.model_properties
                 if not self.loaded_future.done():
                     self.loaded_future.set_result(None)
-                self.ready += 1
+                self.num_ready += 1
                 try:
                     await self._score_batches(process)
                 finally:
-                    self.ready -= 1
+                    self.num_ready -= 1
             except Exception as error:
                 failure = error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
                 if failure is not error:
@@ -146,7 +146,7 @@ class RewardPool:
                 self._record_error(str(failure))
             finally:
                 await process.kill()
-            self.counts.restarts += 1
+            self.counters.restarts += 1
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS) if not process.is_ready else _MIN_PAUSE_SECONDS
 
@@ -154,22 +154,22 @@ class RewardPool:
         while True:
             jobs = await self._next_batch(process)
             start_time = time.monotonic()
-            self.in_flight += len(jobs)
+            self.num_in_flight += len(jobs)
             try:
                 reply, arrays = await process.score(jobs)
             except BaseException as error:
                 for job in jobs:
                     job.num_attempts += 1
                 self.queue.extendleft(reversed(jobs))
-                self.counts.retried += len(jobs)
+                self.counters.retried += len(jobs)
                 self._has_queued_jobs.set()
                 if isinstance(error, Exception):
                     await self._fail_exhausted_jobs(str(error))
                 raise
             finally:
-                self.in_flight -= len(jobs)
-            self.counts.batches += 1
-            self.counts.seconds += time.monotonic() - start_time
+                self.num_in_flight -= len(jobs)
+            self.counters.batches += 1
+            self.counters.seconds += time.monotonic() - start_time
             if "error" in reply and len(jobs) > 1:  # retry requests one by one to isolate the failing one
                 for job in jobs:
                     job.num_attempts = max(1, job.num_attempts)
@@ -185,8 +185,8 @@ class RewardPool:
         for i, job in enumerate(jobs):
             result = {**job_results[i], "array": arrays[i]} if arrays else job_results[i]
             num_errors = job.request.num_items if result.get("error") else sum(map(bool, result.get("errors", [])))
-            self.counts.items += job.request.num_items
-            self.counts.errors += num_errors
+            self.counters.items += job.request.num_items
+            self.counters.errors += num_errors
             if num_errors:
                 self._record_error(result.get("error") or next(filter(None, result["errors"])))
             await self._on_result(job, result, float(reply.get("seconds", 0.0)))
@@ -194,7 +194,7 @@ class RewardPool:
     async def _fail_exhausted_jobs(self, last_error: str) -> None:
         for job in [job for job in self.queue if job.num_attempts >= self.settings.max_attempts]:
             self.queue.remove(job)
-            self.counts.errors += job.request.num_items
+            self.counters.errors += job.request.num_items
             error_text = f"tried {job.num_attempts} times, each of which ended its process; the last: {last_error}"
             await self._on_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
@@ -207,7 +207,7 @@ class RewardPool:
                 await process.wait_while_running(self._has_queued_jobs.wait())
             num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
-                await asyncio.sleep(self.settings.batch_seconds)  # wait for more jobs, which another process may take
+                await asyncio.sleep(self.settings.batch_seconds)  # more jobs may arrive; another process may take them
             while self.queue and (not jobs or self._fits_in_batch(jobs)):
                 jobs.append(self.queue.popleft())
         return jobs
@@ -282,15 +282,15 @@ class RewardProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.communicate()  # unlike `wait`, it also reads the output, so that a full pipe cannot block
+        await self._process.communicate()  # reads the output, unlike `wait`, so that a full pipe cannot block
 
     async def _send_and_receive(
-        self, header: Mapping[str, Any], sent_arrays: Sequence[np.ndarray], timeout_seconds: float, expected_state: str
+        self, message: Mapping[str, Any], sent_arrays: Sequence[np.ndarray], timeout_seconds: float, expected_state: str
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdin is not None
         try:
             async with asyncio.timeout(timeout_seconds):
-                self._process.stdin.write(encode_header(header, sent_arrays))
+                self._process.stdin.write(encode_header(message, sent_arrays))
                 for array in sent_arrays:
                     self._process.stdin.write(np.ascontiguousarray(array).tobytes())
                     await self._process.stdin.drain()

@@ -124,20 +124,20 @@ def _check_list_field(field_name: str, field_values: Any, element_type: type, nu
 
 def _describe_input(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the input in the format of Cosmos-RL's service."""
-    shape, float_array, dtype = list(array.shape), array, f"torch.{array.dtype.name}"
+    input_shape, float_array, dtype_name = list(array.shape), array, f"torch.{array.dtype.name}"
     if media_type == "text":
-        return {"shape": shape, "dtype": dtype}
+        return {"shape": input_shape, "dtype": dtype_name}
     if media_type == "latent":
-        dtype = "torch.bfloat16"
+        dtype_name = "torch.bfloat16"
         if array.dtype == np.uint8:
-            shape[-1] //= 2
+            input_shape[-1] //= 2
             bfloat16_bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
             float_array = (bfloat16_bits << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
         min_value, max_value = float(float_array.min()), float(float_array.max())
     if media_type == "latent":
         min_value, max_value = (_round_to_bfloat16(value) for value in (min_value, max_value))
-    input_info = {"shape": shape, "dtype": dtype, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
+    input_info = {"shape": input_shape, "dtype": dtype_name, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
     return input_info if media_type == "image" else {**input_info, "video_infos": fields.get("video_infos") or []}
 
 

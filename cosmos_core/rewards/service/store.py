@@ -80,7 +80,7 @@ class MemoryStore:
 
 
 _BODY_KEY_TEMPLATE, _ACCEPTED_KEY_TEMPLATE = "cosmos:reward:body:{}", "cosmos:reward:known:{}"
-"""Keys in Redis of a request's body and of its acceptance, with a field for its uuid."""
+"""Templates of the Redis keys for the body of a request and for its acceptance; `{}` is the uuid of the request."""
 
 
 class RedisStore:
@@ -97,12 +97,12 @@ class RedisStore:
         self._unfinished_key = f"cosmos:reward:pending:{owner_name}"
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.set(_BODY_KEY_TEMPLATE.format(uuid), body, ex=self._retention_seconds)
-        pipeline.set(_ACCEPTED_KEY_TEMPLATE.format(uuid), b"1", ex=self._retention_seconds)
-        pipeline.sadd(self._unfinished_key, uuid)
-        pipeline.expire(self._unfinished_key, self._retention_seconds)
-        await pipeline.execute()
+        redis_pipeline = self._redis.pipeline(transaction=True)
+        redis_pipeline.set(_BODY_KEY_TEMPLATE.format(uuid), body, ex=self._retention_seconds)
+        redis_pipeline.set(_ACCEPTED_KEY_TEMPLATE.format(uuid), b"1", ex=self._retention_seconds)
+        redis_pipeline.sadd(self._unfinished_key, uuid)
+        redis_pipeline.expire(self._unfinished_key, self._retention_seconds)
+        await redis_pipeline.execute()
 
     async def has_request(self, uuid: str) -> bool:
         return bool(await self._redis.exists(_ACCEPTED_KEY_TEMPLATE.format(uuid)))
@@ -118,10 +118,10 @@ class RedisStore:
         return scores_json.decode() if scores_json is not None else None
 
     async def finish_request(self, uuid: str) -> None:
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(_BODY_KEY_TEMPLATE.format(uuid))
-        pipeline.srem(self._unfinished_key, uuid)
-        await pipeline.execute()
+        redis_pipeline = self._redis.pipeline(transaction=True)
+        redis_pipeline.delete(_BODY_KEY_TEMPLATE.format(uuid))
+        redis_pipeline.srem(self._unfinished_key, uuid)
+        await redis_pipeline.execute()
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         uuids_and_bodies = []

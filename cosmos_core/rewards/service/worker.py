@@ -31,7 +31,7 @@ _INFO_FIELDS = {
 def main() -> None:
     """Load the reward, report that it is ready, and score batches until the end of standard input."""
     kill_with_parent(os.getppid())
-    ignore_job_signals()  # the service finishes the accepted requests after SIGTERM
+    ignore_job_signals()  # after SIGTERM, the service still needs this process for the accepted requests
     input_stream, output_stream = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -40,7 +40,7 @@ def main() -> None:
         return
     sys.path[:0] = start_message[0].pop("path", [])
     try:
-        reward, model_properties = _load_reward(start_message[0])
+        scorer_or_decoder, model_properties = _load_reward(start_message[0])
     except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
@@ -53,10 +53,10 @@ def main() -> None:
         reply: dict[str, Any] = {}
         videos: list[np.ndarray] = []
         try:
-            if isinstance(reward, WanVae):
-                videos = [reward.decode(array) for array in arrays]
+            if isinstance(scorer_or_decoder, WanVae):
+                videos = [scorer_or_decoder.decode(array) for array in arrays]
             else:
-                reply["results"] = _score_batch(reward, header["jobs"], arrays)
+                reply["results"] = _score_batch(scorer_or_decoder, header["jobs"], arrays)
         except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
             traceback.print_exc()
             if "CUDA error" in str(error):  # after a CUDA error, all later CUDA calls of the process fail
@@ -107,16 +107,16 @@ def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _score_batch(scorer: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
     items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
     items = [item for job_items in items_by_job for item in job_items]
-    columns, errors = replace_nonfinite(scorer.score(items), len(items))
+    score_columns, errors = replace_nonfinite(scorer.score(items), len(items))
     reported_errors = getattr(scorer, "errors", None) or errors
     errors = [error or reward_error for error, reward_error in zip(errors, reported_errors, strict=True)]
-    results, first_index = [], 0
+    job_results, first_index = [], 0
     for job_items in items_by_job:
         item_slice = slice(first_index, first_index + len(job_items))
-        results.append({"scores": _slice_columns(columns, item_slice), "errors": errors[item_slice]})
+        job_results.append({"scores": _slice_columns(score_columns, item_slice), "errors": errors[item_slice]})
         first_index = item_slice.stop
-    json.dumps(results)  # what is no JSON is an error of this batch, and must not end the process
-    return results
+    json.dumps(job_results)  # fail the batch, not the process, if a score has no JSON form
+    return job_results
 
 
 def _slice_columns(columns: Mapping[str, Any], item_slice: slice) -> dict[str, Any]:
