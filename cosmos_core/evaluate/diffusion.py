@@ -48,7 +48,8 @@ def check(stage: Stage) -> Outcome:
     prompt_sets = read_prompt_sets(config)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
     groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
-    rewards_text = call_rewards(stage.recipe, dict.fromkeys(config.rewards, 1.0), groups, stage.progress.beat)
+    reward_weights = dict.fromkeys(config.rewards, 1.0)
+    rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, groups, stage.progress.beat)
     prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
     return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts}; {rewards_text}"})
 
@@ -103,7 +104,7 @@ def _score_prompts(
     getattr(pipeline, diffusion_model.denoiser_name).register_forward_pre_hook(lambda *_: stage.progress.beat())
     batch_size, pipeline_arguments = config.batch_size or 1, _make_pipeline_arguments(diffusion_model)
     reward_weights = dict.fromkeys(config.rewards, 1.0 / len(config.rewards))
-    with open_rewards(stage.recipe, reward_weights, stage.progress.beat) as score_groups:
+    with open_rewards(stage.recipe.reward_settings, reward_weights, stage.progress.beat) as score_groups:
         stage.progress.phase("evaluate")
         for batch_start in range(len(scored_prompts), len(prompts), batch_size):
             batch = prompts[batch_start : batch_start + batch_size]

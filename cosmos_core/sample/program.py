@@ -99,7 +99,7 @@ def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> lis
         return records
     with ExitStack() as exit_stack:
         complete_prompts = _open_sampler(stage, sampling, exit_stack)
-        scorer = open_rewards(stage.recipe, stage.recipe.training_rewards, stage.progress.beat)
+        scorer = open_rewards(stage.recipe.reward_settings, stage.recipe.training_rewards, stage.progress.beat)
         score_fn = score_on_first_rank(exit_stack.enter_context(scorer))
         stage.progress.phase("generate")
         for batch_start in range(len(records), len(prompts), batch_size):

@@ -267,7 +267,7 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
         if not isinstance(rewards, RemoteRewardConfig):
             prompts = read_checked_prompts(stage.path, stage.data)
             test_groups = make_test_groups(prompts, splits, algorithm, media_shape)
-            report_lines.append(call_rewards(stage.recipe, rewards, test_groups, stage.progress.beat))
+            report_lines.append(call_rewards(stage.recipe.reward_settings, rewards, test_groups, stage.progress.beat))
             continue
         reward_names = [reward_fn.name for reward_fn in rewards.reward_fns]
         report_lines.append(_check_reward_service(stage.config.reward_service, reward_names))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.recipe import RewardSettings
 from cosmos_core.config.source_weights import RewardWeightsBySource, reward_weights_of_source
 from cosmos_core.data.kinds.prompts import find_prompts
 from cosmos_core.data.media_rows import find_reference_response
@@ -50,7 +50,10 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(
-    recipe: Recipe, rewards: Mapping[str, float], test_groups: Sequence[Group], send_heartbeat: Callable[[], None]
+    settings: RewardSettings,
+    rewards: Mapping[str, float],
+    test_groups: Sequence[Group],
+    send_heartbeat: Callable[[], None],
 ) -> str:
     """Call rewards on made-up completions. Return the names of the rewards, with messages about completions without a
     score. `send_heartbeat` is called during waits."""
@@ -59,7 +62,7 @@ def call_rewards(
         unit_weights = RewardWeightsBySource(
             {source: dict.fromkeys(weight_by_reward, 1.0) for source, weight_by_reward in rewards.by_source.items()}
         )
-    with open_rewards(recipe, unit_weights, send_heartbeat) as score:
+    with open_rewards(settings, unit_weights, send_heartbeat) as score:
         scored_groups = score(test_groups) if test_groups else []
     score_messages = []
     for reward, metric_name in metric_names(rewards).items():

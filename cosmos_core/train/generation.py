@@ -1,9 +1,9 @@
-"""Set up the rollout engine of a stage, the publisher that sends weights to the engine, and the rewards."""
+"""Set up the rollout engine of a stage, the publisher that sends weights to the engine, the rewards, and the source of
+completions that engines generate while the ranks train."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
@@ -21,20 +20,26 @@ from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import check_rows, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.open_causal_lm import open_image_reader
-from cosmos_core.models.processor import ImageReader
 from cosmos_core.observe.logs import configure_logging
 from cosmos_core.rewards.runner import ScoreGroups
+from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
 from cosmos_core.rollout.base import Engine, EngineSettings, WeightFormat
 from cosmos_core.rollout.fleet import EngineFleet
+from cosmos_core.rollout.groups import GroupPlan, GroupSource
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.replica import EngineReplica
 from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
 from cosmos_core.rollout.transport import IpcTransport, NcclTransport
 from cosmos_core.run.stage import Stage, load_stage, mask_stage_secrets
+from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.diffusion_setup import make_engine_denoiser
+from cosmos_core.train.feeds import total_steps
 from cosmos_core.train.measure import RewardConfig, open_rewards, score_on_first_rank
+from cosmos_core.train.rollout_feed import PromptOrder, make_group_filter
+from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
+from cosmos_core.types import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +65,14 @@ class RolloutSetup:
             engine = _make_engine_fleet(stage.recipe.rollout, stage.recipe.mode, stage.engines, stage.progress.beat)
             engine.send_missing_weights = lambda: self.send_missing_weights(self._published_version)
         else:
-            engine_settings = _make_engine_settings(
-                stage, adapter.model, adapter.tokenizer, adapter.image_reader, stage.progress.beat
-            )
-            if stage.recipe.policy.is_diffusers:
-                engine_denoiser = make_engine_denoiser(stage.prepared_folder, self._trainer)
-                engine_settings = replace(engine_settings, flow=engine_denoiser)
-            else:
-                engine_settings = replace(engine_settings, meta_copy=adapter.meta_copy)
+            is_diffusion = stage.recipe.policy.is_diffusers
+            engine_settings = EngineSettings(
+                adapter.model, adapter.tokenizer, stage.model, stage.recipe.rollout,
+                stage.recipe.policy.model_max_length, getattr(torch, stage.recipe.train.param_dtype),
+                stage.recipe.custom, vision=adapter.image_reader, beat=stage.progress.beat,
+                flow=make_engine_denoiser(stage.prepared_folder, self._trainer) if is_diffusion else None,
+                meta_copy=None if is_diffusion else adapter.meta_copy,
+            )  # fmt: skip
             engine = make_engine(engine_settings)
         self.exit_stack.callback(engine.close)
         logger.info("rollout engine: %s", engine.name)
@@ -117,9 +122,43 @@ class RolloutSetup:
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
         scorer_key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
         if scorer_key not in self._scorers:
-            scorer_context = open_rewards(self._stage.recipe, rewards, self._stage.progress.beat, max_tokens)
+            scorer_context = open_rewards(
+                self._stage.recipe.reward_settings, rewards, self._stage.progress.beat, max_tokens
+            )
             self._scorers[scorer_key] = self.exit_stack.enter_context(scorer_context)
         return self._scorers[scorer_key]
+
+    def make_async_source(
+        self, prompt_order: PromptOrder, sampling: Sampling, validation: AsyncValidation | None
+    ) -> GroupSource:
+        """Return a source of groups of completions that disaggregated engines generate while the ranks train. While it
+        waits, it checks `validation`, which runs beside the training."""
+        stage, recipe, train = self._stage, self._stage.recipe, self._stage.recipe.train
+
+        def check_validation() -> None:
+            check_stop(stage)
+            if validation is not None:
+                validation.poll()
+
+        group_plan = GroupPlan(train.train_batch_per_replica, recipe.group_size)
+        group_filter, sleeps_in_training = make_group_filter(train.train_policy), recipe.mode == "colocated_separated"
+        max_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
+        if sleeps_in_training:  # engines that sleep during training would lose requests in flight
+            max_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
+        num_steps = total_steps(train, recipe.group_size, prompt_order.num_prompts)
+        take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
+        if recipe.may_split_groups or group_filter:
+            end_position = None if group_filter else group_plan.first_position(num_steps)
+            take_prompts = partial(prompt_order.take_prompts, end_position=end_position)
+        group_source = AsyncGroupSource(
+            self.engine_fleet, take_prompts, self.make_local_scorer(recipe.training_rewards),
+            sampling, stage.progress, group_plan=group_plan, max_lag=max_lag,
+            send_missing_weights=self.send_missing_weights, on_wait=check_validation,
+            num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, filter=group_filter,
+            sleeps_in_training=sleeps_in_training,
+        )  # fmt: skip
+        self.exit_stack.callback(group_source.close)
+        return group_source
 
     def send_missing_weights(self, weights_version: int) -> dict[str, float]:
         """Send the current weights, as version `weights_version`, to engines that have no weights."""
@@ -135,17 +174,6 @@ class RolloutSetup:
 def get_transfer_dtype(train: TrainConfig) -> torch.dtype | None:
     """Return the dtype `train.transfer_dtype`; None if weights are sent to engines in their training dtype."""
     return None if train.transfer_dtype in (None, train.master_dtype) else getattr(torch, train.transfer_dtype)
-
-
-def _make_engine_settings(
-    stage: Stage, model: PreTrainedModel, tokenizer: Any, image_reader: ImageReader | None, beat: Callable[[], None],
-    *, is_separate: bool = False,
-) -> EngineSettings:  # fmt: skip
-    return EngineSettings(
-        model, tokenizer, stage.model, stage.recipe.rollout, max_model_len=stage.recipe.policy.model_max_length,
-        dtype=getattr(torch, stage.recipe.train.param_dtype), custom=stage.recipe.custom, is_separate=is_separate,
-        vision=image_reader, beat=beat,
-    )  # fmt: skip
 
 
 def _make_engine_fleet(
@@ -205,4 +233,9 @@ def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
         check_rows(model.config, stage.data, lambda: model, splits_to_complete=["train"])
     if generation_config := load_generation_config(stage.model, policy.model_revision):
         model.generation_config = generation_config
-    return make_engine(_make_engine_settings(stage, model, tokenizer, open_image_reader(stage), beat, is_separate=True))
+    engine_settings = EngineSettings(
+        model, tokenizer, stage.model, stage.recipe.rollout, policy.model_max_length,
+        getattr(torch, stage.recipe.train.param_dtype), stage.recipe.custom, is_separate=True,
+        vision=open_image_reader(stage), beat=beat,
+    )  # fmt: skip
+    return make_engine(engine_settings)

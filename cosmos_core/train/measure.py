@@ -16,7 +16,7 @@ import numpy as np
 
 from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.flow_credit import compute_diversity
-from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.recipe import Recipe, RewardSettings
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.data.kinds.base import REFERENCE_BATCH_ROWS, PreparedRows
 from cosmos_core.environment import mask_secrets
@@ -240,7 +240,7 @@ def make_completion_settings(recipe: Recipe) -> CompletionSettings:
 
 @contextmanager
 def open_rewards(
-    recipe: Recipe, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
+    settings: RewardSettings, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
 ) -> Iterator[ScoreGroups]:
     """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
     see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or the environment names no service.
@@ -255,16 +255,17 @@ def open_rewards(
     if not rewards or not is_first_rank():  # `bypass_reward` is set, or the first rank scores instead of this rank
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
-    secret_variable_names = (*recipe.reward_env, *((recipe.judge.key_env,) if "judge" in rewards else ()))
+    judge = settings.judge if "judge" in rewards else None
+    secret_variable_names = (*settings.environment_names, *((judge.key_env,) if judge else ()))
     mask_secrets(secret_variable_names)
     with RewardRunner(
         rewards,
-        timeout_seconds=recipe.train.train_policy.reward_call_timeout_seconds,
-        timeout_by_reward={"judge": recipe.judge.timeout_seconds} if "judge" in rewards else {},
-        constant_fields=recipe.reward_keyword_constants | ({} if max_tokens is None else {"max_tokens": max_tokens}),
+        timeout_seconds=settings.timeout_seconds,
+        timeout_by_reward={"judge": judge.timeout_seconds} if judge else {},
+        constant_fields=settings.keyword_values | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         environment_names=secret_variable_names,
         on_wait=on_wait,
-        calls_per_group=recipe.train.train_policy.calls_rewards_per_group,
+        calls_per_group=settings.calls_per_group,
     ) as reward_runner:
         yield reward_runner.score_groups
 

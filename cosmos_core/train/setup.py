@@ -20,7 +20,6 @@ from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.checkpoint.best import BestStep
 from cosmos_core.checkpoint.save import Checkpointer
 from cosmos_core.config.schema.dataset import PASS_RATES_FILE
-from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT, PreparedRows
 from cosmos_core.data.kinds.registry import load_row_kind
@@ -30,16 +29,14 @@ from cosmos_core.data.prepared import DATA_TERM_SPLIT, open_held_out
 from cosmos_core.models.base import ModelAdapter
 from cosmos_core.models.teacher import TEACHER_WEIGHTS, open_teacher
 from cosmos_core.observe.gallery import SAMPLES_FOLDER as GALLERY_FOLDER
-from cosmos_core.rollout.async_groups import AsyncGroupSource, prompts_by_position
-from cosmos_core.rollout.groups import GroupPlan, GroupSource, SyncGroupSource
+from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.lineage import describe_base_model
 from cosmos_core.run.stage import Stage
-from cosmos_core.run.workspace import Workspace
 from cosmos_core.train import measure
 from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.completions import COMPLETIONS_FOLDER, CompletionLog
 from cosmos_core.train.diffusion_setup import make_data_term
-from cosmos_core.train.feeds import RowFeed, SampleFeed, make_sft_loss, total_steps
+from cosmos_core.train.feeds import RowFeed, SampleFeed, make_sft_loss
 from cosmos_core.train.generation import RolloutSetup, get_transfer_dtype
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.logprob_drift import LogprobDriftCheck
@@ -199,9 +196,7 @@ class _TrainingSetup:
             self._prepare_diffusion_algorithm(self._sampling)
         prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
         if recipe.num_engines:
-            group_source = _make_async_source(
-                recipe, prompt_order, self._sampling, self._rollout_setup, self._stage, validation
-            )
+            group_source = self._rollout_setup.make_async_source(prompt_order, self._sampling, validation)
         else:
             sync_source = SyncGroupSource(
                 prompt_order, self._rollout_setup.engine, self._rollout_setup.make_scorer(recipe.training_rewards),
@@ -291,39 +286,6 @@ class _TrainingSetup:
         if self._train_config.resume is True:
             adopt_checkpoint(stage, stage.checkpoint_fingerprint)
         return checkpointer
-
-
-def _make_async_source(
-    recipe: Recipe, prompt_order: PromptOrder, sampling: Sampling, rollout_setup: RolloutSetup, workspace: Workspace,
-    validation: AsyncValidation | None = None,
-) -> GroupSource:  # fmt: skip
-    """Return a source of groups of completions that disaggregated engines generate while the ranks train."""
-
-    def check_validation() -> None:
-        check_stop(workspace)
-        if validation is not None:
-            validation.poll()
-
-    train, group_size = recipe.train, recipe.group_size
-    group_plan = GroupPlan(train.train_batch_per_replica, group_size)
-    group_filter, sleeps_in_training = make_group_filter(train.train_policy), recipe.mode == "colocated_separated"
-    max_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
-    if sleeps_in_training:  # engines that sleep during training would lose requests in flight
-        max_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
-    num_steps = total_steps(train, group_size, prompt_order.num_prompts)
-    take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
-    if recipe.may_split_groups or group_filter:
-        end_position = None if group_filter else group_plan.first_position(num_steps)
-        take_prompts = partial(prompt_order.take_prompts, end_position=end_position)
-    group_source = AsyncGroupSource(
-        rollout_setup.engine_fleet, take_prompts, rollout_setup.make_local_scorer(recipe.training_rewards),
-        sampling, workspace.progress, group_plan=group_plan, max_lag=max_lag,
-        send_missing_weights=rollout_setup.send_missing_weights, on_wait=check_validation,
-        num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, filter=group_filter,
-        sleeps_in_training=sleeps_in_training,
-    )  # fmt: skip
-    rollout_setup.exit_stack.callback(group_source.close)
-    return group_source
 
 
 def _completion_metrics_fn(

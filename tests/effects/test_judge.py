@@ -101,7 +101,7 @@ def test_it_changes_how_long_a_slow_judge_is_waited_for(
         scores = []
         for recipe in (change.after, change.before):
             recipe = recipe.copy_with(judge=recipe.judge.copy_with(endpoint=url))
-            with open_rewards(recipe, WEIGHTS, lambda: None) as score_groups:
+            with open_rewards(recipe.reward_settings, WEIGHTS, lambda: None) as score_groups:
                 scores.append(score_groups([GROUP])[0].scores[0])
         is_over.set()
     assert [score.value for score in scores] == [None, 0.4]

@@ -18,7 +18,7 @@ from cosmos_core.data.kinds.prompts import Prompts
 from cosmos_core.rollout.async_groups import AsyncGroupSource
 from cosmos_core.rollout.transfer import DeltaWeightTransfer, NativeWeightTransfer
 from cosmos_core.run.workspace import Workspace
-from cosmos_core.train import generation, setup
+from cosmos_core.train import generation
 from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.rollout_feed import training_sampling
 from cosmos_core.train.validation import Validation
@@ -33,12 +33,12 @@ DAPO = {**APART, "train.train_policy.variant": "dapo"}
 def ahead(recipe: Recipe, folder: Path) -> AsyncGroupSource:
     """What the training of a recipe takes its groups from."""
     rows: Prompts = type("Rows", (), {"__len__": lambda self: 64})()
-    made: Any = SimpleNamespace(
-        engine_fleet=None, make_local_scorer=lambda weights: weights, send_missing_weights=None, exit_stack=ExitStack()
-    )
-    found: Any = setup._make_async_source(
-        recipe, prompt_order(rows, recipe), training_sampling(recipe), made, Workspace(folder)
-    )
+    setup: Any = SimpleNamespace(
+        engine_fleet=None, make_local_scorer=lambda weights: weights, send_missing_weights=None, exit_stack=ExitStack(),
+        _stage=SimpleNamespace(recipe=recipe, progress=Workspace(folder).progress),
+    )  # fmt: skip
+    sampling = training_sampling(recipe)
+    found: Any = generation.RolloutSetup.make_async_source(setup, prompt_order(rows, recipe), sampling, None)
     return found
 
 

@@ -57,7 +57,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(recipe: Recipe, folder: Path, weights: RewardConfig) -> Score:
-    with open_rewards(recipe, weights, lambda: None) as score_groups:
+    with open_rewards(recipe.reward_settings, weights, lambda: None) as score_groups:
         return score_groups([GROUP])[0].scores[0]
 
 
@@ -228,7 +228,7 @@ def told(recipe: Recipe, folder: Path, weights: RewardConfig, server: RewardServ
     if (key := str(weights)) in TOLD:  # training and validation ask in the same way
         return TOLD[key]
     server.sent.clear()
-    with open_rewards(recipe, weights, lambda: None) as score_groups:
+    with open_rewards(recipe.reward_settings, weights, lambda: None) as score_groups:
         first, *_ = score_groups([GROUP] * 4)
     waiting: set[str] = set()
     most = 0

@@ -1,7 +1,7 @@
 """Recipe: the settings of one training, in the format of Cosmos-RL, and the rules that involve several tables."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -26,6 +26,20 @@ from cosmos_core.config.schema.validation import ValidationConfig
 
 if TYPE_CHECKING:
     from cosmos_core.types import StageKind
+
+
+class RewardSettings(NamedTuple):
+    """Settings with which the reward functions of a recipe are called."""
+
+    environment_names: tuple[str, ...]
+    """Names of the additional environment variables that the processes of reward functions receive."""
+    judge: JudgeConfig
+    timeout_seconds: float
+    """Time limit of one call of a reward function other than `judge`."""
+    keyword_values: dict[str, Any]
+    """The recipe's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
+    calls_per_group: bool
+    """Whether a user's own reward functions take all completions of a prompt at once."""
 
 
 class VLAConfig(Table):
@@ -172,11 +186,17 @@ class Recipe(Table):
         return ""
 
     @property
-    def reward_keyword_constants(self) -> dict[str, Any]:
-        """Return the recipe's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
+    def reward_settings(self) -> RewardSettings:
+        """Return the settings with which reward functions are called, in training and in validation."""
         policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
         recipe_values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
-        return recipe_values | policy.reward_keyword_values
+        return RewardSettings(
+            environment_names=self.reward_env,
+            judge=self.judge,
+            timeout_seconds=policy.reward_call_timeout_seconds,
+            keyword_values=recipe_values | policy.reward_keyword_values,
+            calls_per_group=policy.calls_rewards_per_group,
+        )
 
     @property
     def uses_judge(self) -> bool:
