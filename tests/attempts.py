@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from prefect.logging.handlers import APILogHandler
 
 from cosmos_core.errors import CosmosError, StageFailed
 from cosmos_core.launch import worker
@@ -42,20 +43,21 @@ def run_here(settings: AttemptSettings) -> Result:
     return result
 
 
+@pytest.fixture
+def workers() -> None:
+    """For a test of how a worker ends or what it leaves, in a file whose stages run in this process."""
+
+
 def use(patch: pytest.MonkeyPatch) -> None:
     """Let stages run in this process."""
     patch.setattr(worker, "run_attempt", run_here)
 
 
-def show_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Let stages and runs give the server no cards, curves and tables, whose requests are most of what a flow costs."""
-    for kind in ("image", "markdown", "progress", "table"):
-        patch.setattr(f"tasks.artifacts.create_{kind}_artifact", lambda **_: None)
-
-
 @contextmanager
-def here() -> Iterator[None]:
-    """Let stages run in this process within the block."""
+def unshown() -> Iterator[None]:
+    """Let stages and runs give the server no cards, curves, tables and logs, which are half of what a flow costs."""
     with pytest.MonkeyPatch.context() as patch:
-        use(patch)
+        patch.setattr(APILogHandler, "emit", lambda handler, record: None)
+        for kind in ("image", "markdown", "progress", "table"):
+            patch.setattr(f"tasks.artifacts.create_{kind}_artifact", lambda **_: None)
         yield

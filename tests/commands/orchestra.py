@@ -40,9 +40,10 @@ class Orchestra:
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             **one_certificate(folder),
-            "PREFECT_WORKER_QUERY_SECONDS": "0.5",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "0.5",
             "PREFECT_SERVER_SERVICES_SCHEDULER_RECENT_DEPLOYMENTS_LOOP_SECONDS": "1",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "2",  # sees a schedule that a deployment gets later
             "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "3",  # not a hundred, which takes seconds
             # On SQLite a server that reads its automations again while one is changed waits for itself for ever.
             "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1H",

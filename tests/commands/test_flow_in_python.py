@@ -89,26 +89,20 @@ def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(worksp
         assert process.wait() == code
     [run] = outputs.glob("chain-*")
     for option in (["--from-stage", "count-0"], ["--verify"]):
-        assert f"{option[0]}: the run is of a flow in Python" in refusal("resume", str(run), *option)
+        refused = workspace.cosmos("resume", run.name, *option, code=64)
+        assert f"{option[0]}: the run is of a flow in Python" in refused.stderr
     elsewhere = workspace.path / "elsewhere"
     elsewhere.mkdir()
     assert "report" in workspace.cosmos("resume", str(run), cwd=elsewhere).stdout
     assert not list(elsewhere.iterdir()), "what is relative in a flow is relative to the folder where it began"
     facts = (run / "run.json").read_text()
     (run / "run.json").write_text(facts.replace(json.dumps(str(workspace.path)), '"/gone"'))
-    assert "was started in /gone" in refusal("resume", str(run))
+    assert "was started in /gone" in workspace.cosmos("resume", run.name, code=64).stderr
     (run / "run.json").write_text(facts)
     for name in ("count-0", "count-1"):
         assert (run / "stages" / name / "out.txt").read_text() == chain(42, STEPS)
         assert read_result(run / "stages" / name) is not None
-    assert "count-1" in CliRunner().invoke(app, ["status", str(run)]).output
-
-
-def refusal(*words: str) -> str:
-    """What a command says that is refused before anything starts, called in this process."""
-    error = CliRunner().invoke(app, words).exception
-    assert isinstance(error, ConfigError)
-    return str(error)
+    assert "count-1" in workspace.cosmos("status", run.name).stdout
 
 
 def test_a_budget_that_is_spent_is_said_in_one_line(workspace: Workspace) -> None:
@@ -158,10 +152,10 @@ def test_a_mistake_is_found_before_the_flow_begins(
     workspace.write("parts/two.py", "")
     monkeypatch.chdir(workspace.path)
     monkeypatch.setattr(sys, "path", [str(workspace.path), *sys.path])
-    said = refusal(*words)
+    done = CliRunner().invoke(app, words)
     for name in [name for name in sys.modules if name.partition(".")[0] in {"my", "parts"}]:
         del sys.modules[name]
-    assert message in said
+    assert isinstance(done.exception, ConfigError) and message in str(done.exception), done.output
 
 
 def test_a_flow_of_a_package_is_run_by_its_module_and_resumed(workspace: Workspace) -> None:

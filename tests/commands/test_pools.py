@@ -177,7 +177,7 @@ def run_apart(orchestra: Orchestra, place: Workspace, name: str, *, is_disturbed
     run = place.path / "outputs" / name
     if is_disturbed:
         saved = ArtifactStore(f"s3://models/{name}")
-        wait_until(lambda: stored_steps(orchestra, saved, name), 180, "a checkpoint is stored")
+        wait_until(lambda: stored_steps(orchestra, saved, name), 180, "a checkpoint is stored", pause=0.3)
         for pid in pids_of(child(run, "sft")["flow_run"]):
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(orchestra.machine("gpu"))

@@ -118,9 +118,12 @@ FOUR = [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The models of the cases that run."""
     folder = tmp_path_factory.mktemp("models")
-    for name in {case.model for case in (*TWO, *REFUSED, *FOUR)} - {IDLE, THREE}:
+    cases = [TWO[index] for index in chosen(request, "test_two_ranks_do_what_one_does")]
+    cases += [FOUR[index] for index in chosen(request, "test_four_ranks_do_what_one_does")]
+    for name in {"gpt-oss", "qwen3-moe", *(case.model for case in (*cases, *REFUSED))} - {IDLE, THREE}:
         save_family(name, folder / name)
     idle = load_model(str(folder / "gpt-oss"), dtype=torch.float32)
     with torch.no_grad():

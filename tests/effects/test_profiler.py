@@ -31,7 +31,7 @@ def traces(settings: Any, inputs: Path, path: Path) -> dict[str, Path]:
 
 def has_key_or_name(trace: Path, beginning: str) -> bool:
     """Whether a key or the name of an event begins so; to parse a trace takes as long as a training."""
-    return f'"{beginning}' in gzip.decompress(trace.read_bytes()).decode()
+    return f'"{beginning}'.encode() in gzip.decompress(trace.read_bytes())
 
 
 @changes(

@@ -21,7 +21,7 @@ from tasks.kinds import all_kinds
 from tests.conftest import Workspace
 from tests.unit.tiny_model import save_tiny_model
 
-STEPS, GROUPS = 4, 2
+STEPS, GROUPS = 3, 2
 TOY_TASK = Path(__file__).parents[2] / "configs/demo/arithmetic.py"
 PIPELINE = f"""
 [pipeline]

@@ -27,8 +27,9 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks import custom, flow_run
 from tasks.flow_run import PythonFlowState, StageCall, describe_unfinished_stage
+from tests.attempts import workers
 from tests.conftest import PROGRAMS, wait_until
-from tests.flows.test_flows_in_python import GROW, folder, grown, starts, workers
+from tests.flows.test_flows_in_python import GROW, folder, grown, starts
 from tests.flows.test_retrain import events_of
 
 __all__ = ["folder", "workers"]
@@ -97,7 +98,7 @@ def test_two_executions_of_a_flow_both_end_and_share_its_stages(folder: Path) ->
         if is_first:
             began.set()
             wait_until(lambda: read_state(second).state == "running", 60, "the other execution")
-        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 30, "seconds": 0.05})
+        custom(f"{PROGRAMS}/counting.py:count", name="second", arguments={"steps": 12, "seconds": 0.05})
         return grown("third", model=first).metrics["size"]
 
     with ThreadPoolExecutor(2) as pool:

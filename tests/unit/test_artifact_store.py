@@ -26,24 +26,20 @@ from tasks import reuse, store_sync
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage
 from tasks.store_sync import OUTPUT_DIR_VARIABLE, StageSync, open_run_from_store
-from tests import attempts
+from tests.attempts import use, workers
 from tests.conftest import PROGRAMS, wait_until
 from tests.store import Proxy, Request
 from tests.unit.run_folder import COUNTING, finish
 from tests.unit.test_checkpoint_upload import checkpoint
 
+__all__ = ["workers"]
 GATE = '\n[[pipeline.stages]]\nname = "gate"\nkind = "gate"\nafter = "second"\nrequire = ["count >= 4"]\n'
-
-
-@pytest.fixture
-def workers() -> None:
-    """For a test of what a worker leaves in its folder: its stages do not run in this process."""
 
 
 @pytest.fixture(autouse=True)
 def url(here: Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if "workers" not in request.fixturenames:
-        attempts.use(monkeypatch)
+        use(monkeypatch)
     return f"s3://models/{request.node.name[:60]}"
 
 

@@ -203,7 +203,10 @@ def test_reap_corrects_a_flow_run_whose_process_is_gone(
     assert server.set == ({OWN: corrected} if corrected else {})
 
 
-@pytest.mark.parametrize(("said", "confirmed"), [("CANCELLING", "CANCELLED"), ("CANCELLED", ""), ("RUNNING", "")])
+@pytest.mark.parametrize(
+    ("said", "confirmed"),
+    [("CANCELLING", "CANCELLED"), ("RUNNING", ""), pytest.param("CANCELLED", "", marks=pytest.mark.full)],
+)
 def test_a_process_that_ends_confirms_its_cancellation_because_its_worker_may_be_gone(
     server: Server, said: str, confirmed: str
 ) -> None:

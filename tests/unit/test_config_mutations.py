@@ -230,7 +230,7 @@ def test_the_bases_set_every_table_of_the_schema() -> None:
     assert tables - found == set()
 
 
-@bases(*FURTHER)
+@bases(*FURTHER, *LONG)
 def test_any_mutation_is_valid_or_one_line(tmp_path_factory: pytest.TempPathFactory, base: str) -> None:
     file = tmp_path_factory.mktemp("mutated") / "mutated.toml"
 

@@ -22,6 +22,7 @@ from cosmos_core.data.kinds.sequences import open_sequences
 from cosmos_core.launch.estimate import estimate_stages_in_worker, render_estimate_table
 from cosmos_core.run.plan import StageDecision
 from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.train import estimate as estimate_module
 from cosmos_core.train.estimate import TrainingEstimate, estimate, kv_cache_bytes, shard_memory
 from cosmos_core.train.memory import StepMemory, eight_bit_moment_bytes
 from tasks.kinds import all_kinds
@@ -50,15 +51,27 @@ def counted(train_policy: dict[str, Any], **train: Any) -> Recipe:
     return config.copy_with(policy=config.policy.copy_with(model_gradient_checkpointing=False))
 
 
-_KNOWN: dict[tuple[Path, str, Path | None], TrainingEstimate] = {}
-
-
 def of(model: Path, recipe_: Recipe, prepared: Path | None = None) -> TrainingEstimate:
-    """Return the estimate, which is traced once for each model and recipe."""
-    key = (model, recipe_.model_dump_json(), prepared)
-    if key not in _KNOWN:
-        _KNOWN[key] = estimate(recipe_, str(model), ProgressWriter(model / "progress.json"), prepared)
-    return _KNOWN[key]
+    return estimate(recipe_, str(model), ProgressWriter(model / "progress.json"), prepared)
+
+
+_TRACES: dict[Any, Any] = {}
+_trace_memory = estimate_module._trace_memory
+
+
+def counts(model: Path, recipe_: Recipe, prepared: Path | None = None) -> TrainingEstimate:
+    """Return the estimate of a `counted` recipe with its own rows, steps and sizes, but the memory of the first one of
+    this model, algorithm and reference: a trace is what takes long."""
+
+    def trace_once(algorithm: Any, train: Any, policy: Any, path: str, *rest: Any) -> Any:
+        key = path, train.train_policy.trainer_type, train.train_policy.auxiliary_model_names
+        if key not in _TRACES:
+            _TRACES[key] = _trace_memory(algorithm, train, policy, path, *rest)
+        return _TRACES[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate_module, "_trace_memory", trace_once)
+        return of(model, recipe_, prepared)
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +110,16 @@ def test_a_model_of_8_billion_parameters_needs_no_memory_for_them(tmp_path: Path
 
 def test_disk_is_the_checkpoints_that_are_kept_and_the_model(tiny: Path, tmp_path: Path) -> None:
     data = write_statistics(tmp_path / "data", rows=80, longest=60, mean=50.0)  # 10 steps
-    once = of(tiny, counted(SFT), data)
+    once = counts(tiny, counted(SFT), data)
     assert (once.steps, once.trainable) == (10, once.parameters)
     checkpoint, model = 12 * once.parameters, 2 * once.parameters
     assert 0 <= once.disk - checkpoint - model < 4096, "a counter of each tensor of the optimizer"
     for saving, kept in (({"save_freq": 4}, 3), ({"save_freq": 1, "max_keep": -1}, 10)):
-        found = of(tiny, counted(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
+        found = counts(tiny, counted(SFT, ckpt={"enable_checkpoint": True, **saving}), data)
         assert found.disk == kept * (once.disk - model) + model
     validated = counted(SFT, ckpt={"enable_checkpoint": True, "save_freq": 10, "max_keep": 1})
     validated = validated.copy_with(validation=validated.validation.copy_with(enable=True, freq=5))
-    assert of(tiny, validated, data).disk == 2 * (once.disk - model) + model, "the newest and the best"
+    assert counts(tiny, validated, data).disk == 2 * (once.disk - model) + model, "the newest and the best"
     assert once.machine["flops"] > 0 and once.machine["memory"] > 1 << 30
 
 
@@ -117,14 +130,14 @@ def test_tied_embeddings_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_reference_model_is_held_for_a_kl_penalty_only(tiny: Path) -> None:
-    without, with_kl = of(tiny, counted(GRPO)), of(tiny, counted({**GRPO, "kl_beta": 0.1}))
+    without, with_kl = counts(tiny, counted(GRPO)), counts(tiny, counted({**GRPO, "kl_beta": 0.1}))
     assert (without.memory.reference, with_kl.memory.reference) == (0, 4 * with_kl.trainable)
     assert without.engine_weights == 2 * without.parameters  # vLLM, in bfloat16
-    assert of(tiny, counted(SFT)).engine_weights == 0
+    assert counts(tiny, counted(SFT)).engine_weights == 0
     transformers = counted(GRPO).copy_with(rollout=counted(GRPO).rollout.copy_with(backend="hf"))
     mesh = transformers.policy.parallelism.copy_with(dp_shard_size=2)
     on_ranks = transformers.copy_with(policy=transformers.policy.copy_with(parallelism=mesh))
-    copies = [of(tiny, each).engine_weights for each in (transformers, on_ranks)]
+    copies = [counts(tiny, each).engine_weights for each in (transformers, on_ranks)]
     assert copies == [0, 4 * without.parameters], "on several ranks, each has the whole model beside its shard"
 
 
@@ -237,7 +250,7 @@ def test_steps_of_batches_filled_by_tokens_are_those_that_the_feed_takes(
     config, data = balanced(tiny, tmp_path, trainer_type=trainer)
     feed = row_feed((open_pairs if trainer == "dpo" else open_sequences)(data, "train"), config)
     lengths = [len(sample.input_ids) for step in range(feed.total_steps) for sample in feed.samples(step)[0]]
-    found, unprepared = of(tiny, config, data), of(tiny, config)
+    found, unprepared = counts(tiny, config, data), counts(tiny, config)
     assert (found.steps, found.tokens, found.is_steps_bound) == (feed.total_steps, sum(lengths), False)
     assert found.sequence_length == max(lengths) and found.rows == 40
     assert (unprepared.steps, unprepared.tokens, unprepared.is_steps_bound) == (99, 99 * 48, True)
@@ -257,7 +270,7 @@ def test_steps_of_batches_filled_by_tokens_are_those_that_the_feed_takes(
 def test_length_steps_and_tokens_come_from_prepared_rows(
     tiny: Path, tmp_path: Path, policy: dict[str, Any], train: dict[str, Any], expected: tuple[int, int, int, bool]
 ) -> None:
-    found = of(tiny, counted(policy, **train), write_statistics(tmp_path / "data", 100, 40, 20.5))
+    found = counts(tiny, counted(policy, **train), write_statistics(tmp_path / "data", 100, 40, 20.5))
     assert (found.sequence_length, found.steps, found.tokens, found.is_tokens_bound) == expected
     assert (found.rows, found.notes) == (100, ())
 
@@ -265,14 +278,14 @@ def test_length_steps_and_tokens_come_from_prepared_rows(
 def test_rows_of_a_local_file_are_counted_without_those_held_out(tiny: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n' * 50)
-    found = of(tiny, counted({**SFT, "dataset": {"name": str(rows), "test_size": 10}}, epoch=2))
+    found = counts(tiny, counted({**SFT, "dataset": {"name": str(rows), "test_size": 10}}, epoch=2))
     assert (found.rows, found.steps, found.sequence_length) == (40, 2 * 5, 64)
     assert (found.tokens, found.is_tokens_bound) == (10 * 8 * 64, True)
 
 
 def test_rows_elsewhere_are_unknown_and_said_so(tiny: Path) -> None:
     hub = {**SFT, "dataset": {"name": "someone/rows"}}
-    found, bounded = of(tiny, counted(hub)), of(tiny, counted(hub, max_num_steps=7))
+    found, bounded = counts(tiny, counted(hub)), counts(tiny, counted(hub, max_num_steps=7))
     assert (found.rows, found.steps, found.tokens) == (None, None, None)
     assert found.notes == ("steps and tokens: unknown, because the rows are not on this machine yet",)
     assert (bounded.steps, bounded.tokens, bounded.is_tokens_bound) == (7, 7 * 8 * 64, True)
@@ -281,7 +294,7 @@ def test_rows_elsewhere_are_unknown_and_said_so(tiny: Path) -> None:
 
 def test_a_model_that_looks_at_values_has_unknown_activations(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: x if x.sum() > 0 else self.down_proj(self.up_proj(x)))
-    found = estimate(recipe(SFT), str(tiny), ProgressWriter(tiny / "progress.json"))
+    found = of(tiny, recipe(SFT))
     assert (found.memory.activations, found.memory.casts) == (None, None)
     assert any(note.startswith("activations: unknown, because the model cannot be traced") for note in found.notes)
     assert found.memory.optimizer == 2 * found.memory.gradients == 8 * found.parameters
@@ -302,21 +315,24 @@ threads = 1
 [policy]
 model_name_or_path = "MODEL"
 model_max_length = 64
+model_gradient_checkpointing = false
 
 [train]
+compile = false
+sequence_packing = false
 train_batch_per_replica = 8
 
 [[pipeline.stages]]
 name = "sft"
 kind = "sft"
-overrides.train.train_policy = { type = "sft", dataset.name = "ROWS" }
+overrides.train.train_policy = { type = "sft", mini_batch = 8, dataset.name = "ROWS" }
 
 [[pipeline.stages]]
 name = "grpo"
 kind = "rl"
 model = "stage:sft"
 after = "sft"
-overrides.train.train_policy = { type = "grpo", reward_function = "exact_match", dataset.name = "someone/rows" }
+overrides.train.train_policy = { type = "grpo", mini_batch = 8, reward_function = "exact_match", dataset.name = "a/b" }
 overrides.rollout = { n_generation = 4, max_response_length = 24 }
 
 [[pipeline.stages]]
@@ -329,7 +345,7 @@ name = "later"
 kind = "sft"
 model = "stage:maker"
 after = "maker"
-overrides.train.train_policy = { type = "sft", dataset.name = "ROWS" }
+overrides.train.train_policy = { type = "sft", mini_batch = 8, dataset.name = "ROWS" }
 """
 
 

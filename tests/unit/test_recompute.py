@@ -16,7 +16,7 @@ from cosmos_core.models.packing import PACKED_ATTENTION
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 
 CONFIG = Qwen3Config(
-    vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=4, head_dim=8, attn_implementation="sdpa",
 )  # fmt: skip
 

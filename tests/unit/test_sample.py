@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,14 +99,16 @@ def test_metrics_compare_the_kept_with_a_random_choice() -> None:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Model, prepared prompts and a reward that differs between completions."""
     folder = tmp_path_factory.mktemp("sample")
     (folder / "reward.py").write_text(REWARD)
     stage = make_stage(folder / "task", "custom", recipe(folder))
     arithmetic.make(stage, train_rows=6, heldout_rows=2, hidden_size=32, layers=1)
     prepare.run(make_stage(folder / "prompts", "prepare", recipe(folder), folder / "task/model", folder / "task/data"))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0})  # one process computes rewards
+        yield folder
 
 
 def recipe(folder: Path, train_policy: dict[str, Any] | None = None, **sample: Any) -> Recipe:
@@ -192,9 +196,8 @@ def test_more_requests_than_a_batch_has_are_told(task: Path, num_requests: int, 
 def test_a_row_has_the_tools_of_its_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     for given in (tools, json.dumps(tools)):
-        assert (
-            json.loads(program.make_tools_column(Prompt(0, (1,), "", "", metadata={"tools": given}))["tools"]) == tools
-        )
+        column = program.make_tools_column(Prompt(0, (1,), "", "", metadata={"tools": given}))
+        assert json.loads(column["tools"]) == tools
     assert program.make_tools_column(Prompt(0, (1,), "", "", metadata={"tools": None})) == {}
 
 
@@ -243,15 +246,10 @@ def test_pairs_are_rows_that_dpo_compares(whole: tuple[Stage, Outcome], task: Pa
     [
         ({"train": {"train_policy": {"type": "sft"}}}, "train_policy.type = 'sft': kind sample completes prompts"),
         ({"policy": {"is_diffusers": True}}, "take a language model"),
-        (
-            {
-                "sample": {"endpoint": "http://host/v1", "endpoint_model": "m"},
-                "rollout": {"multi_turn_config": {"enable": True}},
-            },
-            "a server of sample.endpoint completes one turn",
-        ),
+        ({"sample": {"endpoint": "http://host/v1", "endpoint_model": "m"},
+          "rollout": {"multi_turn_config": {"enable": True}}}, "a server of sample.endpoint completes one turn"),
     ],
-)
+)  # fmt: skip
 def test_recipes_that_sample_nothing_are_refused(tables: dict[str, Any], message: str) -> None:
     made = Recipe.model_validate({"train": {"train_policy": {"type": "grpo"}}, **tables})
     refusals = "".join(made.sample.unsupported_setting_errors(StageContext(made, all_kinds()["sample"])))
