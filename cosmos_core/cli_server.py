@@ -52,7 +52,7 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
-    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # interval in seconds, as in prefect.yaml
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # seconds between heartbeats of a flow run
     prefect_arguments = ["worker", "start", "--pool", pool]
     prefect_arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
     prefect_arguments += ["--type", type_] * bool(type_)

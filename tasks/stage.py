@@ -86,8 +86,8 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        displayed_names = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
-        name_words = displayed_names if len(names) < len(run.pipeline.stages) else ()
+        displayed_stage_names = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
+        name_words = displayed_stage_names if len(names) < len(run.pipeline.stages) else ()
         run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_words)
     if flow_run.id and not is_local:
         record_flow_run(run, flow_run.id)

@@ -261,16 +261,18 @@ def _write_result(path: Path, result: Result) -> None:
     write_json(path / RESULT_FILE, result)
 
 
-def _call_periodically(function: Callable[[], object], period: float, stop_event: threading.Event, path: Path) -> None:
+def _call_periodically(
+    sync_function: Callable[[], object], period: float, stop_event: threading.Event, path: Path
+) -> None:
     lower_cpu_priority()
     while not stop_event.wait(period):
-        _call_with_logged_errors(function, path)
+        _call_with_logged_errors(sync_function, path)
 
 
-def _call_with_logged_errors(function: Callable[[], object], path: Path) -> None:
+def _call_with_logged_errors(sync_function: Callable[[], object], path: Path) -> None:
     warning_template = "%s: the artifact store has not everything, it is tried again: %s"
     with log_errors(partial(logger.warning, warning_template, path.name)), suppress(Preempted):
-        function()
+        sync_function()
 
 
 def _is_holder_dead(holder: LeaseHolder) -> bool:

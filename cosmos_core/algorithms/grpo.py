@@ -112,12 +112,13 @@ class Grpo(Algorithm):
                 for row in zip(all_samples, exclusions, strict=True)
             ],
         )
-        if config.algo == "gdpo" and (weights := metric_weights(config)):  # with `bypass_reward` no reward has a weight
+        reward_weights = metric_weights(config)  # empty with `bypass_reward`
+        if config.algo == "gdpo" and reward_weights:
             rewards_by_function = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
-                for name in weights
+                for name in reward_weights
             ]
-            advantage_rows = gdpo_advantages(rewards_by_function, list(weights.values()))
+            advantage_rows = gdpo_advantages(rewards_by_function, list(reward_weights.values()))
         metrics = {"reward/constant_groups": constant_group_fraction}
         samples, num_ignored_tokens, num_sampled_tokens, num_invalid_tokens, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):

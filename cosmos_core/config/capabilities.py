@@ -220,9 +220,9 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
                 problem = f"stage {training!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {final_step}"
                 yield f"checkpoint = {stage.checkpoint!r}: {problem}; name one of these steps, or leave checkpoint out"
     if stage_kind.table == "merge":
-        weights, base_stage_name = recipe.merge.weights, referenced_stage(stage.model)
+        weights, base_model_stage = recipe.merge.weights, referenced_stage(stage.model)
         names = [
-            name for name in stage.after if name != base_stage_name and _may_produce_output(pipeline, name, "model")
+            name for name in stage.after if name != base_model_stage and _may_produce_output(pipeline, name, "model")
         ]
         min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in names)
         if len(names) < 2 or (weights and not min_num_models <= len(weights) <= len(names)):

@@ -136,7 +136,7 @@ def read_conversation(
         turns = prompt_turns + response_turns[num_turns - overlap_start :]
         return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response_column(row):  # suggest a single column only to rows without a response in another column
+    if not _has_response_column(row):  # such a row may have the whole conversation in one column
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"

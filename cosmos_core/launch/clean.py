@@ -187,11 +187,11 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
         kept_run_path = pending_paths.pop()
         file_patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
         settings_files = [file for pattern in file_patterns for file in kept_run_path.glob(pattern) if file.is_file()]
-        settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
+        run_settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
         for path in [path for path in run_paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
             escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # paths are escaped in JSON
-            if any(escaped_prefix in settings_text for escaped_prefix in escaped_prefixes):
+            if any(escaped_prefix in run_settings_text for escaped_prefix in escaped_prefixes):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 pending_paths.append(path)
 

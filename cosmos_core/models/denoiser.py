@@ -118,8 +118,8 @@ class Denoiser(ModelAdapter):
         collated_samples = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in collated_samples])
         sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
-        conditioning_counts = [sample.num_conditioning_frames for sample in collated_samples]
-        num_conditioning_B = torch.tensor(conditioning_counts, device=self.device) if any(conditioning_counts) else None
+        frame_counts = [sample.num_conditioning_frames for sample in collated_samples]
+        num_conditioning_B = torch.tensor(frame_counts, device=self.device) if any(frame_counts) else None
         inputs = {"noisy": latents}
         noise_tensors = [noise for sample in collated_samples if (noise := sample.noise) is not None]
         if noise_tensors:

@@ -116,7 +116,8 @@ def open_image_generator(model: str, name: str, device: torch.device) -> Respons
 
 
 def select_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of models on a device: float32 on a CPU, bfloat16 on a GPU, whose memory may hold two models."""
+    """Return the dtype of models on a device: float32 on a CPU, bfloat16 on a GPU, on which two models that
+    are compared must fit."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 

@@ -172,7 +172,8 @@ class NativeWeightTransfer:
         """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink | NativeWeightLink:
-        """Return a native link if the engines of the load can be connected, else a host link."""
+        """Return a link that sends weights directly if the engines that load them can be connected to the ranks,
+        otherwise a link through host memory."""
         uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 

@@ -70,10 +70,10 @@ def unique_memory_names() -> Iterator[None]:
     name_prefix = broadcast_object(secrets.token_hex(8))
     original_make_group_name = _CPUSHMDistributed.make_group_name
 
-    def make_unique_name(communicator: Any) -> str:
+    def make_unique_group_name(communicator: Any) -> str:
         return f"{name_prefix}-{original_make_group_name(communicator).lstrip('/')}"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(make_unique_name)  # type: ignore[method-assign]
+    _CPUSHMDistributed.make_group_name = staticmethod(make_unique_group_name)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -153,8 +153,8 @@ def compute_fingerprint(
 
 def _input_affects_result(stage_input: StageInput, stage_kind: StageKind, is_key_read: Callable[[str], bool]) -> bool:
     if stage_input.role in {"code", "reward"}:
-        is_code_called = _computes_rewards(stage_input, stage_kind) or stage_input.key in _ROW_ENCODING_KEYS
-        return stage_input.location_type == "code" and is_code_called and is_key_read(stage_input.key)
+        is_code_called_by_stage = _computes_rewards(stage_input, stage_kind) or stage_input.key in _ROW_ENCODING_KEYS
+        return stage_input.location_type == "code" and is_code_called_by_stage and is_key_read(stage_input.key)
     if stage_input.role in {"chat_template", "template"}:
         return is_key_read(stage_input.key)
     if stage_input.role == "end_tokens":

@@ -108,13 +108,13 @@ def _resolve_latest_pointer(url: str) -> str:
     if last_url_part != _LATEST_FOLDER:
         return url.rstrip("/")
     bucket_name, key_prefix = split_s3_url(parent_url)
-    pointer_bytes = Bucket(bucket_name).read(f"{key_prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
-    if pointer_bytes is None:
+    latest_run_bytes = Bucket(bucket_name).read(f"{key_prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
+    if latest_run_bytes is None:
         return url.rstrip("/")
-    pointer_document: Any = None
+    latest_run_pointer: Any = None
     with suppress(ValueError):
-        pointer_document = json.loads(pointer_bytes)
-    version_name = pointer_document.get("version") if isinstance(pointer_document, dict) else None
+        latest_run_pointer = json.loads(latest_run_bytes)
+    version_name = latest_run_pointer.get("version") if isinstance(latest_run_pointer, dict) else None
     if not version_name or not isinstance(version_name, str):
         raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
     return f"{parent_url}/{version_name}"

@@ -102,11 +102,11 @@ class CompletionLog:
             f"learned; take other prompts, rewards or a higher temperature",
         )  # fmt: skip
         completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-        turn_limit_text = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
+        turn_limit_remedy = " or rollout.multi_turn_config.max_assistant_turns" if completions[0].turns else ""
         self._warn_once(
             "truncated", all(completion.finish_reason == "length" for completion in completions),
             f"step {step}: all {len(completions)} completions end at the maximum length, none with the end token; "
-            f"raise rollout.max_response_length{turn_limit_text} (with mask_truncated_completions nothing is "
+            f"raise rollout.max_response_length{turn_limit_remedy} (with mask_truncated_completions nothing is "
             f"learned of them)",
         )  # fmt: skip
         self._recent_reward_means.append({name: mean for name, mean in reward_means(groups).items() if "/" not in name})

@@ -124,7 +124,7 @@ def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask of a sequence that a data packer has tokenised."""
     try:
         ids, labels = ([int(token) for token in row.get(name, ())] for name in (TOKENS_COLUMN, LABELS_COLUMN))
-    except (TypeError, ValueError, RuntimeError) as error:  # a column holds null, text or a matrix, not a flat list
+    except (TypeError, ValueError, RuntimeError) as error:  # the packer returned no flat list of integers
         problem = f"{TOKENS_COLUMN} and {LABELS_COLUMN} must be flat lists of integers: {first_line(error)}"
         raise DataError(f"{location}: {problem}") from error
     if not all(0 <= token_id < _MAX_TOKEN_IDS for token_id in ids):
