@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -217,16 +217,29 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
             yield ray, owns_cluster, actor_threads
         finally:
             if owns_cluster:
-                _skip_sigterm_at_shutdown(ray)
+                _kill_cluster_at_shutdown(ray)
             ray.shutdown()
 
 
-def _skip_sigterm_at_shutdown(ray: Any) -> None:
-    """Let `ray.shutdown` kill the processes of an embedded cluster at once. Otherwise it would send SIGTERM, which they
-    block, and wait a second for each of them."""
-    if (ray_node := ray._private.worker._global_node) is not None:
-        kill_all_processes = ray_node.kill_all_processes
-        ray_node.kill_all_processes = lambda **settings: kill_all_processes(**{**settings, "allow_graceful": False})
+def _kill_cluster_at_shutdown(ray: Any) -> None:
+    """Let `ray.shutdown` kill the processes of an embedded cluster and their children at once. Otherwise it would send
+    SIGTERM, which they block, wait a second for each of them, and leave the agent of the dashboard for a minute."""
+    if (ray_node := ray._private.worker._global_node) is None:
+        return
+    kill_all_processes = ray_node.kill_all_processes
+
+    def kill_with_children(**settings: Any) -> None:
+        node_pids = [each.process.pid for process_infos in ray_node.all_processes.values() for each in process_infos]
+        child_processes: list[psutil.Process] = []
+        for pid in node_pids:
+            with suppress(psutil.Error):  # the process has ended
+                child_processes += psutil.Process(pid).children(recursive=True)
+        kill_all_processes(**{**settings, "allow_graceful": False})
+        for child_process in child_processes:
+            with suppress(psutil.Error):
+                child_process.kill()
+
+    ray_node.kill_all_processes = kill_with_children
 
 
 @contextmanager
