@@ -17,6 +17,6 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # libraries would report frozen objects as leaks
+        atexit.register(gc.unfreeze)  # undo it, because libraries report frozen objects as leaks at exit
         if was_collection_enabled:
             gc.enable()

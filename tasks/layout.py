@@ -108,7 +108,7 @@ def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Res
 def prepare_stage_folder(
     run: Run, stage: StageConfig, fingerprint: Fingerprint, report_line: Callable[[str], None] = lambda _: None
 ) -> Stage:
-    """Write the folder of a stage that is about to run, and return the stage as its program receives it. Files of a
+    """Write the folder of a stage that is about to run, and return the `Stage` that its program receives. Files of a
     training with another fingerprint are moved to `superseded/`. If the stage has a result already, the reason to make
     it again is recorded as an event and passed to `report_line`."""
     path, kind = run.stage_path(stage.name), run.pipeline.stage_kind(stage)

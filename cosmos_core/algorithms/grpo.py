@@ -215,10 +215,10 @@ class Grpo(Algorithm):
             logprob_differences, mismatch_metrics = _compare_engine_logprobs(logprobs, min_ratio, max_ratio)
             return Loss(loss_value, add_metrics(metrics, mismatch_metrics), logprob_differences)
 
-        requested_entropy: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
+        entropy_mode: Literal["", "value", "gradient"] = "value" if config.log_entropy else ""
         top_k = self.teacher.top_k if self.teacher else 0
-        requested_entropy = "gradient" if config.entropy_coeff else requested_entropy
-        output_request = RequestedOutputs(config.temperature, entropy=requested_entropy, top_k=top_k)
+        entropy_mode = "gradient" if config.entropy_coeff else entropy_mode
+        output_request = RequestedOutputs(config.temperature, entropy=entropy_mode, top_k=top_k)
         # Micro-batches are assigned per optimizer step: slices of a train step would leave some only partly filled.
         samples = batch_within_token_limit(inputs.samples, config.max_token_len_per_mini_batch)
         return Update(samples, loss, output_request, has_constant_gradient=self._has_constant_gradient(inputs))

@@ -54,7 +54,7 @@ def find_learned_spans(
     if not any(map(str.strip, chain.from_iterable(get_turn_texts(turn) for turn in turns if is_trained_turn(turn)))):
         kept_keys = ("role", "content")
         reduced_turns = [{key: turn[key] for key in kept_keys} if is_trained_turn(turn) else turn for turn in turns]
-        with suppress(TemplateError):  # ignore a template that fails without tool calls or reasoning
+        with suppress(TemplateError):  # some templates fail without the tool calls; then keep the row
             if render_messages(reduced_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
     spans: list[Span] | None = None

@@ -101,7 +101,7 @@ def _move_unused_downloads(output_dir: Path, trash_folder: Path) -> None:
         with FileLock(downloads_folder / f"{download_id}.lock") as lock:
             if not lock.try_acquire():
                 continue  # skip a download in progress: another process holds its lock
-            # The pipelines are read under the lock, because a run that starts later downloads the files again.
+            # Read the pipelines under the lock: a run that starts later waits for it, and downloads the files again.
             pipeline_files = output_dir.glob(f"*/{PIPELINE_FILE}")
             if not any(download_id in file.read_text(encoding="utf-8", errors="replace") for file in pipeline_files):
                 os.rename(download_folder, trash_folder / f"{download_folder.name}.{os.getpid()}")

@@ -62,13 +62,13 @@ def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> s
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return the state dict of a model in `dtype`. Tied weights share memory, so that transformers writes them once."""
-    state_dict, float32_addresses = merged_state_dict(model), find_float32_weights(model, dtype)
+    state_dict, float32_data_pointers = merged_state_dict(model), find_float32_weights(model, dtype)
     if dtype is None:
         return state_dict
     cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in state_dict.values():
         if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
-            should_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_addresses
+            should_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_data_pointers
             cast_tensors[storage_key] = tensor.to("cpu", dtype if should_cast else None)
     return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
 

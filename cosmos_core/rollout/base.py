@@ -36,7 +36,8 @@ the LoRA factors, because the engine has the base weights; `shared`: no weights,
 
 @dataclass(frozen=True)
 class EngineDenoiser:
-    """The trainer's denoiser, with which the engine of a diffusion model samples, and a switch between its weights."""
+    """The trainer's denoiser, with which the engine of a diffusion model samples, and a function that selects the
+    weights of the denoiser."""
 
     model: "DiffusionModel"
     predict_velocity: Callable[..., Tensor]

@@ -207,9 +207,9 @@ class EngineReplica:
         received_future.result()
 
     def end_weight_load(self, version: int, *, loads_in_background: bool, drains: bool) -> LoadReceipt:
-        """End the load after the last bucket, and wait until all weights are loaded. With `loads_in_background`,
-        loading begins only now. With `drains`, the engine first generates until no request is in flight. Raise a
-        `StageFailed` if a tensor is missing, or the model has no such tensor."""
+        """End the load after the last bucket, and wait until all weights are loaded. With `loads_in_background`, the
+        engine begins only now to load the buckets that it has received. With `drains`, it first generates until no
+        request is in flight. Raise a `StageFailed` if a tensor is missing, or the model has no such tensor."""
         weight_load = self._get_current_load()
         weight_load.put(None)
         if loads_in_background:

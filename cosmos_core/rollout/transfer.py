@@ -45,8 +45,8 @@ class EngineProcess(NamedTuple):
 class WeightLoad:
     """Weight load into engine processes. Only the first rank has the list of processes; dead processes are removed."""
 
-    def __init__(self, pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
-        self._pool, self.processes = pool, list(processes)
+    def __init__(self, engine_pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
+        self._pool, self.processes = engine_pool, list(processes)
         self._process_by_reply: dict[Future[Any], EngineProcess] = {}
 
     def call_engines(

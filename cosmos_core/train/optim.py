@@ -85,8 +85,8 @@ def build_optimizer(
         raise ConfigError(f"nothing is trained of {type(model).__name__} on this rank; train more, or on one rank")
     is_8bit = train.optm_name.endswith("8bit")
     optimizer_args = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
-    optimizer_module = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
-    optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(optimizer_module, train.optm_name)
+    optimizer_library = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
+    optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(optimizer_library, train.optm_name)
     optimizer: torch.optim.Optimizer = optimizer_class(
         [group for group in parameter_groups if group["params"]],
         lr=learning_rates[GLOBAL_LR_KEY],
