@@ -11,11 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from cosmos_core.cluster import group
 from cosmos_core.job_signals import JOB_SIGNALS
 
+PARENT = """
+import subprocess
+with subprocess.Popen(["sleep", "600"]) as child: print(child.pid, flush=True); child.wait()
+"""
 PROGRAM = """
 import os, signal, subprocess
 from cosmos_core.job_signals import JOB_SIGNALS, block_job_signals, ignore_job_signals
@@ -54,10 +59,14 @@ def test_the_processes_of_an_embedded_cluster_live_until_it_is_shut_down(monkeyp
     def start(**settings: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as `ray.init` does
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # meanwhile the worker is asked to stop
-        children.append(subprocess.Popen(["sleep", "600"]))
+        child = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+        children.append(child)
+        node.all_processes["raylet"] = [SimpleNamespace(process=child)]
 
     kills: list[dict[str, bool]] = []
-    node = SimpleNamespace(kill_all_processes=lambda **settings: kills.append(settings) or children[0].kill())
+    node = SimpleNamespace(
+        all_processes={}, kill_all_processes=lambda **settings: kills.append(settings) or children[0].kill()
+    )
     worker = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
     shutdown = lambda: node.kill_all_processes(check_alive=False, allow_graceful=True)  # noqa: E731
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=start, shutdown=shutdown, _private=worker))
@@ -67,6 +76,8 @@ def test_the_processes_of_an_embedded_cluster_live_until_it_is_shut_down(monkeyp
     try:
         with group._connect_to_cluster(2, None):
             assert asked == [signal.SIGTERM]
+            assert children[0].stdout is not None
+            agent = psutil.Process(int(children[0].stdout.readline()))
             for number in JOB_SIGNALS:
                 children[0].send_signal(number)
             assert signals(children[0].pid, "ShdPnd:") == JOB_SIGNALS and children[0].poll() is None
@@ -74,4 +85,5 @@ def test_the_processes_of_an_embedded_cluster_live_until_it_is_shut_down(monkeyp
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert children[0].wait() == -signal.SIGKILL
+    agent.wait(60)  # it would outlive the raylet, of which Ray kills no children
     assert kills == [{"check_alive": False, "allow_graceful": False}], "SIGTERM is blocked: Ray would wait in vain"
