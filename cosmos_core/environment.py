@@ -164,13 +164,13 @@ def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
         return parameters
     names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys]
     path_name, is_word_with_digit = "_".join(names), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
-    credential_names = [
+    checked_names = [
         name for name in names if _CREDENTIAL_PATTERN.search(name) or not _ORDINARY_KEY_PATTERN.fullmatch(name)
     ]
     if _CREDENTIAL_PATTERN.search(path_name) or (_NAMED_KEY_PATTERN.search(path_name) and is_word_with_digit):
-        credential_names.append(path_name)
+        checked_names.append(path_name)
     text = f"{names[-1]}={parameters}"
-    return MASK if _is_secret_setting(credential_names, parameters) or mask_text(text) != text else parameters
+    return MASK if _is_secret_setting(checked_names, parameters) or mask_text(text) != text else parameters
 
 
 def mask_settings(settings: Any, key: str = "") -> Any:

@@ -104,7 +104,7 @@ def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     try:
         existing_pool = prefect_client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != WorkPool.type:  # Prefect always has the type `process`
+        if not job_template and pool.type != WorkPool.type:  # every Prefect server has this type
             _check_pool_type(prefect_client, pool)
         pool_options = {"concurrency_limit": max_runs} | ({"base_job_template": job_template} if job_template else {})
         prefect_client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_options))

@@ -190,7 +190,7 @@ class NativeWeightTransfer:
 
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
         """Return whether exactly these engine processes are connected, in this order."""
-        # Descriptions are compared by identity: another process may have equal values, such as a reused pid.
+        # Compare process descriptions by identity, because another process may have equal values, such as a reused pid.
         return self._is_connected and list(map(id, self._last_processes)) == [id(p.description) for p in processes]
 
     def _ensure_connection(self, weight_load: WeightLoad) -> bool:
