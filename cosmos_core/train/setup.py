@@ -32,6 +32,7 @@ from cosmos_core.observe.gallery import SAMPLES_FOLDER as GALLERY_FOLDER
 from cosmos_core.rollout.groups import SyncGroupSource
 from cosmos_core.run.lineage import describe_base_model
 from cosmos_core.run.stage import Stage
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train import measure
 from cosmos_core.train.async_validation import AsyncValidation
 from cosmos_core.train.completions import COMPLETIONS_FOLDER, CompletionLog
@@ -76,7 +77,7 @@ class TrainingResult(NamedTuple):
 
 def run(stage: Stage) -> Outcome:
     """Train the model of a stage and export it: the worker program of the stage kinds that train."""
-    return export_trained(stage, train(stage))
+    return export_trained(stage, train(stage), stage.recipe.train.param_dtype, describe_base_model(stage))
 
 
 def train(stage: Stage) -> TrainingResult:
@@ -109,8 +110,9 @@ def open_trainer(stage: Stage) -> Trainer:
     return trainer
 
 
-def export_trained(stage: Stage, training_result: TrainingResult) -> Outcome:
-    """Export the trained model in its training dtype, verify the export and return it as the stage's outcome."""
+def export_trained(stage: Workspace, training_result: TrainingResult, dtype: str, base_model: str) -> Outcome:
+    """Export the trained model in its training `dtype`, verify the export and return it as the stage's outcome.
+    `base_model`: name of the model that the training started from, for the outcome of an adapter."""
     stage.progress.phase("export")
     export_folder = f"safetensors/step_{training_result.step}"
     export = training_result.adapter.export(stage.path / export_folder)
@@ -118,11 +120,13 @@ def export_trained(stage: Stage, training_result: TrainingResult) -> Outcome:
         return Outcome()
     optional_outputs = (measure.SAMPLES_FILE, GALLERY_FOLDER, REFERENCE_WEIGHTS, COMPLETIONS_FOLDER, PASS_RATES_FILE)
     outcome_info: dict[str, JsonValue] = {
-        "model": export_folder, "step": training_result.step, "checks": list(export.passed_checks),
-        "dtype": stage.recipe.train.param_dtype,
-    }  # fmt: skip
+        "model": export_folder,
+        "step": training_result.step,
+        "checks": list(export.passed_checks),
+        "dtype": dtype,
+    }
     if export.adapter_folder_name:
-        outcome_info |= {"adapter": f"{export_folder}/{export.adapter_folder_name}", "base": describe_base_model(stage)}
+        outcome_info |= {"adapter": f"{export_folder}/{export.adapter_folder_name}", "base": base_model}
     if training_result.notices:
         outcome_info["notices"] = list(training_result.notices)
     if training_result.best_step is not None:

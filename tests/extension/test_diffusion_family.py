@@ -11,7 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from cosmos_core.data import prepare
 from cosmos_core.models.check_model import check_model
-from cosmos_core.train.setup import export_trained, train
+from cosmos_core.train.setup import run
 from tests import tiny_pipelines
 from tests.effects.change import recipe, stage_of
 from tests.unit.test_diffusion_sft import BASE, LORA, write_media
@@ -99,5 +99,5 @@ def test_it_is_prepared_trained_and_exported(
     data = stage_of(tmp_path / "data", config, kind="prepare", model=folder)
     prepare.run(data)
     stage = stage_of(tmp_path / "sft", config, model=folder, data=data.path / "data")
-    outcome = export_trained(stage, train(stage))
+    outcome = run(stage)
     assert outcome.info["checks"] == ["tensors", "copies", "images: bit-identical", "adapter: bit-identical"]

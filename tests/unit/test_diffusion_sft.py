@@ -217,7 +217,7 @@ def test_a_training_falls_and_its_export_draws_what_the_policy_draws(
     settings = {"train.ema_enable": True, "train.optm_lr": 6e-3 if lora else 2e-3}
     stage = inputs.stage(tmp_path / "sft", name, **lora, **settings)
     trained = train(stage)
-    outcome = export_trained(stage, trained)
+    outcome = export_trained(stage, trained, "float32", "base")
     lines = read_metrics(stage.path / "metrics.jsonl")
     found = [line["validation/loss"] for line in lines if "validation/loss" in line]
     assert found[-1] < found[0]

@@ -187,7 +187,7 @@ def interrupted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_result_names_the_best_step(plain: tuple[Stage, TrainingResult]) -> None:
     at, trained = plain
     assert trained.best_step == BestStep(6, "validation/loss", trained.metrics["validation/loss"])  # all steps lower it
-    assert export_trained(at, trained).info["best"] == named(at)
+    assert export_trained(at, trained, "float32", "base").info["best"] == named(at)
 
 
 def test_held_out_figures_are_those_of_the_whole_logits(inputs: Path, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_validation_and_the_hand_over_are_of_the_average_and_the_training_is_not
     inputs: Path, plain: tuple[Stage, TrainingResult], average: tuple[Stage, TrainingResult]
 ) -> None:
     at, trained = average
-    export_trained(at, trained)
+    export_trained(at, trained, "float32", "base")
     rank = open_trainer(at)
     exported = load_file(at.path / "safetensors/step_6/model.safetensors")
     rank.adapter.model.load_state_dict(exported, strict=False)

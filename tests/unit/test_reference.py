@@ -15,7 +15,7 @@ from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.check import _check_model
-from cosmos_core.train.setup import export_trained, train
+from cosmos_core.train.setup import run, train
 from tests.unit.test_train import GRPO, SFT, make_stage, recipe
 
 KL = {**GRPO, "kl_beta": 0.05}
@@ -35,7 +35,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prepare.run(make_stage(folder / name, "prepare", recipe(policy), folder / "task/model", folder / "task/data"))
     config = adapted(recipe(SFT, train_batch_per_replica=8, max_num_steps=3, optm_lr=5e-2), r=4)
     sft = make_stage(folder / "sft", "sft", config, folder / "task/model", folder / "sft-data/data")
-    export_trained(sft, train(sft))
+    run(sft)
     (sft.path / "safetensors/step_3/lora").rename(folder / "adapter")
     return folder
 
