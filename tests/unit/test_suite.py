@@ -63,6 +63,22 @@ def test_a_forked_program_sees_what_an_executed_one_sees(tmp_path: Path, setting
     assert forked == executed
 
 
+def test_a_program_that_starts_with_signals_blocked_is_forked() -> None:
+    """Such are the processes of rewards and tools."""
+    reader, writer = os.pipe()
+    code = f"""
+import signal, sys  # as cosmos_core does
+print(sorted(map(int, signal.pthread_sigmask(0, ()))), "torch" in sys.modules, file=open({writer}, "w"))
+"""
+    command, kept = [sys.executable, "-B", "-c", code], [(os.POSIX_SPAWN_DUP2, writer, writer)]
+    blocked = (signal.SIGUSR1, signal.SIGTERM)
+    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=kept, setsigmask=blocked)
+    os.close(writer)
+    with open(reader) as answer:
+        assert answer.read() == "[10, 15] True\n"
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_a_variable_that_a_library_has_set_does_not_stop_the_forking_of_later_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -48,6 +48,8 @@ class SpawnRequest:
     new_session: bool
     process_group: int
     umask: int
+    blocked: list[int] = field(default_factory=list)
+    """Signals that the process blocks from its start."""
 
 
 def serve(connection: socket.socket) -> NoReturn:
@@ -149,6 +151,7 @@ def _take(request: SpawnRequest, descriptors: Sequence[int]) -> None:
     for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_IGN if number in request.ignored else signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     if signal.SIGINT not in request.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()

@@ -22,9 +22,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,16 @@ class Spawner:
     def __call__(self, *given: Any) -> int:
         return self.start(given, lambda: int(_EXECUTE(*given)))
 
-    def start(self, given: Sequence[Any], execute: Callable[[], int]) -> int:
-        """Return the pid of a process that is started as `fork_exec` was asked to; `execute` starts it as usual."""
+    def start(self, given: Sequence[Any], execute: Callable[[], int], blocked: Iterable[int] = ()) -> int:
+        """Return the pid of a process that is started as `fork_exec` was asked to, with the signals `blocked` blocked;
+        `execute` starts it as usual."""
         close_all, gid, prepare = given[2], given[17], given[21]
         if program_of(given[0]) is None or not close_all or gid is not None:
             return execute()
         if os.getpid() != self._owner:  # forked by something else: what its fork server forks would not be its child
             return execute()
         request, descriptors = request_of(given)
+        request = replace(request, blocked=sorted(map(int, blocked)))
         if read_on_import(request.environment) != read_on_import(READ):
             return execute()
         if prepare is not None:  # what is called in the child cannot be sent: only a supervisor has such a thing
@@ -177,10 +179,13 @@ def use(spawner: Spawner) -> None:
             return _POSIX_SPAWN(path, arguments, environment, file_actions=file_actions, **options)
 
         kept = [action[1] for action in file_actions]
-        if options or any(tuple(action) != (os.POSIX_SPAWN_DUP2, action[1], action[1]) for action in file_actions):
+        is_known = options.keys() <= {"setsigmask"} and all(
+            tuple(action) == (os.POSIX_SPAWN_DUP2, action[1], action[1]) for action in file_actions
+        )
+        if not is_known:
             return execute()
         variables = [f"{name}={value}".encode() for name, value in environment.items()]
-        return spawner.start(_given(arguments, path, kept, variables), execute)
+        return spawner.start(_given(arguments, path, kept, variables), execute, options.get("setsigmask", ()))
 
     _replace(spawner, spawn, posix_spawn)
 
