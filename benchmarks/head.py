@@ -65,7 +65,7 @@ def _step(
     scorer.zero_grad(set_to_none=True)
     chosen_N = torch.arange(len(weights_N), device=DEVICE)
     with torch.autocast(DEVICE.type, getattr(torch, dtype), enabled=dtype != "float32"):
-        found = scorer({"input_ids": ids_1T}, chosen_N, request=wants, loss_gradient_N=grad_N)
+        found = scorer({"input_ids": ids_1T}, chosen_N, output_request=wants, loss_gradient_N=grad_N)
     loss = (found["logprobs"] * weights_N).sum()
     if wants.entropy == "gradient":
         loss = loss + 0.01 * found["entropy"].mean()

@@ -310,7 +310,7 @@ for _command_function in (
 
 def main() -> None:
     """Run the command line; print an error as one line on standard error, and exit with the exit code of the error."""
-    if isinstance(sys.stdout, TextIOWrapper):  # not every terminal can show each character of a table or a file name
+    if isinstance(sys.stdout, TextIOWrapper):  # print `?` for characters that a terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="cosmos", standalone_mode=False))
@@ -320,7 +320,7 @@ def main() -> None:
         _exit_with_message("interrupted", EXIT_PREEMPTED)
     except _COMMAND_LINE_ERROR as error:
         _exit_with_message(describe_usage_error(error), EXIT_USAGE)
-    except BrokenPipeError:  # the reader of the output has ended, as in `cosmos logs | head`
+    except BrokenPipeError:  # raised if the reader of the output has ended, as in `cosmos logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_CRASH)
     except Exception as error:  # noqa: BLE001 - an error of unknown kind is raised again

@@ -10,7 +10,8 @@ import typer
 
 from cosmos_core.errors import ConfigError
 
-_EXIT_CODES = """Exit codes: 0 done; 64 the configuration or the data is wrong, one line on standard error names value,
+_EXIT_CODE_HELP = """\
+Exit codes: 0 done; 64 the configuration or the data is wrong, one line on standard error names value,
 rule and remedy; 65 a gate refused the model; 75 stopped with a checkpoint, `cosmos resume` continues it;
 1 another error."""
 
@@ -29,7 +30,7 @@ def agent_docs(context: typer.Context) -> None:
     from cosmos_core.config.reference import render_config_reference
     from tasks.kinds import all_kinds
 
-    typer.echo(f"# cosmos: post-training as a pipeline\n\n{_EXIT_CODES}\n\n# Commands\n")
+    typer.echo(f"# cosmos: post-training as a pipeline\n\n{_EXIT_CODE_HELP}\n\n# Commands\n")
     for name, command in _iterate_commands("cosmos", context.find_root().command):
         typer.echo(f"## {name}\n\n{command.help}\n")
         for parameter in command.params:

@@ -64,7 +64,7 @@ def convert(file: ConfigArgument) -> None:
     from cosmos_core.config.compat.translate import with_current_algorithm_keys
     from cosmos_core.config.files import read_config
 
-    _load_pipeline(file)  # raises ConfigError if the configuration is invalid
+    _load_pipeline(file)  # check the configuration: raises ConfigError if it is invalid
     notices: list[str] = []
     config_values, _ = read_config(file, notices)
     # Do not translate the algorithm keys of a pipeline with stages, because its stages may have different algorithms.
@@ -79,10 +79,10 @@ def print_key_coverage() -> None:
     """Print the status of every configuration key and, for each key in use, the test that shows its effect."""
     from cosmos_core.config.describe import all_keys, effect_test_by_key
 
-    keys = [key for key in all_keys() if not key.is_table]
-    for key in keys:
+    key_descriptions = [key for key in all_keys() if not key.is_table]
+    for key in key_descriptions:
         typer.echo(f"{key.status:<12} {key.name}  {effect_test_by_key().get(key.name, key.note)}")
-    counts_by_status = Counter(key.status for key in keys)
+    counts_by_status = Counter(key.status for key in key_descriptions)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts_by_status.most_common()))
 
 

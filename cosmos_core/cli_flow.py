@@ -71,26 +71,26 @@ def resume_flow(run_path: Path) -> int:
     from cosmos_core.run.directory import RunStartInfo, read_start_info
 
     start_info, run_path = read_start_info(run_path) or RunStartInfo(), run_path.absolute()
-    folder = start_info.working_directory  # empty if an earlier version started the run
+    start_folder = start_info.working_directory  # empty for a run that an earlier version started
     secret_names = [name for name, value in start_info.parameters.items() if json.dumps(MASK) in json.dumps(value)]
     if secret_names:
         secret_options = {name: f"-p {name}=..." for name in secret_names}
         parameter_options = [
             secret_options.get(name) or _format_option(name, value) for name, value in start_info.parameters.items()
         ]
-        command = (
+        run_command = (
             f"COSMOS_OUTPUT_DIR={shlex.quote(str(run_path.parent))} cosmos run {shlex.quote(start_info.entrypoint)}"
         )
-        change_folder = f"cd {shlex.quote(folder)} && " if folder and folder != os.getcwd() else ""
+        cd_command = f"cd {shlex.quote(start_folder)} && " if start_folder and start_folder != os.getcwd() else ""
         raise ConfigError(
             f"run {run_path.name}: run.json does not keep the secret {' '.join(secret_options.values())}; continue the "
-            f"run with: {change_folder}{command} {' '.join(parameter_options)} --run-id {shlex.quote(run_path.name)}"
+            f"run with: {cd_command}{run_command} {' '.join(parameter_options)} --run-id {shlex.quote(run_path.name)}"
         )
     os.environ["COSMOS_OUTPUT_DIR"] = str(run_path.parent)
-    if folder and not os.access(folder, os.X_OK):
+    if start_folder and not os.access(start_folder, os.X_OK):
         raise ConfigError(
-            f"run {run_path.name} was started in {folder}, to which relative paths of its flow refer; there is no such "
-            f"folder, so make it, or move it back"
+            f"run {run_path.name} was started in {start_folder}, to which relative paths of its flow refer; there is "
+            f"no such folder, so make it, or move it back"
         )
     return run_flow(start_info.entrypoint, start_info.parameters, run_path.name, run_path.parent)
 
@@ -134,8 +134,8 @@ def plan_flow(entrypoint: str, parameters: Mapping[str, Any]) -> None:
 
     run_id, flow_parameters = derive_name_and_parameters(flow, parameters)
     run_path = Path(os.environ.get("COSMOS_OUTPUT_DIR") or "outputs").absolute() / run_id
-    shown_parameters = mask_named_secrets(flow_parameters)
-    parameter_text = ", ".join(f"{name}={value!r}" for name, value in shown_parameters.items()) or "no parameters"
+    masked_parameters = mask_named_secrets(flow_parameters)
+    parameter_text = ", ".join(f"{name}={value!r}" for name, value in masked_parameters.items()) or "no parameters"
     if not was_created_by_flow(run_path):
         echo(f"{entrypoint} has no run {run_path} with {parameter_text}: its stages are known when it calls them")
         return

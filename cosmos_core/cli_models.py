@@ -73,8 +73,7 @@ def check_model(
         str, typer.Option("--class", help="Class of your own model family, path/file.py:Class.")
     ] = "",
 ) -> None:
-    """Check a diffusion model before training: its family, noise levels, text encoder, latents, predictions and
-    adapter."""
+    """Check a diffusion model before training: family, noise levels, text encoder, latents, predictions and adapter."""
     import subprocess
 
     check_command = [sys.executable, "-m", "cosmos_core.models.check_model", model]

@@ -26,15 +26,17 @@ def status(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outpu
     from cosmos_core.observe.record import read_run
     from cosmos_core.run.directory import find_run
 
-    path = find_run(run_name, output_dir)
-    print_status(path)
-    outcome = read_run(path).outcome
-    if os.environ.get("PREFECT_API_URL") and outcome in {"running", "waiting"}:
+    run_path = find_run(run_name, output_dir)
+    print_status(run_path)
+    run_outcome = read_run(run_path).outcome
+    if os.environ.get("PREFECT_API_URL") and run_outcome in {"running", "waiting"}:
         from cosmos_core.launch.reap import find_cancelled_flow_run
 
-        if name := find_cancelled_flow_run(path.parent, path.name):
-            consequence = "but the run goes on; if it still does in a minute: cosmos reap"
-            typer.echo(f"flow run {name} was cancelled, {consequence if outcome == 'running' else 'and waits no more'}")
+        if flow_run_name := find_cancelled_flow_run(run_path.parent, run_path.name):
+            advice = "but the run goes on; if it still does in a minute: cosmos reap"
+            typer.echo(
+                f"flow run {flow_run_name} was cancelled, {advice if run_outcome == 'running' else 'and waits no more'}"
+            )
 
 
 def runs(
@@ -57,8 +59,7 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Write a page with the curves of up to 8 runs.")] = None,
     output_dir: OutputDirOption = Path("outputs"),
 ) -> None:
-    """Show how runs differ from the first run in settings, metrics and times; with `--html`, plot their curves in one
-    page."""
+    """Show how runs differ from the first run in settings, metrics and times; with `--html`, plot their curves."""
     from cosmos_core.observe import overlay
     from cosmos_core.observe.console import make_console
     from cosmos_core.observe.runs import compare_runs
@@ -66,17 +67,17 @@ def compare(
     from cosmos_core.run.files import write_text
     from tasks.kinds import all_kinds
 
-    paths = [find_run(name, output_dir) for name in (names if len(names) > 1 else [*names, ""])]
-    if len(names) == 1 and paths[0] == paths[1]:
-        raise ConfigError(f"{paths[0].name} is the newest run; name another one too, which cosmos runs lists")
+    run_paths = [find_run(name, output_dir) for name in (names if len(names) > 1 else [*names, ""])]
+    if len(names) == 1 and run_paths[0] == run_paths[1]:
+        raise ConfigError(f"{run_paths[0].name} is the newest run; name another one too, which cosmos runs lists")
     if html is not None:
-        html_page = overlay.build_comparison_page(paths)
+        html_page = overlay.build_comparison_page(run_paths)
         html.parent.mkdir(parents=True, exist_ok=True)
         write_text(html, html_page)
         typer.echo(html)
         return
-    for path in paths[1:]:
-        for difference in compare_runs(paths[0], path, all_kinds()):
+    for run_path in run_paths[1:]:
+        for difference in compare_runs(run_paths[0], run_path, all_kinds()):
             make_console().print(difference)
 
 
@@ -86,9 +87,9 @@ def report(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outpu
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.files import write_text
 
-    path = find_run(run_name, output_dir)
-    write_text(path / REPORT_FILE, build_report(path))
-    typer.echo(path / REPORT_FILE)
+    run_path = find_run(run_name, output_dir)
+    write_text(run_path / REPORT_FILE, build_report(run_path))
+    typer.echo(run_path / REPORT_FILE)
 
 
 def samples(  # noqa: PLR0913 - options of a command
@@ -117,16 +118,16 @@ def watch(run_name: RunArgument = "", output_dir: OutputDirOption = Path("output
     from cosmos_core.observe.runs import is_run_inactive
     from cosmos_core.run.directory import find_run
 
-    path = find_run(run_name, output_dir)
-    with ProgressDisplay([stage.name for stage in read_run(path).stages]) as display:
+    run_path = find_run(run_name, output_dir)
+    with ProgressDisplay([stage.name for stage in read_run(run_path).stages]) as display:
         while True:
-            run = read_run(path)
+            run = read_run(run_path)
             for stage in run.stages:
                 display.update(stage.name, stage.status, stage.progress)
             if is_run_inactive(run):
                 break
             time.sleep(_POLL_SECONDS)
-    print_status(path)
+    print_status(run_path)
 
 
 def lineage(
@@ -137,8 +138,8 @@ def lineage(
     from cosmos_core.run.directory import find_run
     from cosmos_core.run.lineage import trace_lineage
 
-    is_path = os.sep in name or (bool(name) and os.path.exists(name))
-    path = Path(name) if is_path else find_run(name, output_dir)
+    is_path_given = os.sep in name or (bool(name) and os.path.exists(name))
+    path = Path(name) if is_path_given else find_run(name, output_dir)
     lineage_entries = trace_lineage(path)
     for entry in lineage_entries:
         kind_text = f"({entry.kind}) " if entry.kind else ""

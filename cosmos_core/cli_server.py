@@ -52,7 +52,7 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
-    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # seconds between heartbeats of a flow run
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # heartbeat of a flow run every 30 s
     prefect_arguments = ["worker", "start", "--pool", pool]
     prefect_arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
     prefect_arguments += ["--type", type_] * bool(type_)
@@ -73,7 +73,7 @@ def doctor(
     is_healthy = True
     for diagnosis in _diagnose_cluster(output_dir) if checks_cluster else check_machine(output_dir.absolute()):
         is_healthy &= diagnosis.is_healthy
-        message = mask_text(diagnosis.message)  # mask a password in an address
+        message = mask_text(diagnosis.message)  # an address in the message may contain a password
         typer.echo(f"{'ok   ' if diagnosis.is_healthy else 'WRONG'} {diagnosis.name}: {message}")
     if not is_healthy:
         raise typer.Exit(EXIT_CRASH)
@@ -104,11 +104,11 @@ def serve_reports(
 
     from cosmos_core.observe.report_server import TOKEN_VARIABLE, ReportServer
 
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-    with ReportServer(output_dir, token, (host, port)) as server:
+    access_token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    with ReportServer(output_dir, access_token, (host, port)) as server:
         typer.echo(f"reports of {server.output_dir} at http://{host}:{server.server_address[1]}/RUN/report.html")
         if TOKEN_VARIABLE not in os.environ:
-            typer.echo(f"password: {token}")
+            typer.echo(f"password: {access_token}")
         server.serve_forever()
 
 
@@ -149,16 +149,18 @@ def clean(
         _clean_store(store, num_kept_runs=keep, older_than_seconds=min_age_seconds, is_confirmed=yes)
         return
     runs_folder = output_dir.absolute()
-    runs = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
-    for verdict in runs:
+    verdicts = retention.decide_retention(runs_folder, num_kept_runs=keep, older_than_seconds=min_age_seconds)
+    for verdict in verdicts:
         retention_text = f"stays: {verdict.reason_to_keep}" if verdict.reason_to_keep else "goes"
         run_details = f"{verdict.pipeline}, {format_bytes(verdict.size)}, {format_duration(verdict.age_seconds)} old"
         typer.echo(f"{verdict.path.name}  {run_details}  {retention_text}")
-    removable_runs = [verdict for verdict in runs if not verdict.reason_to_keep]
+    removable_runs = [verdict for verdict in verdicts if not verdict.reason_to_keep]
     removed_runs = list(retention.remove_runs(runs_folder, removable_runs)) if yes else removable_runs
     freed_size = format_bytes(sum(verdict.size for verdict in removed_runs))
-    run_count, yes_hint = f"{len(removed_runs)} of {len(runs)} runs", "; remove them with --yes" if removed_runs else ""
-    typer.echo(f"removed {run_count}, {freed_size}" if yes else f"{run_count} may be removed, {freed_size}{yes_hint}")
+    removed_count_text = f"{len(removed_runs)} of {len(verdicts)} runs"
+    yes_hint = "; remove them with --yes" if removed_runs else ""
+    summary = f"removed {removed_count_text}" if yes else f"{removed_count_text} may be removed"
+    typer.echo(f"{summary}, {freed_size}{'' if yes else yes_hint}")
 
 
 def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: float, is_confirmed: bool) -> None:
@@ -174,6 +176,6 @@ def _clean_store(store_url: str, *, num_kept_runs: int, older_than_seconds: floa
         num_deleted, freed_bytes = store_retention.remove()
         typer.echo(f"removed {num_deleted} of {len(store_retention.runs)} runs, {format_bytes(freed_bytes)}")
     else:
-        next_step = "; remove them with --yes" if store_retention.removable_bytes else ""
+        yes_hint = "; remove them with --yes" if store_retention.removable_bytes else ""
         size_text = format_bytes(store_retention.removable_bytes)
-        typer.echo(f"{num_removable_runs} of {len(store_retention.runs)} runs may be removed, {size_text}{next_step}")
+        typer.echo(f"{num_removable_runs} of {len(store_retention.runs)} runs may be removed, {size_text}{yes_hint}")

@@ -56,8 +56,8 @@ def dpo(  # noqa: PLR0913 - the options of a command
     save: SaveOption = "", dry_run: DryRunOption = False, overrides: SetOption = [],  # noqa: B006
 ) -> None:  # fmt: skip
     """Train a language model on rows with `prompt`, `chosen` and `rejected` (DPO)."""
-    columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    _propose_and_run({"method": DPO.command, "model": model, "data": data, **columns}, save, dry_run, overrides)
+    column_options = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    _propose_and_run({"method": DPO.command, "model": model, "data": data, **column_options}, save, dry_run, overrides)
 
 
 def grpo(  # noqa: PLR0913 - the options of a command
@@ -185,12 +185,12 @@ def _resolve_model(model_name: str, output_dir: Path) -> str:
 
     model_name = os.path.expanduser(model_name)
     candidate_paths = (Path(model_name), output_dir / model_name)
-    if path := next((each for each in candidate_paths if (each / "result.json").is_file()), None):
-        stage_result = read_result(path)
+    if stage_path := next((each for each in candidate_paths if (each / "result.json").is_file()), None):
+        stage_result = read_result(stage_path)
         model_path = str(stage_result["info"].get("model") or "") if stage_result else ""
         if not model_path:
             raise ConfigError(f"{model_name}: this stage made no model")
-        return model_path if "://" in model_path else str(path / model_path)
+        return model_path if "://" in model_path else str(stage_path / model_path)
     is_run_folder = any((each / "pipeline.toml").is_file() for each in candidate_paths)
     if not is_run_folder and (not model_name.isdecimal() or os.path.isdir(model_name)):  # a run id has only digits
         return model_name
@@ -211,19 +211,23 @@ def _find_system_prompt(model_folder: str) -> str:
             with suppress(ConfigError):  # ignore a run of an older version, which may be unreadable
                 pipeline = open_run(parent_folder.parents[1], all_kinds()).pipeline
                 stage = pipeline.stage(parent_folder.name)
-                while not pipeline.stage_kind(stage).trains_model and (name := referenced_stage(stage.model)):
-                    stage = pipeline.stage(name)
+                while not pipeline.stage_kind(stage).trains_model and (stage_name := referenced_stage(stage.model)):
+                    stage = pipeline.stage(stage_name)
                 return str(getattr(pipeline.recipes[stage.name].train.train_policy, "system_prompt", ""))
     return ""
 
 
-def _propose_and_run(command_options: dict[str, str], save: str, dry_run: bool, overrides: Sequence[str]) -> None:
+def _propose_and_run(
+    command_options: dict[str, str], output_file: str, dry_run: bool, overrides: Sequence[str]
+) -> None:
     command_options = {**command_options, "model": _resolve_model(command_options["model"], Path("outputs"))}
-    _save_and_run_recipe(command_options, _propose_settings(command_options, overrides), save, dry_run, overrides)
+    _save_and_run_recipe(
+        command_options, _propose_settings(command_options, overrides), output_file, dry_run, overrides
+    )
 
 
 def _save_and_run_recipe(
-    command_options: dict[str, str], settings: list[_Setting], save: str, dry_run: bool, overrides: Sequence[str]
+    command_options: dict[str, str], settings: list[_Setting], output_file: str, dry_run: bool, overrides: Sequence[str]
 ) -> None:
     set_options = [argument for override in overrides for argument in ("--set", override)]
     if overrides:
@@ -232,10 +236,10 @@ def _save_and_run_recipe(
         run_command_comment = f"\n# run with {shlex.join(set_options)}\n" if set_options else ""
         typer.echo(_render_recipe(command_options, settings) + run_command_comment, nl=False)
         return
-    path = _write_recipe(command_options, settings, save)
-    run_command = shlex.join(["cosmos", "run", str(path), *set_options])
-    typer.echo(f"saved as {path}; each value has its reason there. Edit it and run it again: {run_command}")
-    _replace_process_with_run(path, set_options)
+    recipe_path = _write_recipe(command_options, settings, output_file)
+    run_command = shlex.join(["cosmos", "run", str(recipe_path), *set_options])
+    typer.echo(f"saved as {recipe_path}; each value has its reason there. Edit it and run it again: {run_command}")
+    _replace_process_with_run(recipe_path, set_options)
 
 
 def _check_overrides(recipe_text: str, overrides: Sequence[str]) -> None:
@@ -260,19 +264,23 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     from cosmos_core.config.schema.dataset import data_suffix
     from cosmos_core.run.remote import download_url
 
-    settings = {setting.keys: setting.value for setting in map(parse_override, overrides)}
-    rows = {keys[-1]: item for keys, item in settings.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _SPLIT_KEYS}
+    set_values = {setting.keys: setting.value for setting in map(parse_override, overrides)}
+    row_selection = {
+        keys[-1]: item for keys, item in set_values.items() if keys[:-1] == _DATASET_KEYS and keys[-1] in _SPLIT_KEYS
+    }
     # Expand `~`, because no shell does so in the input of `cosmos init` or in `--model=~/model`.
     input_paths = {name: os.path.expanduser(command_options.get(name, "")) for name in ("model", "data")}
     if "://" not in (data := input_paths["data"]) and data_suffix(data) and not os.path.exists(data):
         raise ConfigError(f"--data {data!r}: it does not exist in {os.getcwd()!r}; give a file, a folder or a Hub id")
     local_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
     custom_settings: dict[str, Any] = {}
-    for keys, value in settings.items():
-        custom_table = nest_value(keys[1:], value)  # `--set custom={...}` sets a whole table
+    for keys, value in set_values.items():
+        custom_table = nest_value(keys[1:], value)  # a table if `--set custom={...}` sets all of `[custom]`
         if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(custom_table, dict):
             custom_settings = merge_tables(custom_settings, custom_table)
-    program_options = json.dumps(dict(command_options, **local_paths, rows=rows, custom=custom_settings), default=str)
+    program_options = json.dumps(
+        dict(command_options, **local_paths, rows=row_selection, custom=custom_settings), default=str
+    )
     propose_command = [sys.executable, "-m", "cosmos_core.train.propose", program_options]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
@@ -293,30 +301,30 @@ def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) ->
         table_key, _, name = key.rpartition(".")
         lines_by_table.setdefault(table_key, []).append(f"{name} = {json.dumps(value, ensure_ascii=False)}  # {reason}")
     option_values = [(f"--{name}", value) for name, value in command_options.items() if value and name != "method"]
-    options_text = " ".join(
-        shlex.join([word for option in option_values for word in option]).split()
-    )  # one comment line
+    # The options are written into a comment of the recipe, which must be a single line.
+    options_text = " ".join(shlex.join([word for option in option_values for word in option]).split())
     recipe_text = f"# cosmos {command_options['method']} {options_text}\n"
-    if command_options["method"] == "eval":  # without stages `cosmos run` would train
+    if command_options["method"] == "eval":  # without a stage `cosmos run` would train the model
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table_key, lines_of_table in sorted(lines_by_table.items()):
         recipe_text += f"\n[{table_key}]\n" + "\n".join(lines_of_table) + "\n"
     try:
         return f"{_RECIPE_HEADER}{hashlib.sha256(recipe_text.encode()).hexdigest()[:16]}\n{recipe_text}"
     except UnicodeEncodeError as error:
-        word = recipe_text[: error.end].split()[-1]
-        raise ConfigError(f"{word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder") from error
+        invalid_word = recipe_text[: error.end].split()[-1]
+        raise ConfigError(
+            f"{invalid_word!a}: it is not UTF-8, which a recipe has to be; rename the file or folder"
+        ) from error
 
 
 def _make_recipe_path(command_options: dict[str, str], output_file: str) -> Path:
     file_name = Path(command_options.get("data") or command_options["model"]).name
-    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run` reads "-x.toml" as an option
+    file_stem = file_name.split(".")[0].lstrip("-") or "rows"  # `cosmos run` would read a leading hyphen as an option
     return Path(os.path.expanduser(output_file) or f"{file_stem}-{command_options['method']}.toml")
 
 
 def _write_recipe(command_options: dict[str, str], settings: list[_Setting], output_file: str) -> Path:
-    """Write the recipe and return its path; a recipe from an earlier command is overwritten unless it was edited or
-    that command still runs."""
+    """Write the recipe and return its path; the recipe of an earlier command is overwritten unless edited or in use."""
     path, recipe_text = _make_recipe_path(command_options, output_file), _render_recipe(command_options, settings)
     try:
         with path.open("a+", encoding="utf-8") as recipe_file:
@@ -333,21 +341,21 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
             first_line, _, recipe_body = existing_text.partition("\n")
             recipe_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
             if existing_text and first_line != f"{_RECIPE_HEADER}{recipe_digest}":
-                remedy = f"run it with cosmos run {path}, or write another with --save FILE"
-                raise ConfigError(f"{path} is there and was edited; {remedy}")
+                remedy_text = f"run it with cosmos run {path}, or write another with --save FILE"
+                raise ConfigError(f"{path} is there and was edited; {remedy_text}")
             path.write_text(recipe_text, encoding="utf-8")
     except OSError as error:
-        remedy = "name a file in a folder that exists with --save"
-        raise ConfigError(f"{path}: the recipe cannot be written: {error.strerror}; {remedy}") from error
+        remedy_text = "name a file in a folder that exists with --save"
+        raise ConfigError(f"{path}: the recipe cannot be written: {error.strerror}; {remedy_text}") from error
     return path
 
 
-def _replace_process_with_run(path: Path, set_options: Sequence[str]) -> None:
+def _replace_process_with_run(recipe_path: Path, set_options: Sequence[str]) -> None:
     """Replace this process by `cosmos run` of the recipe."""
     sys.stdout.flush()
-    recipe_descriptor = os.open(path, os.O_RDONLY)
+    recipe_descriptor = os.open(recipe_path, os.O_RDONLY)
     os.set_inheritable(recipe_descriptor, True)  # the run keeps the lock: no command may replace the recipe meanwhile
     with suppress(OSError):
         fcntl.flock(recipe_descriptor, fcntl.LOCK_SH)
     python_code = "from cosmos_core.cli import main; main()"
-    os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(path), *set_options])
+    os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(recipe_path), *set_options])

@@ -33,13 +33,13 @@ _SECRET_NAME_PATTERN = re.compile(
     r"|_(?:AUTH|PASS|PWD)$",
     re.I,
 )
-_CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[.-]")
+_CAMEL_CASE_BOUNDARY_PATTERN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[.-]")
 _CREDENTIAL_PATTERN = re.compile(
     r"(?:^|_)(?:api|access|o?auth(?!ors?(?:_|$))\w*|bearer|bot|cred\w*|encrypt\w*|\w*pass(?:word|wd|phrase)|(?:user)?pass|private"
     r"|secrets?|sign(?:ing|ature)?)(?:key)?(?:_|$)",
     re.I,
 )
-_LOCATION_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
+_LOCATION_KEY_PATTERN = re.compile(r"_(?:file|path|dir|env)$", re.I)
 _WORD_PATTERN = re.compile(
     r"[A-Za-z_<|>/.-]+|<[^\s<>]{1,30}>|\[\w{1,30}\](?: \w{1,12})?|(?=.{1,19}\Z)[A-Za-z]+\d?(?:_[A-Za-z]*\d{0,3})*"
 )
@@ -50,7 +50,7 @@ _ORDINARY_KEY_PATTERN = re.compile(
     re.I,
 )
 """Pattern of names that end in `key`, `keys` or `tokens` and name columns, special tokens or numbers of tokens."""
-_NAMED_KEY_PATTERN = re.compile(r"(?:^|_)(?:keys|tokens)_", re.I)
+_KEY_COLLECTION_PATTERN = re.compile(r"(?:^|_)(?:keys|tokens)_", re.I)
 _USER_SETTING_PATTERN = re.compile(r"(?:^|\.)(?:arguments|custom)\.")
 """Pattern of a dotted key below a table whose keys users choose."""
 _URL_WITH_PASSWORD_PATTERN = re.compile(r"(?:[a-z][a-z0-9+.-]*://|^)[^/@\s]*:([^/@\s]+)@", re.I)
@@ -111,24 +111,24 @@ def mask_log_records() -> None:
     if getattr(make_unmasked_record, "masks_secrets", False):
         return
 
-    def make_masked_record(*arguments: Any, **keyword_arguments: Any) -> logging.LogRecord:
-        record = make_unmasked_record(*arguments, **keyword_arguments)
-        with suppress(Exception):  # the logging module itself reports arguments that do not match the format
-            message = record.getMessage()
+    def make_masked_record(*record_arguments: Any, **keyword_arguments: Any) -> logging.LogRecord:
+        log_record = make_unmasked_record(*record_arguments, **keyword_arguments)
+        with suppress(Exception):  # ignore arguments that do not fit the format: the logging module reports them
+            message = log_record.getMessage()
             if (masked_message := mask_text(message)) != message:
-                record.msg, record.args = masked_message, ()
-        if record.exc_info and not record.exc_text:
-            record.exc_text = mask_text(logging.Formatter().formatException(record.exc_info))
-        return record
+                log_record.msg, log_record.args = masked_message, ()
+        if log_record.exc_info and not log_record.exc_text:
+            log_record.exc_text = mask_text(logging.Formatter().formatException(log_record.exc_info))
+        return log_record
 
     make_masked_record.masks_secrets = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(make_masked_record)
 
 
-def mask_text(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text with `***` for each secret value of the environment, for the value of each variable in `names`,
-    and for text that looks like a secret."""
-    for secret in _collect_secrets(names):
+def mask_text(text: str, variable_names: Iterable[str] = ()) -> str:
+    """Return the text with `***` for each secret value of the environment, for the value of each variable in
+    `variable_names`, and for text that looks like a secret."""
+    for secret in _collect_secrets(variable_names):
         text = text.replace(secret, "***")
     return mask_secret_spans(text)
 
@@ -143,11 +143,11 @@ def mask_error_message(error: BaseException) -> None:
 def find_secrets(settings: Any, keys: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield each string in nested settings whose key, or a key above it, is the name of a secret, such as `api_key`."""
     if isinstance(settings, Mapping):
-        for key, child in settings.items():
-            yield from find_secrets(child, (*keys, str(key)))
+        for key, nested_settings in settings.items():
+            yield from find_secrets(nested_settings, (*keys, str(key)))
     elif isinstance(settings, list | tuple):
-        for child in settings:
-            yield from find_secrets(child, keys)
+        for nested_settings in settings:
+            yield from find_secrets(nested_settings, keys)
     elif isinstance(settings, str) and _is_secret_setting(keys, settings):
         yield settings
 
@@ -162,14 +162,14 @@ def mask_named_secrets(parameters: Any, keys: tuple[str, ...] = ()) -> Any:
         return [mask_named_secrets(value, keys) for value in parameters]
     if not isinstance(parameters, str) or not parameters.strip():
         return parameters
-    names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in keys]
-    path_name, is_word_with_digit = "_".join(names), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
+    key_names = [_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", key) for key in keys]
+    joined_name, is_word_with_digit = "_".join(key_names), re.fullmatch(r"[^\s:,<>[\]]*\d[^\s:,<>[\]]*", parameters)
     checked_names = [
-        name for name in names if _CREDENTIAL_PATTERN.search(name) or not _ORDINARY_KEY_PATTERN.fullmatch(name)
+        name for name in key_names if _CREDENTIAL_PATTERN.search(name) or not _ORDINARY_KEY_PATTERN.fullmatch(name)
     ]
-    if _CREDENTIAL_PATTERN.search(path_name) or (_NAMED_KEY_PATTERN.search(path_name) and is_word_with_digit):
-        checked_names.append(path_name)
-    text = f"{names[-1]}={parameters}"
+    if _CREDENTIAL_PATTERN.search(joined_name) or (_KEY_COLLECTION_PATTERN.search(joined_name) and is_word_with_digit):
+        checked_names.append(joined_name)
+    text = f"{key_names[-1]}={parameters}"
     return MASK if _is_secret_setting(checked_names, parameters) or mask_text(text) != text else parameters
 
 
@@ -177,9 +177,9 @@ def mask_settings(settings: Any, key: str = "") -> Any:
     """Return settings for display, `key` or the tables below it, with `***` for each string in a table whose keys users
     choose that looks like a secret, or whose key, or a key above it, is the name of a secret, such as `api_key`."""
     if isinstance(settings, Mapping):
-        return {name: mask_settings(child, f"{key}.{name}") for name, child in settings.items()}
+        return {name: mask_settings(setting, f"{key}.{name}") for name, setting in settings.items()}
     if isinstance(settings, list | tuple):
-        return type(settings)(mask_settings(child, key) for child in settings)
+        return type(settings)(mask_settings(setting, key) for setting in settings)
     if not isinstance(settings, str) or not _USER_SETTING_PATTERN.search(key):
         return settings
     return MASK if _is_secret_setting(key.split("."), settings) else mask_text(settings)
@@ -196,8 +196,8 @@ def mask_file(log_path: Path, variable_names: Iterable[str] = ()) -> None:
     with open(log_path, "r+b", buffering=0) as log_file:
         while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_start):
             secret_spans = [match.span() for secret in secret_bytes for match in re.finditer(re.escape(secret), block)]
-            # Latin-1 has one character per byte, so spans are byte offsets. Replace two of its white space characters,
-            # because the same bytes are parts of UTF-8 letters.
+            # In Latin-1, which has one character per byte, spans are byte offsets.
+            # The white-space characters 0x85 and 0xA0 of Latin-1 are replaced: UTF-8 letters contain these bytes.
             secret_spans += find_secret_spans(block.decode("latin-1").translate(dict.fromkeys((0x85, 0xA0), "x")))
             for span_start, span_end in secret_spans:
                 os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)
@@ -207,8 +207,8 @@ def mask_file(log_path: Path, variable_names: Iterable[str] = ()) -> None:
 class _MaskingStream:
     """Text stream that masks secrets in the output of Python code, but not in that of C code and subprocesses."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, wrapped_stream: TextIO) -> None:
+        self._stream = wrapped_stream
 
     def write(self, text: str) -> int:
         return self._stream.write(mask_text(text))
@@ -222,23 +222,23 @@ class _MaskingStream:
 
 def _collect_secrets(variable_names: Iterable[str] = ()) -> list[str]:
     """Return the secret values to mask, the longest first, because a value may contain a shorter one."""
-    secrets, secret_names = set(_additional_secret_values), _additional_secret_names.union(variable_names)
+    found_secrets, secret_names = set(_additional_secret_values), _additional_secret_names.union(variable_names)
     for name, value in os.environ.items():
         if name in secret_names or _is_secret_name(name):
-            secrets.add(value)
-        secrets.update(_URL_WITH_PASSWORD_PATTERN.findall(value) if "@" in value else ())
-    return sorted((value for value in secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
+            found_secrets.add(value)
+        found_secrets.update(_URL_WITH_PASSWORD_PATTERN.findall(value) if "@" in value else ())
+    return sorted((value for value in found_secrets if len(value) >= _MIN_SECRET_CHARACTERS), key=len, reverse=True)
 
 
 def _is_secret_setting(key_path: Sequence[str], setting_value: str) -> bool:
     """Return True if one of the keys that lead to a setting is the name of a secret, and its value is neither a word,
     such as the name of a column or a special token, as in `text_key = "question"` and `pad_token = "<pad>"`, nor the
     path of a secret."""
-    secret_names = [_CAMEL_CASE_BOUNDARY.sub("_", key) for key in key_path if _is_secret_name(key)]
+    secret_names = [_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", key) for key in key_path if _is_secret_name(key)]
     is_plain_word = _WORD_PATTERN.fullmatch(setting_value) and not any(map(_CREDENTIAL_PATTERN.search, secret_names))
-    return bool(secret_names) and not (is_plain_word or _LOCATION_PATTERN.search(key_path[-1]))
+    return bool(secret_names) and not (is_plain_word or _LOCATION_KEY_PATTERN.search(key_path[-1]))
 
 
 @lru_cache(maxsize=1024)
 def _is_secret_name(name: str) -> bool:
-    return bool(_SECRET_NAME_PATTERN.search(_CAMEL_CASE_BOUNDARY.sub("_", name)))
+    return bool(_SECRET_NAME_PATTERN.search(_CAMEL_CASE_BOUNDARY_PATTERN.sub("_", name)))

@@ -10,27 +10,28 @@ from cosmos_core.errors import CosmosError
 
 @contextmanager
 def convert_errors(
-    convert: Callable[[Exception], Exception], exempt_types: type[Exception] | tuple[type[Exception], ...] = CosmosError
+    convert_error: Callable[[Exception], Exception],
+    exempt_types: type[Exception] | tuple[type[Exception], ...] = CosmosError,
 ) -> Iterator[None]:
     """Raise `convert(error)` for an exception of the block. Exceptions of the classes `exempt_types`, and those that
-    `convert` returns unchanged, are raised again."""
+    `convert_error` returns unchanged, are raised again."""
     try:
         yield
     except exempt_types:
         raise
     except Exception as error:
-        if (converted_error := convert(error)) is error:
+        if (converted_error := convert_error(error)) is error:
             raise
         raise converted_error from error
 
 
 @contextmanager
-def cleanup_on_error(cleanup: Callable[[], object]) -> Iterator[None]:
-    """Call `cleanup` if the block raises an exception of any class, then raise it again."""
+def cleanup_on_error(clean_up: Callable[[], object]) -> Iterator[None]:
+    """Call `clean_up` if the block raises an exception of any class, then raise it again."""
     try:
         yield
     except BaseException:
-        cleanup()
+        clean_up()
         raise
 
 

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, and exclude the objects that the block creates from later
-    collections."""
+    """Disable garbage collection in the block, and exclude the objects created in it from later collections."""
     was_collection_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # undo it, because libraries report frozen objects as leaks at exit
+        atexit.register(gc.unfreeze)  # unfreeze at exit, when libraries would report frozen objects as leaks
         if was_collection_enabled:
             gc.enable()

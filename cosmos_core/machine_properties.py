@@ -53,20 +53,22 @@ def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
     versions = {}
     for library in libraries:
         with suppress(PackageNotFoundError):
-            if installed_version := version(library):  # None if the metadata of the package are damaged
+            if installed_version := version(library):  # the version is None if the metadata of a package are damaged
                 versions[library] = installed_version
-    gpus = tuple(library for library, _ in _list_visible_gpus())
-    threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
-    return MachineProperties(platform.node(), gpus, threads, versions, missing_requirement)
+    gpus = tuple(gpu_name for gpu_name, _ in _list_visible_gpus())
+    num_threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
+    return MachineProperties(platform.node(), gpus, num_threads, versions, missing_requirement)
 
 
 def _find_missing_compiler(*, has_gpus: bool) -> str:
     """Return a description of what is missing for compiling kernels: a C compiler for Triton on a GPU, a C++ compiler
     on a CPU, or Python.h; empty if nothing is missing."""
-    env_name, compilers, language = ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
-    compiler_command = os.environ.get(env_name, "").split()
-    if not any(shutil.which(name) for name in compiler_command[:1] or compilers):
-        return f"a {language} compiler ({' '.join(compiler_command) or compilers[0]} was not found)"
+    compiler_variable, default_compilers, language_name = (
+        ("CC", ("gcc", "clang"), "C") if has_gpus else ("CXX", ("g++", "clang++"), "C++")
+    )
+    compiler_command = os.environ.get(compiler_variable, "").split()
+    if not any(shutil.which(name) for name in compiler_command[:1] or default_compilers):
+        return f"a {language_name} compiler ({' '.join(compiler_command) or default_compilers[0]} was not found)"
     header_file = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header_file.is_file() else f"Python's headers ({header_file} was not found)"
 
@@ -78,11 +80,8 @@ def measure_worker_machine(
     process.
 
     `python_path` is the path of that interpreter; empty: the interpreter of this process. With `may_use_ray`, the
-    interpreter runs on the Ray cluster of `RAY_ADDRESS` if this variable is set, as groups of ranks do.
-
-    Raises:
-        ConfigError: the interpreter does not run.
-        StageFailed: the cluster or the interpreter does not respond.
+    interpreter runs on the Ray cluster of `RAY_ADDRESS` if this variable is set, as groups of ranks do. Raises
+    `ConfigError` if the interpreter does not run, `StageFailed` if it or the cluster does not respond.
     """
     ray_address = os.environ.get("RAY_ADDRESS", "") if may_use_ray else ""
     return _measure_machine(tuple(libraries), python_path, ray_address, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -90,12 +89,12 @@ def measure_worker_machine(
 
 @cache
 def _measure_machine(
-    libraries: tuple[str, ...], python: str, ray_address: str, visible_devices: str | None
+    libraries: tuple[str, ...], python_path: str, ray_address: str, visible_devices: str | None
 ) -> MachineProperties:
-    if not python and not ray_address:
+    if not python_path and not ray_address:
         return measure_machine(libraries)
     program_module = "cosmos_core.cluster.properties" if ray_address else "cosmos_core.machine_properties"
-    command = [python or sys.executable, "-m", program_module, *libraries]
+    command = [python_path or sys.executable, "-m", program_module, *libraries]
     try:
         stdout = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=_MEASURE_TIMEOUT_SECONDS)
         machine_properties = MachineProperties(**json.loads(stdout.splitlines()[-1]))
@@ -103,20 +102,22 @@ def _measure_machine(
         if ray_address:
             last_lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             connection_error = find_connection_error(ray_address)
-            failure = f"it is not reached: {connection_error}" if connection_error else f"no properties: {last_lines}"
-            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {failure}") from error
+            problem = f"it is not reached: {connection_error}" if connection_error else f"no properties: {last_lines}"
+            raise StageFailed(f"RAY_ADDRESS = {ray_address!r}: {problem}") from error
         if isinstance(error, subprocess.TimeoutExpired):
-            raise StageFailed(f"pipeline.python = {python!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
-        raise ConfigError(f"pipeline.python = {python!r} does not run: {error}; name a Python interpreter") from error
+            raise StageFailed(f"pipeline.python = {python_path!r}: no reply in {_MEASURE_TIMEOUT_SECONDS} s") from error
+        raise ConfigError(
+            f"pipeline.python = {python_path!r} does not run: {error}; name a Python interpreter"
+        ) from error
     # Read the GPUs in this process: all interpreters see the same, and another interpreter may lack pynvml.
     gpus = tuple(machine_properties.gpus) if ray_address else tuple(name for name, _ in _list_visible_gpus())
     return replace(machine_properties, gpus=gpus)
 
 
-def find_connection_error(address: str) -> str:
+def find_connection_error(host_and_port: str) -> str:
     """Return why an address `host:port` cannot be connected to; empty if it can, or the address has another form."""
-    host, _, port = address.rpartition(":")
-    if not host or "://" in address:
+    host, _, port = host_and_port.rpartition(":")
+    if not host or "://" in host_and_port:
         return ""
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_SECONDS).close()
@@ -144,7 +145,7 @@ def _list_visible_gpus() -> tuple[tuple[str, str], ...]:
         return ()
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # there is no NVIDIA driver
+    except pynvml.NVMLError:  # raised if there is no NVIDIA driver
         return ()
     try:
         gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu_index) for gpu_index in range(pynvml.nvmlDeviceGetCount())]

@@ -57,10 +57,10 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
     for match in _WORD_AND_SECRET_PATTERN.finditer(text):
         if _looks_like_secret(match[1]) or re.fullmatch(r"[0-9a-fA-F]{16,}", match[1]):
             yield match.span(1)
-    for match in _BASE64_WITH_SLASHES.finditer(text):  # base64, such as a secret key of AWS, which has 40 characters
+    for match in _BASE64_WITH_SLASHES.finditer(text):  # find base64 text, such as secret keys of AWS with 40 characters
         if _has_mixed_characters(match[0]) and _mean_piece_length(match[0]) < (3.2 if len(match[0]) == 40 else 2.5):
             yield match.span()
-    for match in _SEPARATED_GROUPS_PATTERN.finditer(text):  # groups of random letters between dashes or dots
+    for match in _SEPARATED_GROUPS_PATTERN.finditer(text):  # find groups of random letters between dashes or dots
         has_long_word = re.search("[A-Z]?[a-z]{5}|[A-Z]{5}", match[0])
         if _has_mixed_characters(match[0]) and not has_long_word and _mean_piece_length(match[0]) < 1.95:
             yield match.span()
@@ -78,12 +78,12 @@ def find_secret_spans(text: str) -> Iterator[tuple[int, int]]:
 
 def mask_secret_spans(text: str) -> str:
     """Return the text with `***` in place of each part that looks like a secret."""
-    masked_parts, masked_end = [], 0
+    text_parts, masked_end = [], 0
     for span_start, span_end in sorted(find_secret_spans(text)):
         if span_end > masked_end:
-            masked_parts += [text[masked_end : max(span_start, masked_end)], "***" if span_start >= masked_end else ""]
+            text_parts += [text[masked_end : max(span_start, masked_end)], "***" if span_start >= masked_end else ""]
             masked_end = span_end
-    return "".join(masked_parts) + text[masked_end:]
+    return "".join(text_parts) + text[masked_end:]
 
 
 def _is_secret_word(word: str, is_separate_word: bool) -> bool:

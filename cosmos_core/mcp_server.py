@@ -109,7 +109,7 @@ async def _ask_to_start_run(recipe: str) -> Elicit[Confirmation]:
 
 
 async def _ask_to_resume_run(run: str) -> Elicit[Confirmation]:
-    await _run_cosmos("status", run)  # raises an error if the run does not exist
+    await _run_cosmos("status", run)  # check that the run exists: raises an error if it does not
     return Elicit(f"Start `cosmos resume {run}`?", Confirmation)
 
 
@@ -123,14 +123,15 @@ async def _run_if_confirmed(response: ElicitationResult[Confirmation], *command_
             _build_command(*command_words), stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    text, elapsed_seconds = "", 0
-    while process.poll() is None and " running" not in text and elapsed_seconds < _START_TIMEOUT_SECONDS:
+    output_text, elapsed_seconds = "", 0
+    while process.poll() is None and " running" not in output_text and elapsed_seconds < _START_TIMEOUT_SECONDS:
         await asyncio.sleep(1)
-        text, elapsed_seconds = Path(log_file.name).read_text(errors="replace"), elapsed_seconds + 1
-    text = Path(log_file.name).read_text(errors="replace")
+        output_text, elapsed_seconds = Path(log_file.name).read_text(errors="replace"), elapsed_seconds + 1
+    output_text = Path(log_file.name).read_text(errors="replace")
     if process.poll():
-        raise ToolError(text)
-    return f"{'ended' if process.poll() == 0 else f'runs as process {process.pid}'}; output in {log_file.name}:\n{text}"
+        raise ToolError(output_text)
+    process_state = "ended" if process.poll() == 0 else f"runs as process {process.pid}"
+    return f"{process_state}; output in {log_file.name}:\n{output_text}"
 
 
 def _build_command(*command_words: str) -> list[str]:

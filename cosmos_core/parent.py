@@ -14,7 +14,7 @@ def kill_with_parent(parent_pid: int) -> None:
     """Ask the kernel to send SIGKILL to this process when the process `parent_pid`, or its thread that started this
     process, ends: a process that hangs does not notice the end of its parent. Linux only."""
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before prctl could watch it
+    if os.getppid() != parent_pid:  # end if the parent has ended before prctl could watch it
         os._exit(1)
 
 

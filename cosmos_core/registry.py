@@ -93,12 +93,12 @@ def import_user_code(import_path: str) -> Any:
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
         return ConfigError(f"{import_path!r} cannot be imported: {error_text}")
 
-    if (current_folder := os.getcwd()) not in sys.path:  # the console script does not add it to `sys.path`
+    if (current_folder := os.getcwd()) not in sys.path:  # Python adds the current folder only for `python -m`
         sys.path.append(current_folder)
     try:
         with convert_errors(make_config_error):
             return import_object(import_path)
-    except SystemExit as error:  # the file is a script that exits at its end
+    except SystemExit as error:  # raised by a file that is a script and exits at its end
         raise make_config_error(error) from error
 
 
@@ -134,11 +134,12 @@ def locate_code(import_path: str) -> Path:
 def read_signature(import_path: str) -> inspect.Signature | None:
     """Return the signature of a user's function, without annotations and with the defaults None. The file is not run;
     None if the signature is known only after it has run, as that of a decorated function."""
-    file, function_name, globals_dict = _find_code_file(import_path), import_path.rpartition(":")[2], dict[str, Any]()
+    code_file, function_name = _find_code_file(import_path), import_path.rpartition(":")[2]
+    module_globals: dict[str, Any] = {}
     try:
         with _AST_PARSER_LOCK:
-            nodes = [*ast.walk(module := ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError):  # the later import of the file reports the error
+            nodes = [*ast.walk(module := ast.parse(code_file.read_bytes()))]
+    except (SyntaxError, ValueError):  # ignore an invalid file: the later import reports its error
         return None
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == function_name]
     is_name_assigned = any(
@@ -146,15 +147,15 @@ def read_signature(import_path: str) -> inspect.Signature | None:
     )
     if len(functions) != 1 or functions[0] not in module.body or functions[0].decorator_list or is_name_assigned:
         return None
-    [function], none_constant = functions, ast.Constant(None)
-    function.args.defaults = [none_constant] * len(function.args.defaults)
-    function.args.kw_defaults = [default and none_constant for default in function.args.kw_defaults]
-    for node in ast.walk(function.args):
+    [function_node], none_constant = functions, ast.Constant(None)
+    function_node.args.defaults = [none_constant] * len(function_node.args.defaults)
+    function_node.args.kw_defaults = [default and none_constant for default in function_node.args.kw_defaults]
+    for node in ast.walk(function_node.args):
         if isinstance(node, ast.arg):
             node.annotation = None
-    function.body, function.returns = [ast.Pass()], None
-    exec(compile(ast.fix_missing_locations(ast.Module([function], [])), str(file), "exec"), globals_dict)
-    return inspect.signature(globals_dict[function_name])
+    function_node.body, function_node.returns = [ast.Pass()], None
+    exec(compile(ast.fix_missing_locations(ast.Module([function_node], [])), str(code_file), "exec"), module_globals)
+    return inspect.signature(module_globals[function_name])
 
 
 _AST_PARSER_LOCK = threading.Lock()
@@ -167,21 +168,21 @@ def _read_top_level_names(code_file: Path) -> set[str] | None:
     try:
         with _AST_PARSER_LOCK:
             pending_nodes: list[ast.AST] = [ast.parse(code_file.read_bytes())] if code_file.suffix == ".py" else []
-    except (SyntaxError, ValueError):  # the later import of the file reports the error
+    except (SyntaxError, ValueError):  # ignore an invalid file: the later import reports its error
         return None
     if not pending_nodes:
         return None
     top_level_names = set()
     while pending_nodes:
-        node = pending_nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            top_level_names.add(node.name)  # names inside a function or class are not top-level names
+        syntax_node = pending_nodes.pop()
+        if isinstance(syntax_node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            top_level_names.add(syntax_node.name)  # names inside a function or class are not top-level names
             continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            top_level_names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name):
-            top_level_names.add(node.id)
-        pending_nodes += ast.iter_child_nodes(node)
+        if isinstance(syntax_node, ast.Import | ast.ImportFrom):
+            top_level_names |= {alias.asname or alias.name.partition(".")[0] for alias in syntax_node.names}
+        elif isinstance(syntax_node, ast.Name):
+            top_level_names.add(syntax_node.id)
+        pending_nodes += ast.iter_child_nodes(syntax_node)
     return None if top_level_names & {"*", "__getattr__", "globals", "exec", "setattr"} else top_level_names
 
 
@@ -195,12 +196,12 @@ def _split_import_path(import_path: str) -> tuple[str, str]:
 def _find_code_file(import_path: str) -> Path:
     module_name, _ = _split_import_path(import_path)
     if module_name.endswith(".py"):
-        if not os.path.isfile(module_name):  # Path.is_file raises an error for a name that is too long
+        if not os.path.isfile(module_name):  # Path.is_file would raise an error for a long name
             raise ConfigError(f"{import_path!r}: file {module_name} does not exist")
         return Path(module_name)
     root_package, *submodule_names = module_name.split(".")
     module_spec: ModuleSpec | None = PathFinder.find_spec(root_package, [os.getcwd(), *sys.path])
-    if module_spec is None and root_package:  # an import hook may provide the module
+    if module_spec is None and root_package:  # search again with import hooks, which may provide the module
         module_spec = importlib.util.find_spec(root_package)
     for name in submodule_names:
         search_folders = module_spec.submodule_search_locations if module_spec else None

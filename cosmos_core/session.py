@@ -47,23 +47,25 @@ from cosmos_core.run.progress import read_progress
 from cosmos_core.run.state import FINISHED_STATES, read_state
 
 _DISPLAY_UPDATE_SECONDS = 0.3
-_DRAIN_TIMEOUT_SECONDS = 5.0
+_LOG_DRAIN_TIMEOUT_SECONDS = 5.0
 
 
-def run_session(stack: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool) -> int:
+def run_session(
+    server_stack: ExitStack, wait_for_server: Callable[[], None], run: Run, from_stage: str, verify: bool
+) -> int:
     """Run the flow `post-train` in this process, close the Prefect server and return the exit code."""
-    _prepare_process()
+    _configure_logging_and_signals()
     stage_names = [stage.name for stage in run.pipeline.stages]
-    is_interrupted, flow_error = False, ""
-    with ProgressDisplay(stage_names) as display, _keep_display_updated(lambda: run, display):
-        display.print_message(f"run {run.id} in {run.path}")
+    is_interrupted, failure_reason = False, ""
+    with ProgressDisplay(stage_names) as progress_display, _keep_display_updated(lambda: run, progress_display):
+        progress_display.print_message(f"run {run.id} in {run.path}")
         try:
-            with stack:
+            with server_stack:
                 with without_garbage_collection():
                     post_train = import_module("flows.post_train").post_train
                 wait_for_server()
                 flow_parameters = {"config": str(run.path), "from_stage": from_stage, "verify": verify}
-                flow_error = _run_until_ended(partial(post_train, **flow_parameters, return_state=True), run.path)
+                failure_reason = _run_until_ended(partial(post_train, **flow_parameters, return_state=True), run.path)
         except (KeyboardInterrupt, Preempted):
             is_interrupted = True
             record_stop(run.path, stage_names)
@@ -75,9 +77,9 @@ def run_session(stack: ExitStack, wait_for_server: Callable[[], None], run: Run,
     if exit_code == EXIT_PREEMPTED and over_budget_message:
         _print_message(over_budget_message)
         return exit_code
-    if exit_code == EXIT_PREEMPTED and flow_error and not is_interrupted:  # the flow failed, but no stage
+    if exit_code == EXIT_PREEMPTED and failure_reason and not is_interrupted:  # the flow failed, although no stage did
         exit_code = EXIT_CRASH
-        _print_message(flow_error)
+        _print_message(failure_reason)
     _print_failures(run, exit_code)
     return exit_code
 
@@ -87,23 +89,23 @@ def run_python_flow(
 ) -> int:
     """Run the flow `entrypoint` (`FILE.py:FLOW`) in this process, close the Prefect server and return the exit code.
     Raises `ConfigError` if there is no such flow or parameter, and any `CosmosError` of the flow."""
-    _prepare_process()
+    _configure_logging_and_signals()
     raised_error: CosmosError | None = None
     is_interrupted, failure_reason = False, ""
     with server_stack:
         wait_for_server()
-        flow, current_flow = import_python_flow(entrypoint)
+        flow, get_current_flow = import_python_flow(entrypoint)
         if flow.should_validate_parameters:
             import_module("tasks.flow_identity").derive_name_and_parameters(flow, parameters)
 
         def get_current_run() -> Run | None:
-            return current_state.run if (current_state := current_flow()) else None
+            return current_state.run if (current_state := get_current_flow()) else None
 
         def run_flow() -> Any:
             flow_state = flow(**parameters, return_state=True)
             return asyncio.run(flow_state) if flow.isasync else flow_state
 
-        with ProgressDisplay([]) as display, _keep_display_updated(get_current_run, display):
+        with ProgressDisplay([]) as progress_display, _keep_display_updated(get_current_run, progress_display):
             try:
                 failure_reason = _run_until_ended(run_flow, Path.cwd(), flow.fn)
                 failure_reason = failure_reason or import_module("tasks.flow_run").describe_unfinished_stage()
@@ -163,12 +165,12 @@ def _make_module_entrypoint(entrypoint: str) -> str:
     return f"{'.'.join(module_parts)}:{flow_name}"
 
 
-def _prepare_process() -> None:
+def _configure_logging_and_signals() -> None:
     configure_logging("WARNING")
     for handler in logging.getLogger().handlers:
         # The end of each stage is displayed separately, so records of Prefect's flow and task runs are hidden.
         handler.addFilter(lambda log_record: not log_record.name.startswith(("prefect.task_runs", "prefect.flow_runs")))
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
 
 
 def derive_exit_code(run: Run) -> int:
@@ -199,12 +201,12 @@ def _print_failures(run: Run, exit_code: int) -> None:
 
 
 def _print_message(message: str) -> None:
-    sys.stderr.write(f"cosmos: {mask_text(' '.join(message.split()))}\n")  # errors of user code may contain secrets
+    sys.stderr.write(f"cosmos: {mask_text(' '.join(message.split()))}\n")  # a user's errors may contain secrets
 
 
-def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, function: Any = None) -> str:
+def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, flow_fn: Any = None) -> str:
     """Call `run_flow`, which returns the state of a flow. Return the reason why the flow did not complete, or an empty
-    string; the reason has the location of an error that the user's flow function `function` raised. Raises `Preempted`
+    string; the reason has the location of an error that the user's flow function `flow_fn` raised. Raises `Preempted`
     if the flow was stopped or cancelled, and any `CosmosError` of the flow."""
     from prefect.events.worker import EventsWorker
     from prefect.exceptions import TerminationSignal, UnfinishedRun
@@ -219,8 +221,8 @@ def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, function: An
         return f"{'' if isinstance(failure_cause, DiskFull) else 'Prefect: '}{failure_cause}"
     finally:
         # Send all records now: at exit Prefect would wait a minute for the server, which has stopped by then.
-        APILogWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
-        EventsWorker.drain_all(timeout=_DRAIN_TIMEOUT_SECONDS)
+        APILogWorker.drain_all(timeout=_LOG_DRAIN_TIMEOUT_SECONDS)
+        EventsWorker.drain_all(timeout=_LOG_DRAIN_TIMEOUT_SECONDS)
     if flow_state.is_cancelled():
         raise Preempted("its flow run was cancelled")
     flow_result = getattr(flow_state.data, "result", flow_state.data)
@@ -231,29 +233,29 @@ def _run_until_ended(run_flow: Callable[[], Any], run_folder: Path, function: An
     if flow_state.is_completed():
         return ""
     has_traceback = isinstance(flow_result, Exception) and flow_result.__traceback__ is not None
-    has_location = function is not None and has_traceback and flow_state.name != "TimedOut"
-    location = f" ({find_error_location(flow_result, function)})" if has_location else ""
-    return f"{flow_state.message}{location}"
+    has_error_location = flow_fn is not None and has_traceback and flow_state.name != "TimedOut"
+    location_text = f" ({find_error_location(flow_result, flow_fn)})" if has_error_location else ""
+    return f"{flow_state.message}{location_text}"
 
 
-def _raise_interrupt(signal_number: int, stack_frame: object) -> None:
-    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error and
-    continue."""
+def _raise_keyboard_interrupt(signal_number: int, stack_frame: object) -> None:
+    """Raise KeyboardInterrupt, as Ctrl-C does: a library that is being imported might catch another error."""
     raise KeyboardInterrupt
 
 
 @contextmanager
 def open_session(output_dir: Path, run_function: Callable[..., int] = run_session) -> Iterator[Callable[..., int]]:
-    """Start a Prefect server with its data below `output_dir`, and yield `run_function`, to which two arguments are
-    already passed: the server, and a function that waits until the server is ready, because its start takes seconds."""
+    """Start a Prefect server with its data below `output_dir`; yield `run_function` with two arguments passed: the
+    stack that stops the server, and a function that waits until the slow server is ready."""
     os.environ.update(add_log_silencing_variables(os.environ))
     # The display shows the progress; Prefect's own log lines go to the Prefect server only.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    if not os.access(os.path.expanduser("~"), os.W_OK):  # matplotlib would leave a folder in /tmp at each run
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # else matplotlib leaves a folder in /tmp at each run
         os.environ.setdefault("MPLCONFIGDIR", str(output_dir.absolute() / SHARED_FOLDER / "matplotlib"))
     adopt_orphans()  # workers whose supervisor was killed become children of this process
-    with ExitStack() as stack:
-        yield partial(run_function, stack, stack.enter_context(prefect_server(output_dir / SHARED_FOLDER)))
+    with ExitStack() as server_stack:
+        wait_for_server = server_stack.enter_context(prefect_server(output_dir / SHARED_FOLDER))
+        yield partial(run_function, server_stack, wait_for_server)
 
 
 @contextmanager
@@ -268,7 +270,7 @@ def _keep_display_updated(get_current_run: Callable[[], Run | None], display: Pr
             for stage in run.pipeline.stages:
                 path = run.stage_path(stage.name)
                 display.update(stage.name, read_state(path).status, read_progress(path))
-        except BrokenPipeError:  # the reader of the output has ended, as in `cosmos run | head`: the run goes on
+        except BrokenPipeError:  # the reader of the output has ended, as in `cosmos run | head`; let the run go on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def update_periodically() -> None:

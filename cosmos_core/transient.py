@@ -23,7 +23,7 @@ _NETWORK_ERROR_NAMES = {
     "Timeout", "MaxRetryError", "ProtocolError", "HTTPClientError", "ClientConnectionError",
     "DistError",  # base class of the errors of torch.distributed
 }  # fmt: skip
-_GLOO_CONNECTION_LOST = re.compile(r"/gloo/.*Connection (closed|reset) by peer")
+_GLOO_CONNECTION_LOST_PATTERN = re.compile(r"/gloo/.*Connection (closed|reset) by peer")
 _CODE_ERRORS = (LookupError, NameError, TypeError, AttributeError, AssertionError, FileNotFoundError, PermissionError)
 """Classes of programming errors. Their `__context__`, the error that was being handled, is not examined as a cause."""
 _TRANSIENT_HTTP_STATUSES = {408, 425, 429}
@@ -52,23 +52,23 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def _is_single_network_error(error: BaseException) -> bool:
-    if status := _find_http_status(error):  # the server was reached, so only its status decides
-        return status >= 500 or status in _TRANSIENT_HTTP_STATUSES
+    if http_status := _find_http_status(error):  # if a server sent a status, only the status decides
+        return http_status >= 500 or http_status in _TRANSIENT_HTTP_STATUSES
     return (
         not _NETWORK_ERROR_NAMES.isdisjoint(_list_class_names(error))
         or (isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS)
         # The backend `gloo` of torch.distributed raises an error with these words if another rank is gone.
-        or (isinstance(error, RuntimeError) and _GLOO_CONNECTION_LOST.search(str(error)) is not None)
+        or (isinstance(error, RuntimeError) and _GLOO_CONNECTION_LOST_PATTERN.search(str(error)) is not None)
     )
 
 
-def _iterate_causes(cause: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     visited_error_ids: set[int] = set()
-    while cause is not None and id(cause) not in visited_error_ids:
-        visited_error_ids.add(id(cause))
-        yield cause
-        follows_context = not cause.__suppress_context__ and not isinstance(cause, _CODE_ERRORS)
-        cause = cause.__cause__ or (cause.__context__ if follows_context else None)
+    while error is not None and id(error) not in visited_error_ids:
+        visited_error_ids.add(id(error))
+        yield error
+        follows_context = not error.__suppress_context__ and not isinstance(error, _CODE_ERRORS)
+        error = error.__cause__ or (error.__context__ if follows_context else None)
 
 
 def _list_class_names(error: BaseException) -> set[str]:
@@ -78,11 +78,15 @@ def _list_class_names(error: BaseException) -> set[str]:
 def _find_http_status(error: BaseException) -> int:
     """Return the HTTP status of an error, from an attribute of the error (urllib, aiohttp), of its response, or from
     the response table of botocore; 0 if the error has no status."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        response_metadata = response.get("ResponseMetadata")
-        codes = [response_metadata.get("HTTPStatusCode") if isinstance(response_metadata, dict) else None]
+    http_response = getattr(error, "response", None)
+    if isinstance(http_response, dict):
+        response_metadata = http_response.get("ResponseMetadata")
+        status_values = [response_metadata.get("HTTPStatusCode") if isinstance(response_metadata, dict) else None]
     else:
-        codes = [getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)]
-    status = next(filter(None, codes), None)
-    return status if isinstance(status, int) else 0
+        status_values = [
+            getattr(http_response, "status_code", None),
+            getattr(error, "code", None),
+            getattr(error, "status", None),
+        ]
+    http_status = next(filter(None, status_values), None)
+    return http_status if isinstance(http_status, int) else 0

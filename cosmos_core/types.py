@@ -11,9 +11,9 @@ from typing import Any, Literal
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
-def is_at_or_below(key: str, prefixes: Iterable[str]) -> bool:
+def is_at_or_below(key: str, key_prefixes: Iterable[str]) -> bool:
     """Return True if a dotted key equals one of the prefixes or is below one of them."""
-    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in key_prefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class StageKind:
     """Product of the stage: prepared rows, a model with the architecture of its base model, metrics of a model, a
     published copy of a model, a page about the run. Empty: something else."""
     feed: Literal["", "dataset", "rollouts"] = ""
-    """Training data of the stage: the rows of a data set, or rollouts scored by rewards. Empty: the stage does not
-    train."""
+    """Training data of the stage: the rows of a data set, or scored rollouts. Empty: the stage does not train."""
     has_mesh: bool = False
     """Whether the stage runs on the ranks of `policy.parallelism`."""
     has_engine: bool = False
@@ -163,8 +162,7 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class FlowSampling:
-    """Sampling parameters of a diffusion model, which integrates from noise to data along a schedule of noise
-    levels."""
+    """Sampling parameters of a diffusion model, which integrates from noise to data along a noise schedule."""
 
     num_steps: int = 40
     guidance_scale: float = 1.0
@@ -182,7 +180,7 @@ class FlowSampling:
     keeps_transition_means: bool = False
     """Whether the means of the steps in `trained_steps` are kept for training."""
     schedule: str = ""
-    """Schedule of noise levels, a key of `models.flow.SCHEDULES`; empty: the schedule of the model's family."""
+    """Schedule of noise levels, a key of `models.flow.SIGMA_SCHEDULES`; empty: the schedule of the model's family."""
     size: tuple[int, int] = (1024, 1024)
     """Height and width of an image or video in pixels."""
     num_frames: int = 1

@@ -85,7 +85,7 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
             )
         return open_run(path, stage_kinds)
     pipeline = resolve_gpu_settings(load_pipeline(path, overrides, stage_kinds))
-    set_credentials(pipeline)  # needed to look up files in stores and on the Hub
+    set_credentials(pipeline)  # look-ups in stores and on the Hub need credentials
     check_targets(pipeline)
     check_store(pipeline)
     # If Prefect retries a flow run, continue the run that the first attempt of the flow run created.
@@ -100,11 +100,12 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
 
 def supersede_stages(run: Run, from_stage: str, flow_run_id: str) -> None:
     """Move the folders of the stage `from_stage` and of all stages that depend on it to `superseded/`, so that they run
-    again. A retry of the same flow run moves no folder again. Raises `ConfigError` if a stage still runs on its work
-    pool."""
-    names = sorted(run.pipeline.stage_and_dependents(from_stage)) if from_stage else []
+    again, unless this flow run has done so before. Raises `ConfigError` if a stage still runs on its work pool."""
+    stage_names = sorted(run.pipeline.stage_and_dependents(from_stage)) if from_stage else []
     stage_paths = [
-        path for path in map(run.stage_path, names) if not flow_run_id or read_state(path).forced_by != flow_run_id
+        path
+        for path in map(run.stage_path, stage_names)
+        if not flow_run_id or read_state(path).forced_by != flow_run_id
     ]
     for path in stage_paths:
         require_ended_child(path, run.pipeline.config.grace_seconds)

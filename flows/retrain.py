@@ -84,26 +84,26 @@ def retrain(
             # A retried or resumed flow run waits for the lease; if it ended here, a person's decision would be lost.
             lease.acquire()
         elif not lease.try_acquire():
-            last_run = read_document(state_file, RetrainState)
-            run_id = f" of run {last_run.run_id}" if last_run is not None and not last_run.outcome else ""
+            last_state = read_document(state_file, RetrainState)
+            run_id = f" of run {last_state.run_id}" if last_state is not None and not last_state.outcome else ""
             return Completed(name="StillTraining", message=f"an earlier firing{run_id} has not ended; nothing was done")
         # A resumed flow run uses the data of its start and leaves later changes to the next flow run of the schedule.
         pipeline = unpinned_pipeline
         if flow_run_state is None:
             pipeline = pin_urls(pin_hub_revisions(resolve_gpu_settings(pipeline)))
         content_digest = flow_run_state.digest if flow_run_state else compute_retrain_digest(pipeline, start)
-        last_run = read_document(state_file, RetrainState)
-        if idle_state := _find_idle_state(unpinned_pipeline, content_digest, flow_run_state, last_run, approve):
+        last_state = read_document(state_file, RetrainState)
+        if idle_state := _find_idle_state(unpinned_pipeline, content_digest, flow_run_state, last_state, approve):
             return idle_state
         run = _open_saved_run(pipeline, flow_run_state.run_id) if flow_run_state else None
-        run = run or _open_unfinished_run(pipeline, content_digest, last_run)
+        run = run or _open_unfinished_run(pipeline, content_digest, last_state)
         if run is None:
             start_overrides = make_start_overrides(pipeline) if start == "published" else []
-            model_source = start_overrides or "the model that the pipeline names"
-            get_run_logger().info("something is new; starting from %s", model_source)
+            start_description = start_overrides or "the model that the pipeline names"
+            get_run_logger().info("something is new; starting from %s", start_description)
             run = open_run_to_execute(config, [*overrides, *start_overrides], "", str(flow_run.id or ""))
-            last_run = RetrainState(digest=content_digest, run_id=run.id)
-            save_retrain_state(state_file, last_run)
+            last_state = RetrainState(digest=content_digest, run_id=run.id)
+            save_retrain_state(state_file, last_state)
         save_retrain_state(flow_run_state_file, RetrainState(digest=content_digest, run_id=run.id))
         stage_names = list_stages_before_publication(run.pipeline)
         if flow_run_state is not None and not _has_same_content(run.pipeline, content_digest, start):
@@ -113,42 +113,42 @@ def retrain(
                 return _make_outdated_state(run.id, outdated_reason)
         final_state, outcome = _train_and_publish(run, stage_names, approve)
         # Do not overwrite the state that a later flow run has saved for newer content.
-        if outcome and (last_run is None or last_run.digest == content_digest):
+        if outcome and (last_state is None or last_state.digest == content_digest):
             save_retrain_state(state_file, RetrainState(digest=content_digest, run_id=run.id, outcome=outcome))
         return final_state
 
 
 def _find_idle_state(
-    pipeline: Pipeline, digest: str, flow_run_state: RetrainState | None, last_run: RetrainState | None, approve: bool
+    pipeline: Pipeline, digest: str, flow_run_state: RetrainState | None, last_state: RetrainState | None, approve: bool
 ) -> State[Any] | None:
     """Return the final state of a flow run that has nothing to do; None if it has to train or to publish."""
-    if last_run is None:
+    if last_state is None:
         return None
-    if last_run.digest == digest and last_run.outcome:
+    if last_state.digest == digest and last_state.outcome:
         outage_text = "".join(f"; {hub} did not respond: {reason}" for hub, (_, reason) in failed_hub_requests.items())
-        message = f"nothing new since run {last_run.run_id}, which was {last_run.outcome}{outage_text}"
+        message = f"nothing new since run {last_state.run_id}, which was {last_state.outcome}{outage_text}"
         return Completed(name="NothingNew", message=message)
-    approval = liveness.read_open_approval(_get_run_path(pipeline, last_run.run_id))
-    if approve and flow_run_state is None and last_run.digest == digest and approval is not None:
+    approval = liveness.read_open_approval(_get_run_path(pipeline, last_state.run_id))
+    if approve and flow_run_state is None and last_state.digest == digest and approval is not None:
         with suppress(ObjectNotFound, ValueError), get_client(sync_client=True) as client:
             if client.read_flow_run(UUID(approval.flow_run)).state_type == StateType.PAUSED:
-                message = f"run {last_run.run_id} waits until a person approves its publication; nothing was done"
+                message = f"run {last_state.run_id} waits until a person approves its publication; nothing was done"
                 return Completed(name="StillTraining", message=message)
-    if flow_run_state is not None and last_run.digest != digest and last_run.outcome == "published":
-        outdated_reason = f"run {last_run.run_id} of newer content was published since"
+    if flow_run_state is not None and last_state.digest != digest and last_state.outcome == "published":
+        outdated_reason = f"run {last_state.run_id} of newer content was published since"
         return _make_outdated_state(flow_run_state.run_id, outdated_reason)
     return None
 
 
-def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_run: RetrainState | None) -> Run | None:
+def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_state: RetrainState | None) -> Run | None:
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
-    if last_run is None or last_run.digest != content_digest:
+    if last_state is None or last_state.digest != content_digest:
         return None
-    path = _get_run_path(pipeline, last_run.run_id)
-    if not (path / "pipeline.toml").is_file():
+    run_path = _get_run_path(pipeline, last_state.run_id)
+    if not (run_path / "pipeline.toml").is_file():
         return None
-    get_run_logger().info("run %s did not end: it is continued", last_run.run_id)
-    return _open_saved_run(pipeline, last_run.run_id)
+    get_run_logger().info("run %s did not end: it is continued", last_state.run_id)
+    return _open_saved_run(pipeline, last_state.run_id)
 
 
 def _open_saved_run(pipeline: Pipeline, run_id: str) -> Run:
@@ -175,12 +175,12 @@ def _train_and_publish(
 ) -> tuple[Any, Literal["", "published", "refused", "declined"]]:
     """Run `training_stages`, then the stages that publish; return the final state of the flow run, and the outcome."""
     nonpublishing_stages = list_stages_before_publication(run.pipeline)
-    final_stages = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
+    publication_names = [stage.name for stage in run.pipeline.stages if stage.name not in nonpublishing_stages]
     with claim_run(run):
         approval = None
-        if approve and final_stages:
+        if approve and publication_names:
             approval = liveness.read_required_approval(run.path) or liveness.PublicationApproval()
-        liveness.save_approval(run.path, approval)  # makes `cosmos resume` refuse until a person approves
+        liveness.save_approval(run.path, approval)  # with this file, `cosmos resume` refuses until a person approves
         final_state = run_stages(run, training_stages)
         if final_state.name == REFUSED_STATE:
             return Completed(name="NotPromoted", message=final_state.message), "refused"
@@ -188,9 +188,9 @@ def _train_and_publish(
             return final_state, ""
     if approval is not None and not _is_approved(run, approval):
         return Completed(name="Declined", message=f"run {run.id}: its model is not published"), "declined"
-    if final_stages:
+    if publication_names:
         with claim_run(run):
-            final_state = run_stages(run, final_stages)
+            final_state = run_stages(run, publication_names)
     if not final_state.is_completed():
         return final_state, ""
     return make_completed_state(run, [stage.name for stage in run.pipeline.stages]), "published"
@@ -230,8 +230,7 @@ def _list_stages_to_run(run: Run, stage_names: list[str]) -> list[str]:
 
 def make_start_overrides(pipeline: Pipeline) -> list[str]:
     """Return overrides with which the first trainings of each published model start from its published version; an
-    empty list if no model was published yet, or if the publication target has no method `where`. Of several targets of
-    one model, the last one counts."""
+    empty list if no model was published yet, or the target has no method `where`. A model's last target counts."""
     publishing_stages = list_publishing_stages(pipeline)
     loadable_stages = [
         stage
@@ -239,30 +238,30 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         if not stage.target.startswith("mlflow://") and stage.format in {"", UNQUANTIZED_FORMAT}
     ]
     if publishing_stages and not loadable_stages:
-        problem = f"no training reads {publishing_stages[-1].target}"
-        raise ConfigError(f"start = 'published': {problem}; publish to a folder or s3:// too, without quantising")
+        problem_text = f"no training reads {publishing_stages[-1].target}"
+        raise ConfigError(f"start = 'published': {problem_text}; publish to a folder or s3:// too, without quantising")
     addresses_by_training: dict[str, tuple[str, str]] = {}
     for stage in loadable_stages:
         first_trainings = _find_first_trainings(pipeline, stage)
         if hasattr(open_target(stage.target), "where"):  # check the settings even if nothing is published
-            for name in sorted(first_trainings):
-                _check_initial_weights(pipeline, pipeline.stage(name), stage.target)
+            for training_name in sorted(first_trainings):
+                _check_initial_weights(pipeline, pipeline.stage(training_name), stage.target)
         if (published_address := _find_published_address(stage.target)) is not None:
             addresses_by_training |= dict.fromkeys(first_trainings, published_address)
     overrides = []
     for stage in pipeline.stages:
         if stage.name not in addresses_by_training:
             continue
-        model_address, revision = addresses_by_training[stage.name]
+        model_address, model_revision = addresses_by_training[stage.name]
         setting_key = "model" if stage.model else "policy.model_name_or_path"
-        name, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
+        override_stage, select_stage = stage.name, pipeline.find_branch_selector(stage.name)
         # An override must name a stage of the pipeline file. In the file, a sweep with a grid is one stage, which has
         # the name of the stage that selects the best branch.
         stage_sweep = select_stage.sweep if select_stage else None
         if select_stage and stage_sweep and any(branch.settings for branch in stage_sweep.branches):
-            name = select_stage.name
-        overrides.append(f"{name}.{setting_key}={model_address}")
-        overrides += [f"{name}.policy.model_revision={revision}"] if revision else []
+            override_stage = select_stage.name
+        overrides.append(f"{override_stage}.{setting_key}={model_address}")
+        overrides += [f"{override_stage}.policy.model_revision={model_revision}"] if model_revision else []
     return list(dict.fromkeys(overrides))
 
 
@@ -288,28 +287,28 @@ def _find_published_address(target: str) -> tuple[str, str] | None:
     published_record, locate_version = publication_target.published(), getattr(publication_target, "where", None)
     if published_record is None or locate_version is None or "version" not in published_record:
         return None
-    address = str(locate_version(str(published_record["version"])))
-    if not address.startswith("hub://"):
-        return address, ""
-    repository, _, revision = address.removeprefix("hub://").partition("@")
-    return repository, revision
+    model_address = str(locate_version(str(published_record["version"])))
+    if not model_address.startswith("hub://"):
+        return model_address, ""
+    repository_name, _, revision = model_address.removeprefix("hub://").partition("@")
+    return repository_name, revision
 
 
 def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> set[str]:
     """Return the names of the trainings from which a published model descends and that depend on no other training. A
     teacher or a reward model is no ancestor of the model that learns from it."""
-    pending_names, visited_names, first_trainings = [referenced_stage(publishing_stage.model)], set[str](), set[str]()
+    pending_names, visited_stages, first_trainings = [referenced_stage(publishing_stage.model)], set[str](), set[str]()
     while pending_names:
-        if (name := pending_names.pop()) is None or name in visited_names:
+        if (name := pending_names.pop()) is None or name in visited_stages:
             continue
-        visited_names.add(name)
+        visited_stages.add(name)
         stage = pipeline.stage(name)
-        trains_model, source_stage = pipeline.stage_kind(stage).trains_model, referenced_stage(stage.model)
+        trains_model, source_stage_name = pipeline.stage_kind(stage).trains_model, referenced_stage(stage.model)
         if trains_model and not _depends_on_training(pipeline, stage):
             first_trainings.add(name)
         pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
         # A stage that merges models names them only in `after`.
-        pending_names += [source_stage] if source_stage or trains_model else stage.after
+        pending_names += [source_stage_name] if source_stage_name or trains_model else stage.after
     return first_trainings
 
 

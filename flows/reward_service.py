@@ -38,11 +38,11 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
     """
     with (
         tempfile.TemporaryDirectory(prefix="cosmos-rewards-") as folder,
-        managed_reward_service(config, Path(folder), host=_get_local_address()) as env_variables,
+        managed_reward_service(config, Path(folder), host=_get_local_address()) as service_variables,
         get_client(sync_client=True) as prefect_client,
     ):
-        service_url = env_variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
-        RewardService(url=service_url, token=SecretStr(env_variables[TOKEN_VARIABLE])).save(block, overwrite=True)
+        service_url = service_variables[ENQUEUE_URL_VARIABLE].partition("/api/")[0]
+        RewardService(url=service_url, token=SecretStr(service_variables[TOKEN_VARIABLE])).save(block, overwrite=True)
         try:
             _wait_until_service_unneeded(partial(_is_service_needed, prefect_client, block, of_flow_run))
         finally:  # the flow run of the stage may have been killed before it deleted the block
@@ -74,8 +74,8 @@ def _get_local_address() -> str:
     """Return the IP address of this machine in the network of the Prefect server."""
     server_url = urlsplit(get_current_settings().api.url or "http://127.0.0.1:4200/api")
     host, port = server_url.hostname or "127.0.0.1", server_url.port or 443
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    address_family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # prefer IPv4 to IPv6
+    address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    address_family, *_, address = min(address_infos, key=lambda info: info[0] != socket.AF_INET)  # prefer IPv4 to IPv6
     with socket.socket(address_family, socket.SOCK_DGRAM) as probe_socket:  # connecting a UDP socket sends no packet
         probe_socket.connect(address)
         return str(probe_socket.getsockname()[0])

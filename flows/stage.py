@@ -40,8 +40,8 @@ def check_upstream_results(run: Run, name: str) -> None:
     """Raise `ConfigError` if the stage does not exist, or if a stage in its `after` has no result or an altered one."""
     for upstream_name in run.pipeline.stage(name).after:
         result = read_result(run.stage_path(upstream_name))
-        if problem := find_output_damage(run.stage_path(upstream_name), result) if result else "it is not done":
+        if damage := find_output_damage(run.stage_path(upstream_name), result) if result else "it is not done":
             raise ConfigError(
-                f"{run.path}: stage {name!r} starts from {upstream_name!r}, but {problem}; run stage {upstream_name!r} "
+                f"{run.path}: stage {name!r} starts from {upstream_name!r}, but {damage}; run stage {upstream_name!r} "
                 f"first, or the whole: cosmos resume {shlex.quote(str(run.path))}"
             )

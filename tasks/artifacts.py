@@ -72,8 +72,8 @@ class StageArtifacts:
         thread: Prefect repeats a request to a server that does not respond for minutes."""
         is_update_due = time.monotonic() >= min(self._next_update_times.values())
         if is_update_due and not (self._thread and self._thread.is_alive()):
-            arguments = (self._publish_due_artifacts, progress)
-            self._thread = threading.Thread(target=copy_context().run, args=arguments, name="artifacts", daemon=True)
+            thread_args = (self._publish_due_artifacts, progress)
+            self._thread = threading.Thread(target=copy_context().run, args=thread_args, name="artifacts", daemon=True)
             self._thread.start()
 
     def _publish_due_artifacts(self, progress: ProgressRecord) -> None:
@@ -118,8 +118,8 @@ class StageArtifacts:
         """Publish the newest completions as a table, and the newest grid of generated images of a diffusion model."""
         if self._is_private:
             return
-        if lines := completions.read_newest_completions(self._stage_path, _MAX_TABLE_ROWS):
-            rows = [_make_sample_row(line, self._stage_path) for line in lines]
+        if completion_lines := completions.read_newest_completions(self._stage_path, _MAX_TABLE_ROWS):
+            rows = [_make_sample_row(line, self._stage_path) for line in completion_lines]
             create_table_artifact(rows, f"{self._artifact_key_prefix}-samples", f"Samples, {self._run_description}")
         if (grid_path := gallery.find_newest_grid(self._stage_path)) is not None:
             image_url = gallery.make_data_uri("image/png", grid_path.read_bytes())
@@ -138,7 +138,7 @@ class StageArtifacts:
         metric_records = self._metrics_reader.update()
         if not metric_records:
             return
-        while len(metric_records) > _MAX_PLOTTED_LINES:  # drop every second old record, to bound time and memory
+        while len(metric_records) > _MAX_PLOTTED_LINES:  # drop every second step of the older half
             del metric_records[: len(metric_records) // 2 : 2]
         table_records = metric_records[-_MAX_TABLE_ROWS:]
         column_names = ["step", *sorted({key for line in table_records for key in line} - {"step", "time"})]
@@ -149,8 +149,7 @@ class StageArtifacts:
 
 
 def publish_run_report(run_path: Path) -> None:
-    """Write the HTML report of a run, whatever its outcome, and publish the card of the run: the status of every stage,
-    its metrics, and the model. Errors are only logged."""
+    """Write the HTML report of a run and publish the card of the run, whatever its outcome; errors are only logged."""
     with log_ui_errors():
         write_text(run_path / REPORT_FILE, build_report(run_path))
     run = read_run(run_path)
@@ -165,31 +164,31 @@ def log_ui_errors() -> AbstractContextManager[None]:
     return log_errors(partial(logger.warning, "it cannot be shown now: %s"))
 
 
-def run_card_key(pipeline: str) -> str:
+def run_card_key(pipeline_name: str) -> str:
     """Return the artifact key of the card that all runs of a pipeline share."""
-    return _make_artifact_key(pipeline, "run")
+    return _make_artifact_key(pipeline_name, "run")
 
 
-def _make_artifact_key(*names: str) -> str:
+def _make_artifact_key(*key_parts: str) -> str:
     """Return an artifact key made of the names of pipeline and stage, in lower-case letters, digits and dashes, which
     Prefect requires. All runs of a pipeline share the key, so that Prefect shows the history of the artifact."""
-    name = "-".join(names).lower()
+    name = "-".join(key_parts).lower()
     key = re.sub(r"[^a-z0-9]+", "-", name)
     return key if name.isascii() else f"{key.strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def render_conditions_table(conditions: Sequence[GateCondition]) -> str:
     """Return the conditions of a gate as a table in Markdown."""
-    lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
+    table_lines = ["| condition | measured | bound | holds |", "|---|---|---|---|"]
     for condition in conditions:
         bound_text = "–" if condition.bound is None else f"{condition.bound:.6g}"
         verdict_text = "yes" if condition.passed else "**no**"
-        lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {verdict_text} |")
-    return "\n".join([*lines, ""])
+        table_lines.append(f"| {condition.title} | {condition.value:.6g} | {bound_text} | {verdict_text} |")
+    return "\n".join([*table_lines, ""])
 
 
-def _make_sample_row(line: dict[str, Any], stage: Path) -> dict[str, Any]:
-    text_cells = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage)}
+def _make_sample_row(line: dict[str, Any], stage_path: Path) -> dict[str, Any]:
+    text_cells = {"prompt": line.get("prompt", ""), "completion": completions.format_completion(line, stage_path)}
     for name, text in text_cells.items():
         text_cells[name] = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…"
     return {"step": line["step"], **text_cells, "reward": _to_json_value(line.get("reward"))}
@@ -201,15 +200,15 @@ def _to_json_value(metric_value: Any) -> Any:
 
 
 def _render_run_card(run: RunRecord) -> str:
-    lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_render_stages(run)]
-    lines += [line for name, cost in make_cost_card(run).items() for line in ("", f"{name}: {cost}")]
-    lines += ["", f"run directory `{run.path}`"]
+    card_lines = [f"# {run.name} {run.path.name}: {run.outcome}", "", *_render_stages(run)]
+    card_lines += [line for name, cost in make_cost_card(run).items() for line in ("", f"{name}: {cost}")]
+    card_lines += ["", f"run directory `{run.path}`"]
     if url := report_url(run.path):
-        lines += ["", f"[report]({url})"]
+        card_lines += ["", f"[report]({url})"]
     if run.model is not None:
-        lines += ["", f"model `{run.model}`", "", "```python", render_loading_code(run.model), "```"]
-    lines += [line for location in run.published_locations for line in ("", f"published `{location}`")]
-    return "\n".join(lines) + "\n"
+        card_lines += ["", f"model `{run.model}`", "", "```python", render_loading_code(run.model), "```"]
+    card_lines += [line for location in run.published_locations for line in ("", f"published `{location}`")]
+    return "\n".join(card_lines) + "\n"
 
 
 def render_approval_form(run_path: Path) -> str:
@@ -227,16 +226,16 @@ def render_approval_form(run_path: Path) -> str:
 
 def _render_stages(run: RunRecord) -> list[str]:
     """Return Markdown lines: a table of stages and metrics, the conditions of gates, the errors of failed stages."""
-    lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
+    markdown_lines = ["| stage | kind | state | time | metrics |", "|---|---|---|---|---|"]
     for stage in run.stages:
-        cells = (stage.name, stage.kind.name, stage.status, formatting.format_duration(stage.seconds))
-        lines.append(f"| {' | '.join(cells)} | {_format_metrics(stage)} |")
+        stage_cells = (stage.name, stage.kind.name, stage.status, formatting.format_duration(stage.seconds))
+        markdown_lines.append(f"| {' | '.join(stage_cells)} | {_format_metrics(stage)} |")
     for stage in run.stages:
         if stage.conditions:
-            lines += ["", f"gate **{stage.name}**", "", render_conditions_table(stage.conditions)]
+            markdown_lines += ["", f"gate **{stage.name}**", "", render_conditions_table(stage.conditions)]
         elif stage.state.state == "failed":
-            lines += ["", f"**{stage.name}**: {stage.state.error}"]
-    return lines
+            markdown_lines += ["", f"**{stage.name}**: {stage.state.error}"]
+    return markdown_lines
 
 
 def _format_metrics(stage: StageRecord) -> str:
@@ -250,7 +249,7 @@ def _render_result_card(result: Result) -> str:
     lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in output_files]
     file_lines, gate_conditions = "\n".join(lines), result["info"].get("conditions")
     table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
-    gate_text = ""
+    gate_table = ""
     if gate_conditions is not None:
-        gate_text = f"\n\n{render_conditions_table(parse_documents(gate_conditions, GateCondition))}"
-    return f"{table_header}\n{metric_rows}{gate_text}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"
+        gate_table = f"\n\n{render_conditions_table(parse_documents(gate_conditions, GateCondition))}"
+    return f"{table_header}\n{metric_rows}{gate_table}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"

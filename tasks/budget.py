@@ -17,10 +17,10 @@ class BudgetCheck:
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run = run
-        config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
-        has_budget = config.budget is not None and count_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
-        self._budget_limit = config.budget if has_budget else None
-        self._price_per_gpu_hour = config.price_per_gpu_hour or 0.0
+        pipeline_config, recipe = run.pipeline.config, run.pipeline.recipes[stage.name]
+        has_budget = pipeline_config.budget is not None and count_reserved_gpus(run.pipeline.stage_kind(stage), recipe)
+        self._budget_limit = pipeline_config.budget if has_budget else None
+        self._price_per_gpu_hour = pipeline_config.price_per_gpu_hour or 0.0
         self._next_check_time = 0.0
 
     def find_budget_error(self) -> Preempted | None:
@@ -30,15 +30,15 @@ class BudgetCheck:
             return None
         self._next_check_time = time.monotonic() + _BUDGET_CHECK_PERIOD_SECONDS
         gpu_hours = compute_run_gpu_seconds(self._run.path) / 3600
-        if (cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
+        if (run_cost := gpu_hours * self._price_per_gpu_hour) < self._budget_limit:
             return None
         start_info = read_start_info(self._run.path)
-        resume_hint = f"{make_resume_command(self._run.path)} --budget AMOUNT"
+        continue_hint = f"{make_resume_command(self._run.path)} --budget AMOUNT"
         if start_info and start_info.entrypoint:
-            resume_hint = "raise it in configure_run, and run the flow again"
+            continue_hint = "raise it in configure_run, and run the flow again"
         return OverBudget(
             f"run {self._run.id}: budget = {self._budget_limit:g} is spent: {gpu_hours:.4g} GPU hours at "
-            f"{self._price_per_gpu_hour:g} cost {cost:.4g}; to continue: {resume_hint}"
+            f"{self._price_per_gpu_hour:g} cost {run_cost:.4g}; to continue: {continue_hint}"
         )
 
     def raise_if_spent(self) -> None:

@@ -35,7 +35,7 @@ from cosmos_core.run.liveness import record_stop
 logger = logging.getLogger(__name__)
 
 _CANCELLED_STATES = {StateType.CANCELLING, StateType.CANCELLED}
-_SUSPENDED_STATE = "Suspended"  # a suspended flow run has no process, a paused one keeps its process
+_SUSPENDED_STATE = "Suspended"  # Prefect ends the process of a suspended flow run, but not of a paused one
 _MAX_UNREACHABLE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
@@ -44,8 +44,7 @@ _executed_flow_run_ids: set[UUID] = set()
 
 
 def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
-    """Wait until all futures have ended; return True, without waiting further, if the flow run is cancelled or
-    suspended."""
+    """Wait until all futures have ended, or return True as soon as the flow run is cancelled or suspended."""
     while pending_futures:
         pending_futures = futures.wait(pending_futures, timeout=_MAX_REQUEST_SECONDS).not_done
         if pending_futures and is_cancelled():
@@ -60,10 +59,10 @@ def is_cancelled() -> bool | None:
     if not flow_run.id:
         return False
     try:
-        with _open_client() as client:
-            prefect_run = client.read_flow_run(UUID(flow_run.id))
+        with _open_client() as prefect_client:
+            prefect_run = prefect_client.read_flow_run(UUID(flow_run.id))
             if not _is_cancelled_or_suspended(prefect_run) and prefect_run.parent_task_run_id is not None:
-                prefect_run = client.read_flow_run(_find_parent_flow_run(prefect_run.parent_task_run_id))
+                prefect_run = prefect_client.read_flow_run(_find_parent_flow_run(prefect_run.parent_task_run_id))
             return _is_cancelled_or_suspended(prefect_run)
     except ObjectNotFound:
         return False
@@ -77,8 +76,8 @@ def _is_cancelled_or_suspended(prefect_run: FlowRun) -> bool:
 
 def raise_if_suspended() -> None:
     """Raise Prefect's `Pause` if the flow run is suspended: with a final state instead, no person could resume it."""
-    with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as client:
-        prefect_run = client.read_flow_run(UUID(flow_run.id))
+    with suppress(httpx.HTTPError, ObjectNotFound), _open_client() as prefect_client:
+        prefect_run = prefect_client.read_flow_run(UUID(flow_run.id))
         if prefect_run.state_name == _SUSPENDED_STATE:
             raise Pause(state=prefect_run.state)
 
@@ -86,7 +85,7 @@ def raise_if_suspended() -> None:
 def confirm_cancellation_at_exit() -> None:
     """Let this process set the state Cancelled of the current flow run when it exits, if the flow run is then in the
     state Cancelling. A worker usually does so, but may have died; the server would do so after five minutes."""
-    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # skip a server that ends with this process
+    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # without this URL, the server ends with this process
         if not _executed_flow_run_ids:
             atexit.register(confirm_cancellations)
         _executed_flow_run_ids.add(UUID(flow_run.id))
@@ -95,9 +94,9 @@ def confirm_cancellation_at_exit() -> None:
 def confirm_cancellations() -> None:
     """Set the state Cancelled of each flow run that this process has executed and that is in the state Cancelling."""
     for flow_run_id in _executed_flow_run_ids:
-        with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
-            if client.read_flow_run(flow_run_id).state_type == StateType.CANCELLING:
-                client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
+        with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as prefect_client:
+            if prefect_client.read_flow_run(flow_run_id).state_type == StateType.CANCELLING:
+                prefect_client.set_flow_run_state(flow_run_id, CancelledState(message="cancelled: its process ends"))
 
 
 def _set_signal_handler(signal_numbers: Iterable[int], handler: Callable[[int, Any], None] | signal.Handlers) -> None:
@@ -111,11 +110,10 @@ def _set_signal_handler(signal_numbers: Iterable[int], handler: Callable[[int, A
 def stop_on_signals(
     read_signal_names: Callable[[], Collection[str]], on_stop: Callable[[], None] = lambda: None
 ) -> None:
-    """Install signal handlers that let workers save a checkpoint before a Python flow ends, as in `cosmos run`.
-    `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far; `on_stop` is
-    called before the flow ends."""
+    """Install signal handlers that let workers save a checkpoint and call `on_stop` before a Python flow ends.
+    `read_signal_names` returns the names of the signals of `train.signal_to_handle` in the recipes so far."""
 
-    def handle_signal(signal_number: int, frame: object) -> None:
+    def handle_signal(signal_number: int, stack_frame: object) -> None:
         if signal_number in _SCHEDULER_SIGNALS and signal.Signals(signal_number).name not in read_signal_names():
             signal.signal(signal_number, signal.SIG_DFL)
             signal.raise_signal(signal_number)
@@ -133,7 +131,7 @@ def terminate_on_signals(run: Run) -> None:
     """Let the signals of `train.signal_to_handle` end the flow as SIGTERM does; confirm its cancellation at exit."""
     confirm_cancellation_at_exit()
 
-    def handle_signal(signal_number: int, frame: object) -> None:
+    def handle_signal(signal_number: int, stack_frame: object) -> None:
         raise TerminationSignal(signal=signal_number)
 
     signal_names = {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
@@ -141,8 +139,7 @@ def terminate_on_signals(run: Run) -> None:
 
 
 def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> None:
-    """Ask the workers of this process to save a checkpoint and exit, and wait for the task runs of the stages. From now
-    on SIGTERM is ignored."""
+    """Ignore SIGTERM, ask the workers of this process to save a checkpoint and exit, and wait for the stages to end."""
     _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
     worker.stop_all()
     grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace_seconds())
@@ -176,8 +173,8 @@ def make_publication_check() -> Callable[[], None]:
 @contextmanager
 def _open_client() -> Iterator[SyncPrefectClient]:
     """Yield the Prefect client of the current flow run, or a new one in a thread without the flow run's context."""
-    if context := SyncClientContext.get():
-        yield context.client
+    if client_context := SyncClientContext.get():
+        yield client_context.client
         return
     with get_client(sync_client=True) as client:
         yield client

@@ -33,14 +33,14 @@ def set_credentials(pipeline: Pipeline | None) -> None:
     except ValueError:
         return  # no credentials to set: the server has no Secret block of this name
     try:
-        variables = json.loads(block_value) if isinstance(block_value, str) else block_value
+        environment_variables = json.loads(block_value) if isinstance(block_value, str) else block_value
     except ValueError:  # do not log the error, because its message may show the value
-        variables = None
-    if not isinstance(variables, dict):
+        environment_variables = None
+    if not isinstance(environment_variables, dict):
         logger.warning("the Secret block %s is no object of variables and their values: it is not used", SECRET_BLOCK)
         return
     prefixes_text = "*, ".join(_CREDENTIAL_PREFIXES)
-    for name, variable_value in variables.items():
+    for name, variable_value in environment_variables.items():
         if name.startswith(_CREDENTIAL_PREFIXES):
             os.environ.setdefault(name, str(variable_value))
         else:
@@ -57,8 +57,8 @@ def set_command_credentials(pipeline: Pipeline | None) -> None:
     try:
         set_credentials(pipeline)
     except httpx.HTTPError as error:
-        message = "the Prefect server does not respond, and the Secret block %s is not used: %s"
-        logger.warning(message, SECRET_BLOCK, error)
+        warning_template = "the Prefect server does not respond, and the Secret block %s is not used: %s"
+        logger.warning(warning_template, SECRET_BLOCK, error)
 
 
 def _uses_remote_storage(pipeline: Pipeline) -> bool:

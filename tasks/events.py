@@ -36,39 +36,39 @@ RUN_WAITING = "cosmos.run.waiting"
 
 
 def emit_stage_completed(
-    run: Run, name: str, result: Result, *, was_reused: bool, earlier_result: Result | None = None
+    run: Run, stage_name: str, result: Result, *, was_reused: bool, earlier_result: Result | None = None
 ) -> None:
     """Emit an event that a stage has its result. Emit a second event if the stage has published a model that neither
     another run nor `earlier_result`, the previous result of the stage, had published before."""
     event_payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
-    _emit_event(STAGE_COMPLETED, run, name, event_payload)
-    is_publication = run.pipeline.stage_kind(run.pipeline.stage(name)).makes == "publication"
+    _emit_event(STAGE_COMPLETED, run, stage_name, event_payload)
+    is_publication = run.pipeline.stage_kind(run.pipeline.stage(stage_name)).makes == "publication"
     published_address, was_published = result["info"].get("published"), "was_published" in result["info"]
     if earlier_result is not None:
         was_published |= earlier_result["info"].get("published") == published_address
     if is_publication and not was_reused and not was_published:
-        publication_details = {"target": run.pipeline.stage(name).target, "published": published_address}
-        _emit_event(MODEL_PUBLISHED, run, name, event_payload | publication_details)
+        publication_details = {"target": run.pipeline.stage(stage_name).target, "published": published_address}
+        _emit_event(MODEL_PUBLISHED, run, stage_name, event_payload | publication_details)
 
 
-def emit_stage_failed(run: Run, name: str, error: CosmosError) -> None:
+def emit_stage_failed(run: Run, stage_name: str, error: CosmosError) -> None:
     """Emit an event that a gate refused, or that a stage failed and is not retried; no event for a stopped stage."""
     if not isinstance(error, Preempted):
         event_name = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
-        _emit_event(event_name, run, name, {"error": str(error), "exit_code": error.exit_code})
+        _emit_event(event_name, run, stage_name, {"error": str(error), "exit_code": error.exit_code})
 
 
 def emit_run_ended(run: Run, *, is_failed: bool) -> None:
     """Emit an event that a run failed, or that its Python flow has completed or all its stages have results, with the
     metrics of the last stage that reported metrics."""
-    state_by_stage = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
+    state_by_stage_name = {stage.name: read_state(run.stage_path(stage.name)).state for stage in run.pipeline.stages}
     if is_failed:
-        failed_stages = [name for name, state in state_by_stage.items() if state == "failed"]
+        failed_stages = [name for name, state in state_by_stage_name.items() if state == "failed"]
         if failed_stages:  # a run that was only stopped emits no event
             _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
-    elif has_flow_completed(run.path) or FINISHED_STATES.issuperset(state_by_stage.values()):
-        results = [result for name in state_by_stage if (result := read_result(run.stage_path(name)))]
-        last_metrics: Any = next((result["metrics"] for result in reversed(results) if result["metrics"]), {})
+    elif has_flow_completed(run.path) or FINISHED_STATES.issuperset(state_by_stage_name.values()):
+        stage_results = [result for name in state_by_stage_name if (result := read_result(run.stage_path(name)))]
+        last_metrics: Any = next((result["metrics"] for result in reversed(stage_results) if result["metrics"]), {})
         _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(last_metrics)})
 
 
@@ -80,15 +80,15 @@ def emit_run_waiting(run: Run) -> None:
 def emit_run_over_budget(run: Run) -> None:
     """Emit an event if the run has stopped because its budget is spent."""
     stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
-    if message := next((state.error for state in stage_states if state.is_over_budget), ""):
-        _emit_event(RUN_OVER_BUDGET, run, "", {"error": message, "budget": run.pipeline.config.budget})
+    if error_message := next((state.error for state in stage_states if state.is_over_budget), ""):
+        _emit_event(RUN_OVER_BUDGET, run, "", {"error": error_message, "budget": run.pipeline.config.budget})
 
 
-def _emit_event(event_name: str, run: Run, stage: str, extra_payload: dict[str, Any]) -> None:
+def _emit_event(event_name: str, run: Run, stage_name: str, extra_payload: dict[str, Any]) -> None:
     pipeline_name, ui_url = run.pipeline.config.name, get_current_settings().ui_url
     event_resource = {
-        "prefect.resource.id": f"cosmos.stage.{run.id}.{stage}" if stage else f"cosmos.run.{run.id}",
-        "prefect.resource.name": stage or run.id,
+        "prefect.resource.id": f"cosmos.stage.{run.id}.{stage_name}" if stage_name else f"cosmos.run.{run.id}",
+        "prefect.resource.name": stage_name or run.id,
         "cosmos.pipeline": pipeline_name,
         "cosmos.run": run.id,
     }
@@ -96,8 +96,8 @@ def _emit_event(event_name: str, run: Run, stage: str, extra_payload: dict[str, 
     event_payload = {"run": run.id, "pipeline": pipeline_name, "path": str(run.path), "report": report_location}
     if ui_url:
         event_payload["card"] = f"{ui_url}/artifacts/key/{run_card_key(pipeline_name)}"
-    if stage:
-        event_resource["cosmos.stage"] = event_payload["stage"] = stage
+    if stage_name:
+        event_resource["cosmos.stage"] = event_payload["stage"] = stage_name
     with log_errors(partial(logger.warning, "event %s is not sent: %s", event_name)):
         emit_event(event_name, event_resource, payload=event_payload | extra_payload)
 

@@ -36,8 +36,8 @@ def make_skipped_state(skip_reason: str) -> State[Any]:
 
 def has_result(future: PrefectFuture[Any]) -> bool:
     """Return True if the ended task run of a stage produced the result of the stage."""
-    state = read_task_state(future)
-    return state.is_completed() and state.name != _SKIPPED_STATE
+    task_state = read_task_state(future)
+    return task_state.is_completed() and task_state.name != _SKIPPED_STATE
 
 
 def read_task_state(future: PrefectFuture[Any]) -> State[Any]:
@@ -52,9 +52,9 @@ def derive_flow_state(run: Run, futures: Mapping[str, PrefectFuture[Any]], *, is
     incomplete_states = {name: read_task_state(future) for name, future in futures.items() if not has_result(future)}
     if is_cancelled:
         raise_if_suspended()
-        resume_text = f"it goes on with: cosmos resume {shlex.quote(str(run.path))}"
-        outcome_text = resume_text if incomplete_states else "all of its stages are complete"
-        return CancelledState(message=f"run {run.id}: cancelled; {outcome_text}")
+        resume_hint = f"it goes on with: cosmos resume {shlex.quote(str(run.path))}"
+        status_text = resume_hint if incomplete_states else "all of its stages are complete"
+        return CancelledState(message=f"run {run.id}: cancelled; {status_text}")
     if not incomplete_states:
         return make_completed_state(run, list(futures))
     error_messages = list({str(error): error for error in map(_get_error, incomplete_states.values()) if error})
@@ -72,5 +72,5 @@ def make_completed_state(run: Run, stage_names: Sequence[str]) -> State[Any]:
 
 
 def _get_error(state: State[Any]) -> CosmosError | None:
-    returned_value = getattr(state.data, "result", state.data)  # Prefect wraps the value that a task returns
-    return returned_value if isinstance(returned_value, CosmosError) else None
+    task_result = getattr(state.data, "result", state.data)  # Prefect wraps the value that a task returns
+    return task_result if isinstance(task_result, CosmosError) else None

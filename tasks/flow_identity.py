@@ -29,25 +29,24 @@ def derive_name_and_parameters(flow: Flow[..., Any], arguments: Mapping[str, Any
     except (ParameterBindError, ParameterTypeError) as error:
         names = list(inspect.signature(flow.fn).parameters)
         for name in arguments.keys() - names:
-            problem = f"no parameter {name!r}{suggest_names(name, names)}; it has {', '.join(names) or 'none'}"
-            raise ConfigError(f"flow {flow.name!r}: {problem}") from error
+            problem_text = f"no parameter {name!r}{suggest_names(name, names)}; it has {', '.join(names) or 'none'}"
+            raise ConfigError(f"flow {flow.name!r}: {problem_text}") from error
         raise ConfigError(f"flow {flow.name!r}: {error}") from error
 
 
 def derive_run_identity(
     flow: Flow[..., Any], parameters: Mapping[str, Any], *, is_subflow: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """Return the run name of a flow, and its parameters as JSON values. The name depends only on the flow's file, name
-    and parameters, unless the flow's parameter `run_id` or, for a flow that no other flow has called, the environment
-    variable COSMOS_RUN_ID sets it."""
+    """Return the run name of a flow, and its parameters as JSON values. The name is derived from the flow's file,
+    name and parameters, unless its parameter `run_id` or, if no flow has called it, COSMOS_RUN_ID sets the name."""
     json_parameters = to_json_values(parameters)
-    file, function_name = find_flow_source(flow)
-    identity_json = json.dumps([file.name, function_name, json_parameters], sort_keys=True)
-    identity_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:8]
+    flow_file, function_name = find_flow_source(flow)
+    identifying_json = json.dumps([flow_file.name, function_name, json_parameters], sort_keys=True)
+    identity_hash = hashlib.sha256(identifying_json.encode()).hexdigest()[:8]
     sanitized_name = "".join(letter if STAGE_NAME_PATTERN.fullmatch(f"a{letter}") else "-" for letter in flow.name)
-    name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
+    derived_name = f"{(sanitized_name.strip('-_') or 'flow')[:80]}-{identity_hash}"
     run_id = (not is_subflow and os.environ.get(RUN_ID_VARIABLE)) or json_parameters.get("run_id")
-    return str(run_id or name), json_parameters
+    return str(run_id or derived_name), json_parameters
 
 
 def to_json_values(parameters: Mapping[str, Any]) -> dict[str, Any]:

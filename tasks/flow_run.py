@@ -104,7 +104,7 @@ class PythonFlowState:
     _state_lock: threading.RLock = field(default_factory=threading.RLock)
     _reserved_names: set[str] = field(default_factory=set)
     _num_active_calls: int = 0
-    _run_claim: FileLock | None = None
+    _run_lock: FileLock | None = None
     _watch_thread: threading.Thread | None = None
 
     @property
@@ -116,7 +116,7 @@ class PythonFlowState:
         """Start a thread that stops the workers of this process if the flow run is cancelled while stages run."""
         with self._state_lock:
             if self._watch_thread is None:
-                context = copy_context()  # with the current flow run, which the thread needs
+                context = copy_context()  # the thread needs the current flow run of this context
                 self._watch_thread = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
                 self._watch_thread.start()
 
@@ -131,14 +131,13 @@ class PythonFlowState:
                 worker.stop_all()
                 return
 
-    def reserve_stage_name(self, kind: str, name: str) -> str:
-        """Reserve the name of the stage of a call: `name` or, if `name` is empty, the kind, with a number from the
-        second use on. Return the reserved name. Raises `ConfigError` if an earlier call of this execution uses the
-        name."""
+    def reserve_stage_name(self, kind_name: str, name: str) -> str:
+        """Reserve and return the name of the stage of a call: `name` or, if it is empty, the kind, with a number from
+        the second use on. Raises `ConfigError` if an earlier call of this execution uses the name."""
         with self._state_lock:
             if name in self._reserved_names:
                 raise ConfigError(f"stage {name!r}: the name is used twice in flow {self.name!r}; take another one")
-            candidate_names = itertools.chain([kind], (f"{kind}-{number}" for number in itertools.count(2)))
+            candidate_names = itertools.chain([kind_name], (f"{kind_name}-{number}" for number in itertools.count(2)))
             name = name or next(each for each in candidate_names if each not in self._reserved_names)
             self._reserved_names.add(name)
             return name
@@ -156,16 +155,16 @@ class PythonFlowState:
             try:
                 self._reclaim_run()
                 with self._state_lock:
-                    run, stages = self._record_call(call, source_file)
-                yield run, stages
+                    run, stage_names = self._record_call(call, source_file)
+                yield run, stage_names
             finally:
                 with self._state_lock:
                     self._num_active_calls -= 1
-                    if self._num_active_calls == 0 and self._run_claim is not None and self.run is not None:
+                    if self._num_active_calls == 0 and self._run_lock is not None and self.run is not None:
                         publish_run_report(self.run.path)
                         events.emit_run_over_budget(self.run)
-                        self._run_claim.release()
-                        self._run_claim = None
+                        self._run_lock.release()
+                        self._run_lock = None
 
     def record_end(self, *, is_completed: bool) -> None:
         """Record the final state of the flow, which may have ended long after its last stage."""
@@ -198,14 +197,16 @@ class PythonFlowState:
                     return run, earlier_call.stages
                 if read_state(run.stage_path(name)).state in FINISHED_STATES:
                     old_values, new_values = ({**each.stage, **each.tables} for each in (earlier_call, call))
-                    keys = [key for key in {**old_values, **new_values} if old_values.get(key) != new_values.get(key)]
+                    changed_keys = [
+                        key for key in {**old_values, **new_values} if old_values.get(key) != new_values.get(key)
+                    ]
                     raise ConfigError(
-                        f"stage {name!r} of run {run.id} is done with other settings ({', '.join(keys[:3])}); "
+                        f"stage {name!r} of run {run.id} is done with other settings ({', '.join(changed_keys[:3])}); "
                         "give the call another name, or the flow another run_id"
                     )
                 # Remove also the calls whose stages depend on this call: the flow repeats them.
-                dependent_stages = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
-                calls = {each: other for each, other in calls.items() if dependent_stages.isdisjoint(other.stages)}
+                dependent_names = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
+                calls = {each: other for each, other in calls.items() if dependent_names.isdisjoint(other.stages)}
                 # Save the calls before the pipeline, so that no kill leaves a call whose stages have other settings.
                 write_json(run.path / _CALLS_FILE, _CallsFile(calls=calls).model_dump())
             # Remove the stages of a call that was killed before it was recorded.
@@ -224,9 +225,9 @@ class PythonFlowState:
     def _claim_run(self, run: Run, acquire_run_lock: Callable[[Run], FileLock | None] = claim_run) -> bool:
         """Claim the run for this process, unless it has claimed it already, and read the stages that another process
         may have added; return False if `acquire_run_lock` returned no lock."""
-        if self._run_claim is None:
-            self._run_claim, self.run = acquire_run_lock(run), run
-            if self._run_claim is None:
+        if self._run_lock is None:
+            self._run_lock, self.run = acquire_run_lock(run), run
+            if self._run_lock is None:
                 return False
             self.run = open_run(run.path, run.pipeline.stage_kinds)
             record_flow_state(run.path, self.state)
@@ -248,8 +249,8 @@ class PythonFlowState:
 
     def config(self) -> PipelineConfig:
         """Return the `[pipeline]` settings of the run; raise `ConfigError` for an unknown key or a wrong value."""
-        folder = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
-        config_table = {**self.settings, "name": self.name, "output_dir": folder}
+        output_dir = os.environ.get(OUTPUT_DIR_VARIABLE) or self.settings.get("output_dir", "")
+        config_table = {**self.settings, "name": self.name, "output_dir": output_dir}
         return parse_table(
             PipelineConfig, config_table, error_prefix=f"{self.entrypoint}: configure_run", key_prefix="pipeline"
         )
@@ -292,15 +293,14 @@ def current_flow() -> PythonFlowState:
 
 def configure_run(**pipeline_settings: Any) -> None:
     """Set keys of `[pipeline]`, such as `artifact_store`, `threads` and `private`, for the run of the current flow.
-    Call this before the first stage of the flow. Raises `ConfigError` if a key or a value is wrong, or a stage was
-    already called."""
-    flow = current_flow()
-    if flow.run is not None:
-        raise ConfigError(f"configure_run is called in flow {flow.name!r} after its first stage; call it before")
+    Call this before the first stage of the flow. Raises `ConfigError` after a stage call, or for a wrong setting."""
+    flow_state = current_flow()
+    if flow_state.run is not None:
+        raise ConfigError(f"configure_run is called in flow {flow_state.name!r} after its first stage; call it before")
     if bad_keys := sorted({"name", "stages"} & pipeline_settings.keys()):
         raise ConfigError(f"configure_run: {bad_keys[0]} follows from the flow; see `run_id` and the calls of tasks")
-    flow.settings = {key: value for key, value in pipeline_settings.items() if value is not None}
-    flow.config()
+    flow_state.settings = {key: value for key, value in pipeline_settings.items() if value is not None}
+    flow_state.config()
 
 
 def find_newest_flow() -> PythonFlowState | None:
@@ -312,13 +312,13 @@ def find_newest_flow() -> PythonFlowState | None:
 
 def describe_unfinished_stage() -> str:
     """Return a line about a submitted stage that is not done and that no flow waited for; empty if there is none."""
-    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # the last attempt of each
-    for name, stage_result_future in (item for flow in flows_by_id.values() for item in flow.futures.items()):
+    flows_by_id = {flow.flow_run: flow for flow in _flows_by_attempt.values()}  # keep the last attempt of each flow run
+    for stage_name, stage_result_future in (item for flow in flows_by_id.values() for item in flow.futures.items()):
         if stage_result_future._final_state is not None:
             continue
         stage_future = stage_result_future.wrapped_future
         if stage_future.cancelled() or stage_future.exception() or not stage_future.result().is_completed():
-            return f"stage {name!r} is not done, and the flow did not wait for it: call .result() of its future"
+            return f"stage {stage_name!r} is not done, and the flow did not wait for it: call .result() of its future"
     return ""
 
 
@@ -326,17 +326,17 @@ def _create_flow_state(context: FlowRunContext) -> PythonFlowState:
     assert context.flow is not None and context.flow_run is not None
     is_subflow = context.flow_run.parent_task_run_id is not None
     run_id, parameters = derive_run_identity(context.flow, context.parameters or {}, is_subflow=is_subflow)
-    name, flow_run = context.flow.name, str(context.flow_run.id)
+    flow_name, flow_run_id = context.flow.name, str(context.flow_run.id)
     stop_on_signals(_read_signal_names, _record_flow_stops)
     confirm_cancellation_at_exit()
     tags: list[str] = []
     with log_ui_errors():
-        tags = label_flow_run(name, run_id)
+        tags = label_flow_run(flow_name, run_id)
     for hooks in (context.flow.on_completion_hooks, context.flow.on_failure_hooks):
         if _record_flow_end not in hooks:
             hooks.append(_record_flow_end)
     flow_file, function_name = find_flow_source(context.flow)
-    return PythonFlowState(name, flow_run, run_id, f"{flow_file}:{function_name}", parameters, tags, is_subflow)
+    return PythonFlowState(flow_name, flow_run_id, run_id, f"{flow_file}:{function_name}", parameters, tags, is_subflow)
 
 
 def _read_signal_names() -> set[str]:
@@ -348,17 +348,17 @@ def _read_signal_names() -> set[str]:
 
 def _record_flow_stops() -> None:
     """Record that the unfinished flows of this process were stopped; Prefect calls no hook of such a flow."""
-    for flow in [*_flows_by_attempt.values()]:
-        if flow.run is not None and flow.state == "running":
-            with warn_if_disk_full(f"the stop of flow {flow.name}"):
-                record_flow_state(flow.run.path, "stopped")
+    for flow_state in [*_flows_by_attempt.values()]:
+        if flow_state.run is not None and flow_state.state == "running":
+            with warn_if_disk_full(f"the stop of flow {flow_state.name}"):
+                record_flow_state(flow_state.run.path, "stopped")
 
 
 def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:
-    flow_attempts = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
-    for attempt in flow_attempts:
+    flow_states = [attempt for attempt in [*_flows_by_attempt.values()] if attempt.flow_run == str(flow_run.id)]
+    for attempt in flow_states:
         attempt.record_end(is_completed=state.is_completed())
-    if started_runs := [attempt.run for attempt in flow_attempts if attempt.run is not None]:
+    if started_runs := [attempt.run for attempt in flow_states if attempt.run is not None]:
         events.emit_run_ended(started_runs[-1], is_failed=not state.is_completed())
 
 

@@ -11,5 +11,5 @@ from cosmos_core.types import StageKind
 @cache
 def all_kinds() -> dict[str, StageKind]:
     """Return every stage kind by its name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(tasks.stages.__path__))
-    return {name: importlib.import_module(f"tasks.stages.{name}").KIND for name in names}
+    kind_names = sorted(module.name for module in pkgutil.iter_modules(tasks.stages.__path__))
+    return {name: importlib.import_module(f"tasks.stages.{name}").KIND for name in kind_names}

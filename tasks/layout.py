@@ -1,5 +1,4 @@
-"""Prepare the folder of a stage before the stage starts: write its inputs and settings, and move files of a training
-with another fingerprint to `superseded/`."""
+"""Prepare the folder of a stage before the stage starts: write inputs and settings, and move outdated files away."""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +36,7 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
     """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
     stage. An export of a checkpoint, and stages that forward metrics, get the metrics of the exported checkpoint of a
     training, so that a gate judges the published model. Raises `StageFailed` if a stage in `after` has no result."""
-    upstream = {}
+    upstream_results = {}
     reads_checkpoint_metrics = run.pipeline.stage_kind(stage).forwards_metrics or stage.checkpoint
     for name in stage.after:
         result = read_result(run.stage_path(name))
@@ -45,26 +44,28 @@ def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
             raise StageFailed(f"stage {stage.name!r} needs the result of {name!r}, which is not there")
         if reads_checkpoint_metrics and (checkpoint := _find_exported_checkpoint(run.pipeline, stage, name)):
             result |= _read_checkpoint_metrics(run.stage_path(name), result, checkpoint)
-        upstream[name] = {**result, "path": str(run.stage_path(name))}
-    return upstream
+        upstream_results[name] = {**result, "path": str(run.stage_path(name))}
+    return upstream_results
 
 
-def _find_exported_checkpoint(pipeline: Pipeline, reader: StageConfig, name: str) -> str:
-    """Return the checkpoint, `best` or a step, of the training `name` from which the model of `reader` descends; empty:
-    the final model. For a stage without a model, such as a gate, the models of the uploads after it count. If no stage
-    leads to these models, as in a Python flow before its upload, the exports in `after` count, or else all exports."""
-    dependents = pipeline.stage_and_dependents(reader.name)
-    uploads = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
-    dependent_uploads = [each for each in uploads if each.name in dependents]
-    ancestors = _collect_model_ancestors(pipeline, [reader] if reader.model or reader.sweep else dependent_uploads)
-    for names in (ancestors, reader.after, [stage.name for stage in pipeline.stages]):
-        model_readers = [stage for stage in map(pipeline.stage, names) if stage.model == f"{STAGE_PREFIX}{name}"]
+def _find_exported_checkpoint(pipeline: Pipeline, reading_stage: StageConfig, name: str) -> str:
+    """Return the checkpoint of the training `name`, `best` or a step, from which the model of `reading_stage`
+    descends; empty for the final model. A stage without a model, such as a gate, uses the models of the uploads after
+    it. If it has none, as in a Python flow before its upload, it uses the exports in `after`, or else all exports."""
+    dependent_names = pipeline.stage_and_dependents(reading_stage.name)
+    upload_stages = [each for each in pipeline.stages if pipeline.stage_kind(each).makes == "publication"]
+    dependent_uploads = [each for each in upload_stages if each.name in dependent_names]
+    ancestor_names = _collect_model_ancestors(
+        pipeline, [reading_stage] if reading_stage.model or reading_stage.sweep else dependent_uploads
+    )
+    for stage_names in (ancestor_names, reading_stage.after, [stage.name for stage in pipeline.stages]):
+        model_readers = [stage for stage in map(pipeline.stage, stage_names) if stage.model == f"{STAGE_PREFIX}{name}"]
         stage_kinds = [(stage, pipeline.stage_kind(stage)) for stage in model_readers]
-        # A training that starts from the checkpoint counts only if the model of `reader` descends from that training.
+        # Count a training that starts from the checkpoint only if the model of `reading_stage` descends from it.
         checkpoint_readers = [
             stage
             for stage, kind in stage_kinds
-            if kind.makes in {"model", "publication"} and (names is ancestors or not kind.trains_model)
+            if kind.makes in {"model", "publication"} and (stage_names is ancestor_names or not kind.trains_model)
         ]
         checkpoints = {stage.checkpoint for stage in checkpoint_readers}
         if checkpoints:
@@ -74,17 +75,17 @@ def _find_exported_checkpoint(pipeline: Pipeline, reader: StageConfig, name: str
 
 def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> set[str]:
     """Return the names of `stages` and of the stages from which their models descend."""
-    pending_names, ancestors = [stage.name for stage in stages], set[str]()
+    pending_names, ancestor_names = [stage.name for stage in stages], set[str]()
     while pending_names:
-        if (name := pending_names.pop()) in ancestors:
+        if (name := pending_names.pop()) in ancestor_names:
             continue
-        ancestors.add(name)
+        ancestor_names.add(name)
         stage = pipeline.stage(name)
         pending_names += filter(None, [referenced_stage(stage.model)])
         pending_names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
         # A stage that merges models names them in `after`.
         pending_names += stage.after if "after" in pipeline.stage_kind(stage).required_keys else ()
-    return ancestors
+    return ancestor_names
 
 
 def _read_checkpoint_metrics(path: Path, result: Result, checkpoint: str) -> Result:
@@ -111,7 +112,7 @@ def prepare_stage_folder(
     """Write the folder of a stage that is about to run, and return the `Stage` that its program receives. Files of a
     training with another fingerprint are moved to `superseded/`. If the stage has a result already, the reason to make
     it again is recorded as an event and passed to `report_line`."""
-    path, kind = run.stage_path(stage.name), run.pipeline.stage_kind(stage)
+    path, stage_kind = run.stage_path(stage.name), run.pipeline.stage_kind(stage)
     rerun_reason = explain_rerun(run, stage, fingerprint)
     supersede_outdated_stage(path, fingerprint)
     if rerun_reason:
@@ -119,57 +120,59 @@ def prepare_stage_folder(
         report_line(f"{RERUN_EVENT}: {rerun_reason}")
     (path / manifest.RESULT_FILE).unlink(missing_ok=True)
     save_fingerprint(path, fingerprint, stage.work_pool)
-    upstream, kind_by_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
+    results, kind_by_role = read_upstream_results(run, stage), _SOURCE_KIND_BY_ROLE
     # Inputs and digests are matched by their order, because several inputs may have the same key.
-    digests = [value for role, *_, value in fingerprint.inputs if role in kind_by_role and not referenced_stage(value)]
+    source_digests = [
+        value for role, *_, value in fingerprint.inputs if role in kind_by_role and not referenced_stage(value)
+    ]
     external_inputs = [
         each for each in run.pipeline.inputs(stage) if each.location_type != "stage" and each.role in kind_by_role
     ]
-    sources = tuple(
+    external_sources = tuple(
         ExternalSource(kind=kind_by_role[each.role], name=each.location, digest=digest)
-        for each, digest in zip(external_inputs, digests, strict=True)
+        for each, digest in zip(external_inputs, source_digests, strict=True)
     )
     model_origin = find_model_origin(run.pipeline, stage)
     stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
-    if teacher := recipe.teacher_for_stage(kind):
-        teacher_path = resolve_output(stage.name, "model", teacher.model_name_or_path, upstream)
-        recipe = recipe.copy_with(distillation=teacher.copy_with(model_name_or_path=teacher_path))
-    for key, dataset in recipe.datasets.items() if kind.reads_data == "source" else ():
+    if teacher_config := recipe.teacher_for_stage(stage_kind):
+        teacher_path = resolve_output(stage.name, "model", teacher_config.model_name_or_path, results)
+        recipe = recipe.copy_with(distillation=teacher_config.copy_with(model_name_or_path=teacher_path))
+    for key, dataset in recipe.datasets.items() if stage_kind.reads_data == "source" else ():
         if referenced_stage(dataset.name):
-            recipe = replace_setting(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, upstream))
-        if source := referenced_stage(dataset.pass_rates):
-            recipe = replace_setting(recipe, f"{key}.pass_rates", str(Path(upstream[source]["path"]) / PASS_RATES_FILE))
-    model_path = resolve_output(stage.name, "model", stage.model, upstream, stage.format)
-    data_path = resolve_output(stage.name, "data", stage.data, upstream)
-    linked_model = create_linked_model_folder(stage_inputs(stage, recipe, kind), path / "base_model")
+            recipe = replace_setting(recipe, f"{key}.name", resolve_output(stage.name, "data", dataset.name, results))
+        if name := referenced_stage(dataset.pass_rates):
+            recipe = replace_setting(recipe, f"{key}.pass_rates", str(Path(results[name]["path"]) / PASS_RATES_FILE))
+    model_path = resolve_output(stage.name, "model", stage.model, results, stage.format)
+    data_path = resolve_output(stage.name, "data", stage.data, results)
+    linked_model = create_linked_model_folder(stage_inputs(stage, recipe, stage_kind), path / "base_model")
     prepared_stage = Stage(
         path=path, config=stage, recipe=recipe, model=linked_model or model_path or recipe.policy.model_name_or_path,
-        data=Path(data_path) if data_path else None, inputs=upstream, fingerprint=fingerprint.value,
-        training_fingerprint=fingerprint.training_hash, kind=kind, sources=sources, origin=model_origin,
+        data=Path(data_path) if data_path else None, inputs=results, fingerprint=fingerprint.value,
+        training_fingerprint=fingerprint.training_hash, kind=stage_kind, sources=external_sources, origin=model_origin,
     )  # fmt: skip
     prepared_stage.save()
     return prepared_stage
 
 
-def supersede_outdated_stage(path: Path, fingerprint: Fingerprint) -> None:
+def supersede_outdated_stage(stage_path: Path, fingerprint: Fingerprint) -> None:
     """Move the folder of a stage to `superseded/` if its checkpoints were made with another training fingerprint."""
-    saved_fingerprint = read_fingerprint(path)
+    saved_fingerprint = read_fingerprint(stage_path)
     if saved_fingerprint is not None and saved_fingerprint.training_hash != fingerprint.training_hash:
-        supersede_stage(path)
-        logger.warning("stage %s starts anew, its earlier files are in superseded/", path.name)
-    path.mkdir(parents=True, exist_ok=True)
+        supersede_stage(stage_path)
+        logger.warning("stage %s starts anew, its earlier files are in superseded/", stage_path.name)
+    stage_path.mkdir(parents=True, exist_ok=True)
 
 
-def resolve_output(stage: str, key: str, reference: str, upstream: dict[str, Result], model_format: str = "") -> str:
+def resolve_output(stage: str, key: str, reference: str, results: dict[str, Result], model_format: str = "") -> str:
     """Return the folder to which `model = "stage:NAME"` or `data = "stage:NAME"` refers; return any other value
     unchanged. `model_format` selects a format of the model; empty or `bf16`: the model without quantisation."""
     name = referenced_stage(reference)
     if name is None:
         return reference
-    info, setting_text = upstream[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
+    info, setting_text = results[name]["info"], f"stage {stage!r}: {key} = {reference!r}"
     output = info.get(key) if model_format in {"", UNQUANTIZED_FORMAT} else info.get("formats", {}).get(model_format)
     if not output:
-        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {upstream[name]['kind']}) makes no {key}")
+        raise ConfigError(f"{setting_text}, but stage {name!r} (kind {results[name]['kind']}) makes no {key}")
     if "://" in str(output):
         raise ConfigError(f"{setting_text} is published at {output}; name the stage that {name!r} publishes")
-    return str(Path(upstream[name]["path"]) / str(output))
+    return str(Path(results[name]["path"]) / str(output))

@@ -24,17 +24,17 @@ def is_generated_name(name: str) -> bool:
     return len(name_parts) == 2 and _load_word_list().issuperset(name_parts)
 
 
-def label_flow_run(pipeline: str, run_id: str, *name_words: str) -> list[str]:
+def label_flow_run(pipeline_name: str, run_id: str, *name_suffixes: str) -> list[str]:
     """Add the tags of a run to the current flow run and return them. Unless a person has named the flow run, rename it
-    to the pipeline, the run and `name_words`. An existing tag `cosmos-user:NAME` is kept."""
+    to the pipeline, the run and `name_suffixes`. An existing tag `cosmos-user:NAME` is kept."""
     with get_client(sync_client=True) as client:
-        current_run = client.read_flow_run(UUID(flow_run.id))
-        user_tags = [tag for tag in current_run.tags if tag.startswith(_USER_TAG_PREFIX)]
+        prefect_run = client.read_flow_run(UUID(flow_run.id))
+        user_tags = [tag for tag in prefect_run.tags if tag.startswith(_USER_TAG_PREFIX)]
         user_tags = user_tags or [f"{_USER_TAG_PREFIX}{user_name()}"]
-        run_tags = [f"cosmos-pipeline:{pipeline}", f"cosmos-run:{run_id}", *user_tags]
-        has_own_name = not is_generated_name(current_run.name) and current_run.name != _make_initial_flow_run_name()
-        new_name = current_run.name if has_own_name else " ".join((pipeline, run_id, *name_words))
-        client.update_flow_run(current_run.id, name=new_name, tags=list(dict.fromkeys([*current_run.tags, *run_tags])))
+        run_tags = [f"cosmos-pipeline:{pipeline_name}", f"cosmos-run:{run_id}", *user_tags]
+        has_own_name = not is_generated_name(prefect_run.name) and prefect_run.name != _make_initial_flow_run_name()
+        new_name = prefect_run.name if has_own_name else " ".join((pipeline_name, run_id, *name_suffixes))
+        client.update_flow_run(prefect_run.id, name=new_name, tags=list(dict.fromkeys([*prefect_run.tags, *run_tags])))
     return run_tags
 
 
@@ -47,8 +47,8 @@ def user_name() -> str:
 
 
 def _make_initial_flow_run_name() -> str:
-    parameters: dict[str, Any] = flow_run.parameters
-    return f"{flow_run.flow_name} {parameters.get('config') or parameters.get('name')}"
+    flow_parameters: dict[str, Any] = flow_run.parameters
+    return f"{flow_run.flow_name} {flow_parameters.get('config') or flow_parameters.get('name')}"
 
 
 @cache

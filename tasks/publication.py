@@ -29,9 +29,11 @@ def compute_models_digest(run: Run) -> str:
     for the models with this digest."""
     names = list_stages_before_publication(run.pipeline)
     model_references = sorted({stage.model for stage in list_publishing_stages(run.pipeline)})
-    models = [(model, name) for model in model_references if (name := referenced_stage(model) or "") in {"", *names}]
-    results = [(model, read_result(run.stage_path(name))) for model, name in models]
-    model_digests = [(model, result["digest"] if result else "") for model, result in results]
+    models_and_stages = [
+        (model, name) for model in model_references if (name := referenced_stage(model) or "") in {"", *names}
+    ]
+    models_and_results = [(model, read_result(run.stage_path(name))) for model, name in models_and_stages]
+    model_digests = [(model, result["digest"] if result else "") for model, result in models_and_results]
     return hashlib.sha256(json.dumps(model_digests).encode()).hexdigest()[:16]
 
 

@@ -66,7 +66,7 @@ def run_remote_stage(
     """Run a stage on its work pool unless its result exists; return the result and whether it already existed. The
     reason why the stage waits is passed to `report_line`. Raises the error with which the child flow run ended, or
     `ConfigError` if the deployment does not exist."""
-    path, stage_sync = run.stage_path(stage.name), StageSync(run, stage)
+    stage_path, stage_sync = run.stage_path(stage.name), StageSync(run, stage)
     if reused_result := find_result_of_pool(run, stage):
         return reused_result, True
     try:
@@ -76,10 +76,10 @@ def run_remote_stage(
         raise StageFailed(f"{_describe_stage(stage)}: the Prefect server does not respond: {error_text}") from error
     result = stage_sync.receive_result()
     if ended_flow_run.state_type == StateType.COMPLETED and result is not None:
-        if damage := find_output_damage(path, result):
-            raise StageFailed(f"{_describe_stage(stage)}: {damage}: do both machines share {path}?")
-        return result, read_state(path).state == "reused"
-    raise _make_child_error(stage, path, ended_flow_run)
+        if damage_text := find_output_damage(stage_path, result):
+            raise StageFailed(f"{_describe_stage(stage)}: {damage_text}: do both machines share {stage_path}?")
+        return result, read_state(stage_path).state == "reused"
+    raise _make_child_error(stage, stage_path, ended_flow_run)
 
 
 def _describe_stage(stage: StageConfig) -> str:
@@ -88,19 +88,19 @@ def _describe_stage(stage: StageConfig) -> str:
 
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
-    path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
+    stage_path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
     mirror_progress = stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as prefect_client:
         grace_seconds = run.pipeline.config.grace_seconds
-        if (child := _find_running_child(prefect_client, path, grace_seconds, report_line)) is None:
+        if (child := _find_running_child(prefect_client, stage_path, grace_seconds, report_line)) is None:
             budget_check.raise_if_spent()
             require_second_slot(prefect_client, stage, str(flow_run.id or ""))
             child = _start_child(run, stage, stage_sync)
         try:
-            report_wait = partial(report_worker_wait, prefect_client, stage.work_pool, path, report_line)
+            report_wait = partial(report_worker_wait, prefect_client, stage.work_pool, stage_path, report_line)
             return _poll_child(prefect_client, stage, UUID(child.flow_run), mirror_progress, report_wait, budget_check)
         except Preempted:
-            _cancel_child(prefect_client, child, max_grace_seconds(path, grace_seconds))
+            _cancel_child(prefect_client, child, max_grace_seconds(stage_path, grace_seconds))
             stage_sync.make_progress_mirror()()
             raise
 
@@ -122,19 +122,19 @@ def count_lost_child_run(path: Path) -> int:
     if child is None:
         return 1
     num_lost_children = 1 if checkpoint_step > child.failed_at else child.failures + 1
-    updated_record = child.model_copy(update={"failures": num_lost_children, "failed_at": checkpoint_step})
-    write_json(path / CHILD_RUN_FILE, updated_record.model_dump())
-    return updated_record.failures
+    updated_child = child.model_copy(update={"failures": num_lost_children, "failed_at": checkpoint_step})
+    write_json(path / CHILD_RUN_FILE, updated_child.model_dump())
+    return updated_child.failures
 
 
-def require_ended_child(path: Path, grace_seconds: float) -> None:
+def require_ended_child(stage_path: Path, grace_seconds: float) -> None:
     """Raise ConfigError if the child flow run of a stage still runs: a second one would write to the same files. Wait
     for a child flow run that is being cancelled, which may take `grace_seconds`."""
-    if (path / CHILD_RUN_FILE).is_file():
+    if (stage_path / CHILD_RUN_FILE).is_file():
         with get_client(sync_client=True) as prefect_client:
-            if child := _find_running_child(prefect_client, path, grace_seconds):
+            if child := _find_running_child(prefect_client, stage_path, grace_seconds):
                 raise ConfigError(
-                    f"from_stage: stage {path.name!r} still runs on its work pool; wait for its end, or stop it: "
+                    f"from_stage: stage {stage_path.name!r} still runs on its work pool; wait for its end, or stop it: "
                     f"prefect flow-run cancel {child.flow_run}"
                 )
 
@@ -145,9 +145,8 @@ def _find_running_child(
     grace_seconds: float,
     report_line: Callable[[str], None] = logger.info,
 ) -> ChildFlowRun | None:
-    """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown. Wait
-    for the end of a child flow run that is being cancelled, as it still saves a checkpoint; raise StageFailed if it
-    does not end."""
+    """Return the child flow run that an earlier attempt of the stage started; None if it has ended or is unknown. If it
+    is being cancelled, wait for its end, as it still saves a checkpoint; raise StageFailed if it does not end."""
     child = read_document(path / CHILD_RUN_FILE, ChildFlowRun)
     if child is None or not child.flow_run:
         return None
@@ -169,20 +168,20 @@ def _find_running_child(
 
 
 def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFlowRun:
-    path, pool = run.stage_path(stage.name), stage.work_pool
-    child = read_document(path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
+    stage_path, pool = run.stage_path(stage.name), stage.work_pool
+    child = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
     if child.failures:
         sleep_unless_stopping(compute_backoff_seconds(child.failures))
     # If a token was saved without the id of a flow run, an earlier process ended during its request. Repeat the request
     # with the same token, for which Prefect creates no second flow run.
     if child.flow_run or not child.token:
-        request_fields = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
-        child = child.model_copy(update=request_fields)
+        new_request_fields = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
+        child = child.model_copy(update=new_request_fields)
     try:
         run_address = stage_sync.send_run()
-        path.mkdir(parents=True, exist_ok=True)
+        stage_path.mkdir(parents=True, exist_ok=True)
         # The file is written before the request, so that a retry after a kill requests the same flow run.
-        write_json(path / CHILD_RUN_FILE, child.model_dump())
+        write_json(stage_path / CHILD_RUN_FILE, child.model_dump())
         created_flow_run: Any = run_deployment(
             f"stage/{pool}", parameters={"run": run_address, "name": stage.name}, timeout=0,
             idempotency_key=f"{run_address}/{stage.name}/{child.attempt}/{child.token}",
@@ -194,8 +193,8 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
             f"stage/cpu to prefect.yaml, then: cosmos bootstrap --pool {pool}, prefect deploy -n stage/{pool}"
         ) from error
     child = child.model_copy(update={"flow_run": str(created_flow_run.id)})
-    write_json(path / CHILD_RUN_FILE, child.model_dump())
-    record_event(path, "sent", f"to work pool {pool}, flow run {child.flow_run}")
+    write_json(stage_path / CHILD_RUN_FILE, child.model_dump())
+    record_event(stage_path, "sent", f"to work pool {pool}, flow run {child.flow_run}")
     return child
 
 
@@ -237,8 +236,8 @@ def _poll_child(
                 last_message = report_wait_reason(last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
-            message = f"{_describe_stage(stage)}: its flow run {flow_run_id} is gone from the server"
-            raise StageFailed(message) from error
+            error_message = f"{_describe_stage(stage)}: its flow run {flow_run_id} is gone from the server"
+            raise StageFailed(error_message) from error
         except httpx.HTTPError:  # ignore a short outage, as the child flow run continues
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
@@ -249,7 +248,7 @@ def _poll_child(
             last_mirror_time = time.monotonic()
         if child_flow_run.state_type in TERMINAL_STATES:
             return child_flow_run
-        budget_check.raise_if_spent()  # a child counts only the cost of stages on its disks
+        budget_check.raise_if_spent()  # the child knows only the cost of stages on its own disks
         sleep_unless_stopping(_POLL_SECONDS)
 
 

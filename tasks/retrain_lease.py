@@ -57,9 +57,9 @@ class RetrainLease:
             try:
                 with get_client(sync_client=True) as prefect_client:
                     _delete_variable(prefect_client, self._lease_id)
-            except httpx.HTTPError as failure:
+            except httpx.HTTPError as request_error:
                 warning_template = "the lease %s was not removed; it expires with this flow run: %s"
-                logger.warning(warning_template, self._variable_name, failure)
+                logger.warning(warning_template, self._variable_name, request_error)
         self._lock.release()
 
     def _try_acquire_lease(self) -> bool:
@@ -69,17 +69,16 @@ class RetrainLease:
                 try:
                     self._lease_id = prefect_client.create_variable(lease_variable).id
                 except ObjectAlreadyExists:
-                    if (variable := prefect_client.read_variable_by_name(self._variable_name)) is None:
+                    if (stored_variable := prefect_client.read_variable_by_name(self._variable_name)) is None:
                         continue
-                    if not self._has_expired(prefect_client, variable.value):
+                    if not self._has_expired(prefect_client, stored_variable.value):
                         return False
-                    _delete_variable(prefect_client, variable.id)
+                    _delete_variable(prefect_client, stored_variable.id)
         return True
 
     def _has_expired(self, prefect_client: SyncPrefectClient, holder_record: Any) -> bool:
         """Return True if the lease may be taken from its holder: the holder has ended, is an earlier attempt of this
-        flow run, or would need the file lock that this process holds. Workers with separate run folders on one machine
-        have separate file locks."""
+        flow run, or needs the file lock that this process holds. Each folder of runs has file locks of its own."""
         has_same_lock_file = all(holder_record.get(key) == self._variable_value[key] for key in ("machine", "lock"))
         if holder_record["flow_run"] == self._variable_value["flow_run"] or has_same_lock_file:
             return True

@@ -31,29 +31,30 @@ from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
 
 _POLL_SECONDS = 1.0
-_LOAD_TIMEOUT_SECONDS = 1800.0
+_SERVICE_LOAD_TIMEOUT_SECONDS = 1800.0
 
 
 @contextlib.contextmanager
 def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
     """Provide the reward service of a stage during the `with` block; yield the environment variables with its address
-    and token. Raises `RewardError` if the service does not start, and `ConfigError` if the block or the deployment does
-    not exist."""
+    and token. Raises `RewardError` if the service does not start, `ConfigError` if block or deployment is missing."""
     path, recipe = run.stage_path(stage.name), run.pipeline.recipes[stage.name]
     if stage.reward_service_pool:
         running_service = _run_remote_service(stage, path)
     else:
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
-        # The environment of this process may contain the address of a reward service.
-        own_environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
-        python, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
-        running_service = managed_reward_service(stage.reward_service, path, python, raise_if_stopping, own_environment)
+        # Pass on the address of a running reward service from the environment of this process.
+        environment = os.environ if has_remote_rewards and run.pipeline.stage_kind(stage).scores else {}
+        python_path, raise_if_stopping = run.pipeline.config.python, partial(sleep_unless_stopping, 0)
+        running_service = managed_reward_service(
+            stage.reward_service, path, python_path, raise_if_stopping, environment
+        )
     with running_service as service_variables:
         yield service_variables
 
 
 @contextlib.contextmanager
-def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, str]]:
+def _run_remote_service(stage: StageConfig, stage_path: Path) -> Iterator[dict[str, str]]:
     block_name = f"run-{uuid.uuid4().hex}"
     service_run_id, uncancelled_states = _start_service_run(stage, block_name), TERMINAL_STATES
     with get_client(sync_client=True) as prefect_client:
@@ -64,7 +65,7 @@ def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, st
             try:
                 yield service_variables
             finally:
-                write_health(path, service_variables)
+                write_health(stage_path, service_variables)
         finally:
             # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
@@ -75,9 +76,9 @@ def _run_remote_service(stage: StageConfig, path: Path) -> Iterator[dict[str, st
 
 def _start_service_run(stage: StageConfig, block_name: str) -> UUID:
     work_pool = stage.reward_service_pool
-    parameters = {"config": stage.reward_service, "block": block_name, "of_flow_run": str(flow_run.id or "")}
+    flow_parameters = {"config": stage.reward_service, "block": block_name, "of_flow_run": str(flow_run.id or "")}
     try:
-        created_flow_run: Any = run_deployment(f"reward-service/{work_pool}", parameters=parameters, timeout=0)
+        created_flow_run: Any = run_deployment(f"reward-service/{work_pool}", parameters=flow_parameters, timeout=0)
     except ObjectNotFound as error:
         raise ConfigError(
             f"stage {stage.name!r}: reward_service_pool = {work_pool!r}: the server has no deployment "
@@ -93,15 +94,17 @@ def _wait_for_service(
     """Wait until the service accepts requests, and return the environment variables with its address and token. Raises
     `RewardError` if a reward or its configuration is wrong, and `StageFailed` if the service ended for another reason,
     its machine was lost, or it was not ready in time."""
-    deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
-    service = f"the reward service on {stage.reward_service_pool!r}"
+    deadline = time.monotonic() + _SERVICE_LOAD_TIMEOUT_SECONDS
+    service_label = f"the reward service on {stage.reward_service_pool!r}"
     while (service_variables := read_service_variables(prefect_client, block_name)) is None:
         state = prefect_client.read_flow_run(service_run_id).state
         if state is not None and state.type in TERMINAL_STATES:
             message = " ".join(str(state.message or "").split())
             has_config_error = state.type == StateType.FAILED and ("RewardError" in message or "ConfigError" in message)
-            raise (RewardError if has_config_error else StageFailed)(f"{service} ended: {state.name}: {message}")
+            raise (RewardError if has_config_error else StageFailed)(f"{service_label} ended: {state.name}: {message}")
         if time.monotonic() > deadline:
-            raise StageFailed(f"{service} did not load in {_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?")
+            raise StageFailed(
+                f"{service_label} did not load in {_SERVICE_LOAD_TIMEOUT_SECONDS:g} s; does a worker of the pool run?"
+            )
         sleep_unless_stopping(_POLL_SECONDS)
     return service_variables

@@ -73,9 +73,9 @@ MAX_RETRIES = 100_000  # practically unlimited: `should_retry` decides about ret
 
 
 @worker.register_active_run()
-def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> State[Any]:
-    """Run the stages `names`, which are in topological order, until each has its result; independent stages run in
-    parallel. Return the final state of the flow run.
+def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) -> State[Any]:
+    """Run the stages `stage_names`, in topological order, until each has its result, independent stages in parallel.
+    Return the final state of the flow run.
 
     If the flow run is cancelled or terminated, the workers save a checkpoint and the flow waits for them.
 
@@ -86,9 +86,11 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        displayed_stage_names = names if len(names) <= _MAX_NAMED_STAGES else (names[0], "to", names[-1])
-        name_words = displayed_stage_names if len(names) < len(run.pipeline.stages) else ()
-        run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_words)
+        displayed_stage_names = (
+            stage_names if len(stage_names) <= _MAX_NAMED_STAGES else (stage_names[0], "to", stage_names[-1])
+        )
+        stage_name_words = displayed_stage_names if len(stage_names) < len(run.pipeline.stages) else ()
+        run_tags = label_flow_run(run.pipeline.config.name, run.id, *stage_name_words)
     if flow_run.id and not is_local:
         record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
@@ -96,7 +98,7 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
     # Stop the stages from here, since a signal reaches only the main thread, and the tasks wait in other threads.
     with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*run_tags):
         terminate_on_signals(run)
-        for name in names:
+        for name in stage_names:
             upstream_futures = {other: futures[other] for other in run.pipeline.stage(name).after if other in futures}
             stage_task = make_stage_task(run, name, upstream_futures, is_local=is_local, semaphore=semaphores.get(name))
             futures[name] = stage_task.submit(wait_for=[allow_failure(future) for future in upstream_futures.values()])
@@ -105,12 +107,12 @@ def run_stages(run: Run, names: Sequence[str], *, is_local: bool = False) -> Sta
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     # A stage may have noticed the cancellation first; the server then accepts only the final state Cancelled.
-    state = derive_flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
+    final_state = derive_flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
     if not is_local:
         publish_run_report(run.path)
         events.emit_run_over_budget(run)
-        events.emit_run_ended(run, is_failed=not state.is_completed())
-    return state
+        events.emit_run_ended(run, is_failed=not final_state.is_completed())
+    return final_state
 
 
 def make_stage_task(
@@ -143,67 +145,65 @@ def make_stage_task(
     return hold_semaphore_and_run
 
 
-def should_retry(run: Run, name: str, error: object) -> bool:
-    """Return True if a failed stage is to be retried: a preempted stage always, a crashed one until `retries`
-    consecutive attempts made no progress; there is no retry after a user error, a cancellation, a spent budget, or the
-    same error at the same step."""
+def should_retry(run: Run, stage_name: str, error: object) -> bool:
+    """Return True if a failed stage is to be retried: a preempted stage always, a crashed one until `retries` attempts
+    in a row made no progress. User errors, cancellations, spent budgets and repeated errors are not retried."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
     if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # a full disk prevents saving the number of failures
         return False
     if isinstance(error, Preempted):
         return True
-    state = read_state(run.stage_path(name))
-    return not state.is_repeated and state.failures <= run.pipeline.stage(name).retries
+    stage_state = read_state(run.stage_path(stage_name))
+    return not stage_state.is_repeated and stage_state.failures <= run.pipeline.stage(stage_name).retries
 
 
 def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
     """Run a stage until it has its result: on its work pool or, if it has none or `is_local` is set, on this machine.
-    Return the result, or the final state of the task run. Raises `CosmosError` if the attempt failed and the stage is
-    to be retried."""
+    Return the result, or the final state of the task run. Raises `CosmosError` if the stage is to be retried."""
     return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_locally)(run, name)
 
 
-def _run_locally(run: Run, name: str) -> State[Any] | Result:
-    run_logger, earlier_result = get_run_logger(), read_result(run.stage_path(name))
-    artifacts = StageArtifacts(run.pipeline.config, run.stage_path(name))
+def _run_locally(run: Run, stage_name: str) -> State[Any] | Result:
+    run_logger, earlier_result = get_run_logger(), read_result(run.stage_path(stage_name))
+    artifacts = StageArtifacts(run.pipeline.config, run.stage_path(stage_name))
     try:
-        result, was_reused = run_stage(run, name, on_progress=artifacts.update, report_line=run_logger.info)
+        result, was_reused = run_stage(run, stage_name, on_progress=artifacts.update, report_line=run_logger.info)
     except CosmosError as error:
-        if should_retry(run, name, error):
+        if should_retry(run, stage_name, error):
             raise
-        events.emit_stage_failed(run, name, error)
+        events.emit_stage_failed(run, stage_name, error)
         if isinstance(error, GateFailed):
             artifacts.show_refusal()
         return make_failed_state(error)
-    events.emit_stage_completed(run, name, result, was_reused=was_reused, earlier_result=earlier_result)
+    events.emit_stage_completed(run, stage_name, result, was_reused=was_reused, earlier_result=earlier_result)
     if was_reused:  # the artifacts of the stage were published when the result was made
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result
 
 
-def _run_on_work_pool(run: Run, name: str) -> State[Any] | Result:
+def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
     """Run a stage on its work pool. If the child flow run ended without recording an error, count a failed attempt."""
-    stage, path = run.pipeline.stage(name), run.stage_path(name)
+    stage, stage_path = run.pipeline.stage(stage_name), run.stage_path(stage_name)
     try:
-        if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may lack the approval
+        if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may lack the approval file
             check_models_approved(run)
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
-        stage_error = _to_cosmos_error(error, path)
+        stage_error = _to_cosmos_error(error, stage_path)
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
-        state = read_state(path)
-        has_recorded_failure = state.state == "failed" and state.error == str(stage_error)
-        has_recorded_stop = state.state == "stopped" and isinstance(stage_error, Preempted)
-        is_error_unrecorded = isinstance(stage_error, OverBudget) or not (has_recorded_failure or has_recorded_stop)
-        if is_error_unrecorded:
-            record_failure(path, stage_error)
+        stage_state = read_state(stage_path)
+        is_failure_recorded = stage_state.state == "failed" and stage_state.error == str(stage_error)
+        is_stop_recorded = stage_state.state == "stopped" and isinstance(stage_error, Preempted)
+        must_record_error = isinstance(stage_error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
+        if must_record_error:
+            record_failure(stage_path, stage_error)
             if not isinstance(stage_error, Preempted):
-                update_state(path, failures=count_lost_child_run(path))
-        if not should_retry(run, name, stage_error):
-            if is_error_unrecorded:
-                events.emit_stage_failed(run, name, stage_error)
+                update_state(stage_path, failures=count_lost_child_run(stage_path))
+        if not should_retry(run, stage_name, stage_error):
+            if must_record_error:
+                events.emit_stage_failed(run, stage_name, stage_error)
             return make_failed_state(stage_error)
         if stage_error is error:
             raise
@@ -220,38 +220,38 @@ def run_stage(
 ) -> tuple[Result, bool]:
     """Run one stage whose inputs are complete; return its result and whether the result already existed. Raises
     `CosmosError` if an input is missing or the attempt failed."""
-    stage, path, start_time = run.pipeline.stage(name), run.stage_path(name), time.monotonic()
+    stage, stage_path, start_time = run.pipeline.stage(name), run.stage_path(name), time.monotonic()
     stage_sync = StageSync(run, stage)
 
     def kill_orphaned_worker() -> None:
         """Kill a worker that holds the lock for longer than the grace period, unless its launcher is alive."""
         worker.sleep_unless_stopping(0)
         if time.monotonic() - start_time > run.pipeline.config.grace_seconds:
-            worker.reap_attempt(path)
+            worker.reap_attempt(stage_path)
 
     with open_stage_lock(run.path, name) as stage_lock:
         stage_lock.acquire(on_poll=kill_orphaned_worker)
         try:
             stage_sync.receive_inputs()
-            is_finished = read_state(path).state in FINISHED_STATES
+            is_finished = read_state(stage_path).state in FINISHED_STATES
             if not is_finished:
-                worker.reap_attempt(path)
-                worker.mask_log_of_killed_launcher(path, run.pipeline.secret_env_names(stage))
-                _record_launcher(path)
+                worker.reap_attempt(stage_path)
+                worker.mask_log_of_killed_launcher(stage_path, run.pipeline.secret_env_names(stage))
+                _record_launcher(stage_path)
             expected_fingerprint = compute_local_fingerprint(run, stage)
-            local_result = read_result(path) if read_state(path).holds else None
+            local_result = read_result(stage_path) if read_state(stage_path).holds else None
             if local_result and not (local_result["reused_from"] or "attempts" in local_result):
-                add_gpu_time_to_result(path)  # the launcher was killed before it added the time
+                add_gpu_time_to_result(stage_path)  # the launcher was killed before it added the time
             if result := find_result(run, stage, expected_fingerprint):
                 return stage_sync.send_result(result), True
             if is_finished:
-                _record_launcher(path)
+                _record_launcher(stage_path)
             if not run.pipeline.stage_kind(stage).in_worker:
                 return stage_sync.send_result(_run_in_process(run, stage, expected_fingerprint, report_line)), False
             return _make_result_under_lock(run, stage, expected_fingerprint, stage_lock, on_progress, report_line)
         except Exception as error:
-            stage_error = _to_cosmos_error(error, path)
-            record_failure(path, stage_error)
+            stage_error = _to_cosmos_error(error, stage_path)
+            record_failure(stage_path, stage_error)
             stage_sync.send_stage_state()
             if stage_error is error:
                 raise
@@ -284,8 +284,8 @@ def _make_result_under_lock(
             update_state(path, state="waiting", error="another run is making the same result")
             fingerprint_lock.acquire(on_poll=lambda: worker.sleep_unless_stopping(0))
         with stage_sync.hold_result_lease(expected_fingerprint) as has_waited_for_lease:
-            has_waited = has_waited_for_lock or has_waited_for_lease
-            if has_waited and (reused_result := find_result(run, stage, expected_fingerprint)):
+            has_waited_for_other = has_waited_for_lock or has_waited_for_lease
+            if has_waited_for_other and (reused_result := find_result(run, stage, expected_fingerprint)):
                 return stage_sync.send_result(reused_result), True
             prepare_stage_folder(run, stage, expected_fingerprint, report_line)
             config, kind, recipe = run.pipeline.config, run.pipeline.stage_kind(stage), run.pipeline.recipes[stage.name]
@@ -330,9 +330,9 @@ def _run_in_process(
     if run.pipeline.stage_kind(stage).makes == "publication":
         check_models_approved(run)
     prepared_stage = prepare_stage_folder(run, stage, expected_fingerprint, report_line)
-    state, start_time = read_state(path), time.time()
+    stage_state, start_time = read_state(path), time.time()
     # An earlier attempt that was killed together with its flow has no recorded end, and counts as zero seconds.
-    earlier_attempts, attempt_number = state.list_attempt_times(0.0), state.attempt + 1
+    earlier_attempts, attempt_number = stage_state.list_attempt_times(0.0), stage_state.attempt + 1
     attempt_times = [*earlier_attempts, (start_time, None)]
     update_state(path, state="running", attempt=attempt_number, spans=attempt_times, renewed=None, ended=None, error="")
     record_event(path, "started", f"attempt {attempt_number}")
@@ -348,12 +348,12 @@ def _run_in_process(
 
 
 def _finish_stage(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint) -> Result:
-    path = run.stage_path(stage.name)
+    stage_path = run.stage_path(stage.name)
     with warn_if_disk_full(f"the end of stage {stage.name}"):
-        register_result(run.output_dir, path, expected_fingerprint.value)
-        update_state(path, state="done", ended=time.time(), error="", failures=0, forced=False)
-        record_event(path, "done")
-    return add_gpu_time_to_result(path)
+        register_result(run.output_dir, stage_path, expected_fingerprint.value)
+        update_state(stage_path, state="done", ended=time.time(), error="", failures=0, forced=False)
+        record_event(stage_path, "done")
+    return add_gpu_time_to_result(stage_path)
 
 
 def _record_launcher(stage_path: Path) -> None:

@@ -84,37 +84,37 @@ class StageTask(Task[Any, StageHandle]):
     def submit(self, *arguments: Any, name: str = "", return_state: bool = False, **settings: Any) -> Any:
         """Run the stage in parallel to the flow, and return a Prefect future of its `StageHandle` or, if `return_state`
         is true, wait and return its final state. A cancelled flow run stops the stage within seconds."""
-        future = self._submit(*arguments, name=name, **settings)
+        stage_future = self._submit(*arguments, name=name, **settings)
         current_flow().watch_for_cancellation()
         if return_state:
-            future.wait()
-            return future.state
-        return future
+            stage_future.wait()
+            return stage_future.state
+        return stage_future
 
     def _submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
-        flow = current_flow()
-        name = flow.reserve_stage_name(self.kind.name, name)
-        with ExitStack() as stack, tags(*flow.tags):
+        flow_state = current_flow()
+        name = flow_state.reserve_stage_name(self.kind.name, name)
+        with ExitStack() as stack, tags(*flow_state.tags):
             # Count as an active run until the stage has ended, so that a stop that comes before it starts is not lost.
             stack.enter_context(worker.register_active_run())
-            future = super().submit(*arguments, name=name, **settings)
+            stage_future = super().submit(*arguments, name=name, **settings)
             active_run_registration = stack.pop_all()
-            future.wrapped_future.add_done_callback(lambda _: active_run_registration.close())
-        flow.futures[name] = future
-        return future
+            stage_future.wrapped_future.add_done_callback(lambda _: active_run_registration.close())
+        flow_state.futures[name] = stage_future
+        return stage_future
 
     def map(self, *arguments: Any, wait_for: Any = None, return_state: bool = False, **settings: Any) -> Any:
         """Submit a stage for each element of the arguments that are lists, in their order; return the futures."""
         parameters = get_call_parameters(self.fn, arguments, settings, apply_defaults=False)
-        futures = []
+        stage_futures = []
         for call in expand_mapping_parameters(self.fn, parameters):
             stage_settings = {"name": call["name"], "overrides": call["overrides"], **call.get("settings", {})}
-            futures.append(self.submit(call["first"], wait_for=wait_for, **stage_settings))
+            stage_futures.append(self.submit(call["first"], wait_for=wait_for, **stage_settings))
         if not return_state:
-            return PrefectFutureList(futures)  # type: ignore[abstract]
-        for future in futures:
-            future.wait()
-        return [future.state for future in futures]
+            return PrefectFutureList(stage_futures)  # type: ignore[abstract]
+        for stage_future in stage_futures:
+            stage_future.wait()
+        return [stage_future.state for stage_future in stage_futures]
 
     def with_options(self, **prefect_options: Any) -> Any:
         """Return a task of the same stage kind with other options of Prefect, such as `tags` and `on_failure`."""
@@ -124,13 +124,13 @@ class StageTask(Task[Any, StageHandle]):
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
-        future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-        with cleanup_on_error(future.wait), cleanup_on_error(worker.stop_all):  # stop the stage at a timeout, too
-            if wait_unless_cancelled([future.wrapped_future]):
+        stage_future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
+        with cleanup_on_error(stage_future.wait), cleanup_on_error(worker.stop_all):  # a timeout stops the stage too
+            if wait_unless_cancelled([stage_future.wrapped_future]):
                 raise_if_suspended()
                 raise Cancelled("the flow run was cancelled")
-        future.wait()
-        return future.state if return_state else future.result()
+        stage_future.wait()
+        return stage_future.state if return_state else stage_future.result()
 
 
 @cache
@@ -141,10 +141,10 @@ def get_stage_task(kind: str) -> StageTask:
 
 def _should_retry_task(_prefect_task: object, _task_run: object, state: State[Any]) -> bool:
     run, error = current_flow().run, getattr(state.data, "result", state.data)
-    context = TaskRunContext.get()
-    if run is None or context is None or isinstance(error, StageNotAdded):
+    task_run_context = TaskRunContext.get()
+    if run is None or task_run_context is None or isinstance(error, StageNotAdded):
         return False
-    return should_retry(run, context.parameters["name"], error)
+    return should_retry(run, task_run_context.parameters["name"], error)
 
 
 def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
@@ -178,25 +178,25 @@ def _find_stage_key_of_first_argument(kind: StageKind) -> str:
     return "model" if kind.makes in {"model", "publication"} and not kind.selects_branch else "after"
 
 
-def _run_tasks_of_call(run: Run, name: str, stages: Sequence[str]) -> State[Any] | StageHandle:
-    """Run `stages` in topological order: the stage `name`, and the stages that a call added implicitly, as separate
-    tasks. Return the handle of the stage `name`, or the final state of the first stage without a result. Raises
+def _run_tasks_of_call(run: Run, name: str, stage_names: Sequence[str]) -> State[Any] | StageHandle:
+    """Run `stage_names` in topological order: the stage `name`, and the stages that a call added implicitly, each as a
+    task. Return the handle of the stage `name`, or the final state of the first stage without a result. Raises
     `CosmosError` if an attempt of the stage failed, and the stage is to be retried."""
     if is_cancelled():
         raise Cancelled("the flow run was cancelled")
     outcome_by_stage: dict[str, Any] = {}
-    for stage_name in stages:
+    for stage_name in stage_names:
         is_called = stage_name == name
         outcome = produce_result(run, name) if is_called else make_stage_task(run, stage_name, {})(return_state=True)
         if isinstance(outcome, State) and not outcome.is_completed():
             return outcome
         outcome_by_stage[stage_name] = outcome
-    path, state = run.stage_path(name), outcome_by_stage.get(name)
-    result = read_result(path)
+    stage_path, state = run.stage_path(name), outcome_by_stage.get(name)
+    result = read_result(stage_path)
     assert result is not None
     output_paths = {key: str(result["info"][key]) for key in ("model", "data") if result["info"].get(key)}
-    outputs = {key: value if "://" in value else str(path / value) for key, value in output_paths.items()}
-    handle = StageHandle(name, path, dict(result["metrics"]), outputs)
+    outputs = {key: value if "://" in value else str(stage_path / value) for key, value in output_paths.items()}
+    handle = StageHandle(name, stage_path, dict(result["metrics"]), outputs)
     return Completed(name=state.name, message=state.message, data=handle) if isinstance(state, State) else handle
 
 
@@ -215,7 +215,7 @@ def _make_call(
     source_file = Path(flow.entrypoint.rpartition(":")[0])
     recipe_tables: TomlTable = {}
     predecessor_handles = [after] if isinstance(after, StageHandle | str) else after or ()
-    predecessors = [_get_stage_name(flow, name, "after", handle) for handle in predecessor_handles]
+    predecessors = [_get_stage_name(flow, name, "after", stage_handle) for stage_handle in predecessor_handles]
     is_after_first = _find_stage_key_of_first_argument(kind) == "after"
     if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in settings and flow.run:
         pipeline = flow.run.pipeline  # start from the model of the first predecessor
@@ -230,8 +230,8 @@ def _make_call(
         if "pipeline" in recipe_tables:
             raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")
     elif isinstance(settings.get("model"), StageHandle) and flow.run is not None:
-        model_stage = _get_stage_name(flow, name, "model", settings["model"])
-        recipe_tables = flow.run.pipeline.recipes[model_stage].model_dump(mode="json", exclude_none=True)
+        model_stage_name = _get_stage_name(flow, name, "model", settings["model"])
+        recipe_tables = flow.run.pipeline.recipes[model_stage_name].model_dump(mode="json", exclude_none=True)
     for key, value in overrides.items():
         recipe_tables = merge_tables(recipe_tables, nest_value(split_key(key), value))
     stage_table: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
@@ -253,9 +253,9 @@ def _make_call(
             stage_table[key] = value
     stage_table["after"] = list(dict.fromkeys(predecessors))
     for key, value in {**stage_table, **recipe_tables}.items():
-        if handle := _find_stage_handle(value):
+        if stage_handle := _find_stage_handle(value):
             raise ConfigError(
-                f"stage {name!r}: {key} contains the handle of {handle.name!r}; pass one of its values, such as "
+                f"stage {name!r}: {key} contains the handle of {stage_handle.name!r}; pass one of its values, such as "
                 f"handle.outputs['model'] or handle.metrics"
             )
     return StageCall(**to_json_values({"stage": stage_table, "tables": recipe_tables})), source_file
@@ -277,15 +277,15 @@ def _find_recipe_file(flow: PythonFlowState, name: str, recipe: str | Path) -> P
     )
 
 
-def _get_stage_name(flow: PythonFlowState, name: str, argument_name: str, handle: StageHandle | str) -> str:
+def _get_stage_name(flow_state: PythonFlowState, name: str, argument_name: str, stage_handle: StageHandle | str) -> str:
     """Return the name of the stage to which a handle, a name or a reference `stage:NAME` refers. Raises `ConfigError`
     if the handle belongs to a stage of another run."""
-    if isinstance(handle, str):
-        return handle.removeprefix(STAGE_PREFIX)
-    run = flow.run
-    if run is None or handle.path.parents[1] != run.path:
+    if isinstance(stage_handle, str):
+        return stage_handle.removeprefix(STAGE_PREFIX)
+    run = flow_state.run
+    if run is None or stage_handle.path.parents[1] != run.path:
         raise ConfigError(
-            f"stage {name!r}: {argument_name} is the handle of {handle.name!r}, a stage of another run "
-            f"({handle.path.parents[1].name}); pass what it made, such as handle.outputs['model']"
+            f"stage {name!r}: {argument_name} is the handle of {stage_handle.name!r}, a stage of another run "
+            f"({stage_handle.path.parents[1].name}); pass what it made, such as handle.outputs['model']"
         )
-    return handle.name
+    return stage_handle.name

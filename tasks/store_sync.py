@@ -42,31 +42,30 @@ class StageSync:
 
     def __init__(self, run: Run, stage: StageConfig) -> None:
         self._run, self._stage, self._stage_path = run, stage, run.stage_path(stage.name)
-        url = run.pipeline.config.artifact_store
-        self._store = ArtifactStore(url, partial(sleep_unless_stopping, 0)) if url else None
+        store_url = run.pipeline.config.artifact_store
+        self._store = ArtifactStore(store_url, partial(sleep_unless_stopping, 0)) if store_url else None
         self._lease: Lease | None = None
 
     def receive_inputs(self) -> None:
         """Fetch the manifests of the stages in `after`, and the output files of those stages whose files this stage
-        reads. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has lost a
-        file."""
+        reads. Raises `ConfigError` or `UploadError` if the store cannot be accessed or has lost a file."""
         input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
         stage_kind = self._run.pipeline.stage_kind(self._stage)
         # A stage that merges models, or selects one, names them only in `after`.
         reads_all_stages = bool(self._stage.entry) or stage_kind.selects_branch or "after" in stage_kind.required_keys
         for name in self._stage.after:
-            input_path = self._run.stage_path(name)
-            local_result = read_result(input_path)
+            upstream_path = self._run.stage_path(name)
+            local_result = read_result(upstream_path)
             stored_result = self._store.read_result(self._stored_run_name, name) if self._store else None
             result = stored_result or local_result
             if local_result and stored_result and local_result["digest"] == stored_result["digest"]:
                 result = local_result
             if result is None:
                 continue
-            needs_files = reads_all_stages or name in input_stages  # a stage without this input reads only metrics
-            was_fetched = needs_files and self._fetch_missing_outputs(result, input_path)
-            if was_fetched or result is not local_result:
-                _write_result(input_path, result)
+            needs_files = reads_all_stages or name in input_stages  # from other stages, only metrics are read
+            has_fetched_files = needs_files and self._fetch_missing_outputs(result, upstream_path)
+            if has_fetched_files or result is not local_result:
+                _write_result(upstream_path, result)
 
     def find_result(self, expected_fingerprint: Fingerprint) -> Result | None:
         """Adopt a result with the expected fingerprint, which any machine may have stored, as the result of this
@@ -88,17 +87,17 @@ class StageSync:
         if self._store is None:
             yield False
             return
-        holder = LeaseHolder(identify_machine(), os.getpid(), read_start_time(os.getpid()))
-        self._lease = self._store.lease_result(expected_fingerprint.value, holder, _is_holder_dead)
+        lease_holder = LeaseHolder(identify_machine(), os.getpid(), read_start_time(os.getpid()))
+        self._lease = self._store.lease_result(expected_fingerprint.value, lease_holder, _is_holder_dead)
 
-        def report_and_wait(holder: LeaseHolder) -> None:
-            machine_name = holder.machine.partition("/")[0]
+        def report_and_wait(lease_holder: LeaseHolder) -> None:
+            machine_name = lease_holder.machine.partition("/")[0]
             update_state(self._stage_path, state="waiting", error=f"{machine_name} makes the same result")
             sleep_unless_stopping(0)
 
-        has_waited = self._lease.acquire(report_and_wait)
+        has_waited_for_holder = self._lease.acquire(report_and_wait)
         try:
-            yield has_waited
+            yield has_waited_for_holder
         finally:
             self._lease.release()
 
@@ -109,8 +108,7 @@ class StageSync:
     @contextmanager
     def sync_checkpoints(self, expected_fingerprint: Fingerprint) -> Iterator[None]:
         """Fetch the newest checkpoint that any machine has stored. Then, while the block runs, store each new
-        checkpoint and the progress of the stage. A failure of the store within the block is only logged as a
-        warning."""
+        checkpoint and the progress of the stage. A failure of the store within the block is only logged."""
         if self._store is None:
             yield
             return
@@ -118,8 +116,8 @@ class StageSync:
         stage_state = read_state(self._stage_path)
         if stage_state.forced and not stage_state.attempt:
             stored_checkpoints.clear()
-        elif name := stored_checkpoints.pull():
-            record_event(self._stage_path, "fetched", f"{name} from {self._store.url}")
+        elif checkpoint_name := stored_checkpoints.pull():
+            record_event(self._stage_path, "fetched", f"{checkpoint_name} from {self._store.url}")
         stop_event, stored_record = threading.Event(), self._open_stored_record()
         push_checkpoints = partial(self._push_checkpoints, stored_checkpoints, stop_event)
         periodic_functions = ((push_checkpoints, _CHECKPOINT_POLL_SECONDS), (stored_record.push, _STATE_PERIOD_SECONDS))
@@ -164,8 +162,7 @@ class StageSync:
             _call_with_logged_errors(lambda: self._open_stored_record().push(is_final=True), self._stage_path)
 
     def send_run(self) -> str:
-        """Store the files that another machine needs to run this stage. Return the address of the run for that machine:
-        the directory of the run, or its URL in the store."""
+        """Store what another machine needs to run this stage; return the run's directory, or its URL in the store."""
         stored_record = self._open_stored_record() if self._store else None
         stored_state = stored_record.read_state() if stored_record else None
         if stored_record and stored_state and stored_state.forced_by == read_state(self._stage_path).forced_by:
@@ -183,8 +180,8 @@ class StageSync:
         if self._store is None:
             return lambda: None
         # All calls use the same `StoredRecord`, because it remembers which files it has fetched.
-        open_record_once = cache(self._open_stored_record)
-        return partial(_call_with_logged_errors, lambda: open_record_once().pull(), self._stage_path)
+        open_stored_record_once = cache(self._open_stored_record)
+        return partial(_call_with_logged_errors, lambda: open_stored_record_once().pull(), self._stage_path)
 
     def receive_result(self) -> Result | None:
         """Return the manifest of this stage from any machine; None if the stage is not complete. Raises `ConfigError`
@@ -210,24 +207,24 @@ class StageSync:
         if stored_state.attempt > local_state.attempt or not (self._stage_path / "state.json").is_file():
             stored_record.pull()
 
-    def _fetch_missing_outputs(self, result: Result, path: Path) -> bool:
+    def _fetch_missing_outputs(self, result: Result, stage_path: Path) -> bool:
         """Fetch the outputs from their store if one is missing or damaged on this machine; return True if fetched."""
         store_url = result.get(STORE_URL_KEY)
-        are_outputs_present = all((path / record["path"]).is_file() for record in result["outputs"])
-        if not store_url or (are_outputs_present and find_output_damage(path, result) is None):
+        are_outputs_present = all((stage_path / record["path"]).is_file() for record in result["outputs"])
+        if not store_url or (are_outputs_present and find_output_damage(stage_path, result) is None):
             return False
         local_files = self._list_local_output_files()
-        ArtifactStore(store_url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, path, local_files)
+        ArtifactStore(store_url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, stage_path, local_files)
         return True
 
-    def _push_checkpoints(self, checkpoints: StoredCheckpoints, stop_event: threading.Event) -> None:
+    def _push_checkpoints(self, stored_checkpoints: StoredCheckpoints, stop_event: threading.Event) -> None:
         def raise_if_training_ended() -> None:
             if stop_event.is_set():
                 raise Preempted("the training has ended")
 
         if not (self._lease and self._lease.is_lost):  # after the loss of the lease, its new holder sends checkpoints
-            for name in checkpoints.push(raise_if_training_ended):
-                record_event(self._stage_path, "sent", name)
+            for checkpoint_name in stored_checkpoints.push(raise_if_training_ended):
+                record_event(self._stage_path, "sent", checkpoint_name)
 
     def _open_stored_record(self) -> StoredRecord:
         assert self._store is not None
@@ -246,32 +243,31 @@ class StageSync:
         return {digest: file for digest, file in output_files if file.is_file()}
 
 
-def open_run_from_store(url: str, name: str) -> Run:
+def open_run_from_store(run_url: str, stage_name: str) -> Run:
     """Open the run at a URL in an artifact store, on a machine that may not have its files yet, and fetch the state of
-    the stage `name`. Raises `ConfigError` or `UploadError` if the store refuses access, cannot be reached, or has no
-    such run."""
-    path = open_stored_run(url, os.environ.get(OUTPUT_DIR_VARIABLE, ""), partial(sleep_unless_stopping, 0))
-    run = open_run(path, all_kinds())
-    StageSync(run, run.pipeline.stage(name)).receive_state()
+    the stage `stage_name`. Raises `ConfigError` or `UploadError` if the store cannot be accessed or has no such run."""
+    run_path = open_stored_run(run_url, os.environ.get(OUTPUT_DIR_VARIABLE, ""), partial(sleep_unless_stopping, 0))
+    run = open_run(run_path, all_kinds())
+    StageSync(run, run.pipeline.stage(stage_name)).receive_state()
     return run
 
 
-def _write_result(path: Path, result: Result) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    write_json(path / RESULT_FILE, result)
+def _write_result(stage_path: Path, result: Result) -> None:
+    stage_path.mkdir(parents=True, exist_ok=True)
+    write_json(stage_path / RESULT_FILE, result)
 
 
 def _call_periodically(
-    sync_function: Callable[[], object], period: float, stop_event: threading.Event, path: Path
+    sync_function: Callable[[], object], period_seconds: float, stop_event: threading.Event, stage_path: Path
 ) -> None:
     lower_cpu_priority()
-    while not stop_event.wait(period):
-        _call_with_logged_errors(sync_function, path)
+    while not stop_event.wait(period_seconds):
+        _call_with_logged_errors(sync_function, stage_path)
 
 
-def _call_with_logged_errors(sync_function: Callable[[], object], path: Path) -> None:
+def _call_with_logged_errors(sync_function: Callable[[], object], stage_path: Path) -> None:
     warning_template = "%s: the artifact store has not everything, it is tried again: %s"
-    with log_errors(partial(logger.warning, warning_template, path.name)), suppress(Preempted):
+    with log_errors(partial(logger.warning, warning_template, stage_path.name)), suppress(Preempted):
         sync_function()
 
 

@@ -54,8 +54,8 @@ def advantages(
         rewards_and_counts = zip(chain(*reward_groups), chain(*token_counts), strict=True)
         valid_token_counts = [count for reward, count in rewards_and_counts if _is_finite(reward)]
         advantages_N = whiten(advantages_N, np.array(valid_token_counts, dtype=np.float64))
-    flat_values = iter(advantages_N.tolist())
-    advantage_rows = [[next(flat_values) if _is_finite(r) else None for r in rewards] for rewards in reward_groups]
+    next_advantages = iter(advantages_N.tolist())
+    advantage_rows = [[next(next_advantages) if _is_finite(r) else None for r in rewards] for rewards in reward_groups]
     num_constant_groups = sum(len(rewards) > 1 and max(rewards) == min(rewards) for rewards in valid_rewards)
     return advantage_rows, num_constant_groups / max(1, len(valid_rewards))
 
@@ -85,17 +85,18 @@ def whitened_returns(
     last token. The return of a token is the sum of rewards from this token to the end. The advantages are the returns,
     normalized by `whiten` over the trained tokens of all `samples` (REINFORCE++, arXiv 2501.03262).
     """
-    masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
-    returns = []
-    for sample, mask_S, old_logprobs_S, ref_logprobs_S in zip(samples, masks, old_logprobs, ref_logprobs, strict=True):
+    loss_masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
+    token_returns = []
+    sample_tensors = zip(samples, loss_masks, old_logprobs, ref_logprobs, strict=True)
+    for sample, mask_S, old_logprobs_S, ref_logprobs_S in sample_tensors:
         # Log-probabilities are moved to the CPU, where those of rollouts are; those of the trainer may be on a GPU.
         log_ratios_S = apply_mask((old_logprobs_S.cpu() - ref_logprobs_S.cpu()).double(), mask_S)
-        returns.append(sample.reward - kl_beta * log_ratios_S.flip(0).cumsum(0).flip(0))
-    if not returns:
+        token_returns.append(sample.reward - kl_beta * log_ratios_S.flip(0).cumsum(0).flip(0))
+    if not token_returns:
         return []
-    flat_returns, flat_mask = torch.cat(returns), torch.cat(masks)
-    whitened_values = torch.from_numpy(whiten(flat_returns.numpy(), flat_mask.numpy().astype(float)))
-    return list(apply_mask(whitened_values, flat_mask).split([len(row_S) for row_S in returns]))
+    flat_returns, flat_loss_mask = torch.cat(token_returns), torch.cat(loss_masks)
+    whitened_values = torch.from_numpy(whiten(flat_returns.numpy(), flat_loss_mask.numpy().astype(float)))
+    return list(apply_mask(whitened_values, flat_loss_mask).split([len(row_S) for row_S in token_returns]))
 
 
 def _all_equal(rewards_G: np.ndarray) -> bool:
@@ -109,9 +110,10 @@ def _mean_centred_advantages(groups: list[np.ndarray]) -> list[np.ndarray]:
 
 def _grpo_advantages(rewards_by_group: list[np.ndarray]) -> list[np.ndarray]:
     """Return (reward - mean) / (population std + 1e-6) in each group (GRPO, arXiv 2402.03300)."""
-    pairs = zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
+    centred_pairs = zip(_mean_centred_advantages(rewards_by_group), rewards_by_group, strict=True)
     return [
-        centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G for centred_G, rewards_G in pairs
+        centred_G / (rewards_G.std() + STD_EPSILON) if centred_G.any() else centred_G
+        for centred_G, rewards_G in centred_pairs
     ]
 
 
@@ -156,8 +158,8 @@ def gdpo_advantages(rewards: Sequence[RewardsByGroup], weights: Sequence[float])
         for weighted_sum_G, group_values in zip(weighted_sums, rewards_of_function, strict=True):
             has_value_G = np.array(list(map(_is_finite, group_values)), dtype=bool)
             weighted_sum_G[has_value_G] += weight * _standardise(np.array(list(filter(_is_finite, group_values))))
-    valid_sums = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
-    normalised_values = iter(_standardise(np.concatenate([*valid_sums, np.zeros(0)])))
+    valid_sums_G = [weighted_sum_G[row] for weighted_sum_G, row in zip(weighted_sums, validity_by_group, strict=True)]
+    normalised_values = iter(_standardise(np.concatenate([*valid_sums_G, np.zeros(0)])))
     return [[float(next(normalised_values)) if has_value else None for has_value in row] for row in validity_by_group]
 
 

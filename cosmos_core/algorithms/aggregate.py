@@ -75,9 +75,9 @@ def compute_means(metric_totals: Mapping[str, Tensor]) -> dict[str, float]:
     the metrics NAME (mean) and `NAME_square` (mean square), the result also has the effective sample size as a fraction
     of the tokens: the squared mean over the mean square (Kish)."""
     sums_and_counts = {name: metric.tolist() for name, metric in metric_totals.items()}
-    means = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
-    for key, mean in list(means.items()):
+    metric_means = {name: metric_sum / count for name, (metric_sum, count) in sums_and_counts.items() if count}
+    for key, mean in list(metric_means.items()):
         name = key.removesuffix("_square")
-        if mean and name != key and name in means:
-            means[f"{name}_effective_sample_size"] = means[name] ** 2 / mean
-    return means
+        if mean and name != key and name in metric_means:
+            metric_means[f"{name}_effective_sample_size"] = metric_means[name] ** 2 / mean
+    return metric_means

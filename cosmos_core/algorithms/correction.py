@@ -46,12 +46,12 @@ class ImportanceWeightRule:
     geometric_mean_range: tuple[float, float] | None = None
     """Range of the geometric mean of w over a sequence, such as (0.99, 1.01), outside which the sequence gets weight 0;
     None: no limit."""
-    max_mean_k3: float | None = None
+    max_mean_k3_kl: float | None = None
     """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence, above which the
     sequence gets weight 0; None: no bound."""
-    max_k3: float | None = None
+    max_token_k3_kl: float | None = None
     """Upper bound of w - 1 - log w of a token; a sequence with a token above it gets weight 0; None: no bound."""
-    divisor: float = 1.0
+    weight_divisor: float = 1.0
     """Divisor of all weights: the mean weight if weights are self-normalised, else 1."""
 
 
@@ -90,11 +90,11 @@ def importance_weights(
         mean_ratio_B1 = (log_ratio_BT.sum(-1, keepdim=True) / num_valid_B1).exp()
         accepted_mask_BT = accepted_mask_BT & (mean_ratio_B1 >= min_mean_ratio) & (mean_ratio_B1 <= max_mean_ratio)
     k3_BT = apply_mask(k3(rollout_logprobs_BT, old_logprobs_BT)[0], valid_mask_BT)
-    if weight_rule.max_mean_k3 is not None:
-        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / num_valid_B1 <= weight_rule.max_mean_k3)
-    if weight_rule.max_k3 is not None:
-        accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= weight_rule.max_k3)
-    weights_BT = apply_mask(weights_BT, accepted_mask_BT) / weight_rule.divisor
+    if weight_rule.max_mean_k3_kl is not None:
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.sum(-1, keepdim=True) / num_valid_B1 <= weight_rule.max_mean_k3_kl)
+    if weight_rule.max_token_k3_kl is not None:
+        accepted_mask_BT = accepted_mask_BT & (k3_BT.amax(-1, keepdim=True) <= weight_rule.max_token_k3_kl)
+    weights_BT = apply_mask(weights_BT, accepted_mask_BT) / weight_rule.weight_divisor
     metrics = {
         "rollout/weight": token_metric(weights_BT, mask_BT),
         "rollout/weight_square": token_metric(weights_BT.square(), mask_BT),
@@ -111,13 +111,13 @@ def self_normalise_weights(
     """Return a copy of `weight_rule` whose `divisor` makes the mean weight 1: the mean over all trained tokens of a
     step or, with sequence rules, over sequences. The mean includes sequences that are rejected later. For each sample,
     `logprobs_by_sample` has the log-probabilities under old policy and rollout policy, and the loss mask, shape T."""
-    token_weight_rule = replace(weight_rule, geometric_mean_range=None, max_mean_k3=None, max_k3=None)
+    token_weight_rule = replace(weight_rule, geometric_mean_range=None, max_mean_k3_kl=None, max_token_k3_kl=None)
     weight_sum, num_weights = 0.0, 0
     is_per_sequence = weight_rule.name.startswith("sequence")
     for old_logprobs_T, rollout_logprobs_T, mask_T in logprobs_by_sample:
         num_tokens = int(mask_T.sum())
-        rows_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
-        sample_weight_sum = importance_weights(*rows_1T, token_weight_rule)[0].sum(dtype=torch.float64).item()
+        batch_1T = old_logprobs_T[None], rollout_logprobs_T[None], mask_T[None]
+        sample_weight_sum = importance_weights(*batch_1T, token_weight_rule)[0].sum(dtype=torch.float64).item()
         weight_sum += sample_weight_sum / (num_tokens + _TOKEN_COUNT_EPSILON) if is_per_sequence else sample_weight_sum
         num_weights += min(1, num_tokens) if is_per_sequence else num_tokens
-    return replace(weight_rule, divisor=weight_sum / num_weights if weight_sum else 1.0)
+    return replace(weight_rule, weight_divisor=weight_sum / num_weights if weight_sum else 1.0)

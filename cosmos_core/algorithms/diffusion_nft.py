@@ -23,7 +23,7 @@ _SEED_MASK = (1 << 63) - 1
 class DiffusionNft(FlowRl):
     """DiffusionNFT with the settings of `[train.train_policy]` and `[policy.diffusers]`."""
 
-    keeps_equal_groups = True
+    keeps_equal_reward_groups = True
 
     def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         if not rollouts:
@@ -42,14 +42,14 @@ class DiffusionNft(FlowRl):
             )
             velocities = outputs["velocity"], old_velocity, reference_velocity
             optimality_B = optimality_probability(advantages_B, min_advantage, max_advantage, config.advantage_mode)
-            inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
-            loss_terms = nft_loss(inputs, beta, max_advantage)
+            nft_inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
+            loss_terms = nft_loss(nft_inputs, beta, max_advantage)
             loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_loss_B,
                 unweighted_policy_loss=loss_terms.unscaled_policy_loss_B,
                 old_deviation=loss_terms.old_policy_distance_B,
-                optimality=inputs.optimality_B,
+                optimality=nft_inputs.optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
             return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weight_names else {}))
@@ -64,10 +64,10 @@ class DiffusionNft(FlowRl):
     def _make_samples(self, rollout: FlowRollout) -> list[SeededSample]:
         """Return a training sample for each selected noise level of the rollout; the rollout's seed selects them."""
         sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
-        sigmas, num_frames = sample.sigmas[:-1], sample.num_conditioning_frames
+        latents, sigmas, num_clean_frames = sample.latents, sample.sigmas[:-1], sample.num_conditioning_frames
         num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
         return [
-            SeededSample(sample.latents, sigmas[i], embedding, rollout, (rollout.seed + 1 + i) & _SEED_MASK, num_frames)
+            SeededSample(latents, sigmas[i], embedding, rollout, (rollout.seed + 1 + i) & _SEED_MASK, num_clean_frames)
             for i in seeded_permutation(len(sigmas), rollout.seed)[:num_noise_levels]
         ]
 

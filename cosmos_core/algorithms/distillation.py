@@ -81,10 +81,10 @@ def teacher_loss(
 
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
-    sum_BS, num_terms = values_BS, 1
-    while discount and num_terms < values_BS.shape[1]:  # `sum_BS` has the discounted sum over `num_terms` tokens
-        sum_BS = sum_BS + discount**num_terms * pad(sum_BS[:, num_terms:], (0, num_terms))
-        num_terms *= 2
+    sum_BS, num_summed_terms = values_BS, 1
+    while discount and num_summed_terms < values_BS.shape[1]:  # `sum_BS` is a sum over `num_summed_terms` tokens
+        sum_BS = sum_BS + discount**num_summed_terms * pad(sum_BS[:, num_summed_terms:], (0, num_summed_terms))
+        num_summed_terms *= 2
     return discount * pad(sum_BS[:, 1:], (0, 1))
 
 
@@ -121,13 +121,13 @@ def score_with_teacher(
     """Return the samples and, for each sample, the teacher's log-probabilities of its tokens. With `top_k`, these are
     the log-probabilities of K token ids per token, and the returned samples have these ids as `top_ids`."""
     teacher_samples, max_batch_tokens = list(samples), config.max_token_len_per_mini_batch
-    size = config.mini_batch if max_batch_tokens is None else None
+    pass_size = config.mini_batch if max_batch_tokens is None else None
     if config.top_k:
         request = replace(request, entropy="", top_k=config.top_k)
         if not config.trainer_token_ids_from_teacher:
             teacher_samples = _set_top_token_ids(teacher_samples, view.evaluate(teacher_samples, request))
     teacher_outputs = view.evaluate(
-        batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER_WEIGHTS, size=size
+        batch_within_token_limit(teacher_samples, max_batch_tokens), request, weights=TEACHER_WEIGHTS, size=pass_size
     )
     if config.top_k and config.trainer_token_ids_from_teacher:
         teacher_samples = _set_top_token_ids(teacher_samples, teacher_outputs)

@@ -50,24 +50,24 @@ def preference_loss(
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of the pairs of a micro-batch, divided by the denominators of the optimizer step, and metrics
     that are summed over micro-batches."""
-    chosen_P = config.beta * (pairs.chosen - pairs.reference_chosen)
-    rejected_P = config.beta * (pairs.rejected - pairs.reference_rejected)
+    chosen_rewards_P = config.beta * (pairs.chosen - pairs.reference_chosen)
+    rejected_rewards_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
     for name, weight in zip(config.loss_type, config.loss_weights or (1.0,) * len(config.loss_type), strict=True):
         if name in {"sft", "orpo"}:
             loss = loss - weight * pairs.chosen.sum() / denominators.num_chosen_tokens
         if name != "sft":
-            pair_losses_P = _PAIR_LOSSES[name](pairs, chosen_P, rejected_P, config)
+            pair_losses_P = _PAIR_LOSSES[name](pairs, chosen_rewards_P, rejected_rewards_P, config)
             loss = loss + weight * pair_losses_P.sum() / denominators.num_pairs
     values_by_metric = {
-        "rewards/chosen": chosen_P,
-        "rewards/rejected": rejected_P,
-        "rewards/margin": chosen_P - rejected_P,
-        "rewards/accuracy": chosen_P > rejected_P,
+        "rewards/chosen": chosen_rewards_P,
+        "rewards/rejected": rejected_rewards_P,
+        "rewards/margin": chosen_rewards_P - rejected_rewards_P,
+        "rewards/accuracy": chosen_rewards_P > rejected_rewards_P,
         "logps/chosen": pairs.chosen,
         "logps/rejected": pairs.rejected,
     }
-    num_pairs = torch.tensor(float(len(chosen_P)), dtype=torch.float64, device=chosen_P.device)
+    num_pairs = torch.tensor(float(len(chosen_rewards_P)), dtype=torch.float64, device=chosen_rewards_P.device)
     metrics = {k: torch.stack([v.detach().sum(dtype=torch.float64), num_pairs]) for k, v in values_by_metric.items()}
     return loss, metrics
 
@@ -142,13 +142,14 @@ class Dpo(Algorithm):
         def loss(micro_batch: MicroBatch) -> Loss:
             sorted_indices = sorted(micro_batch.indices)
             assert sorted_indices == [j for i in sorted_indices if i % 2 == 0 for j in (i, i + 1)], "a pair was split"
-            order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
+            row_order = sorted(range(len(sorted_indices)), key=lambda row: micro_batch.indices[row])
             logps_B = apply_mask(micro_batch.logprobs_BS, micro_batch.mask_BS).sum(-1, dtype=torch.float64)
             reference_logps_B = logps_B.new_tensor([sample.reference_logprob for sample in micro_batch.samples])
-            tensors_B = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
-            pairs = PairLogprobs(*(values_B[rows] for values_B in tensors_B for rows in (order[::2], order[1::2])))
+            row_values_B = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
+            response_rows = row_order[::2], row_order[1::2]
+            pairs = PairLogprobs(*(values_B[rows] for values_B in row_values_B for rows in response_rows))
             loss_value, metrics = preference_loss(pairs, self.config.dpo, denominators)
-            sources = [micro_batch.samples[row].source for row in order[::2]]
+            sources = [micro_batch.samples[row].source for row in row_order[::2]]
             return Loss(loss_value, metrics | source_losses(pairs, sources, self.config.dpo, denominators))
 
         yield Update(samples, loss)
@@ -163,9 +164,9 @@ class Dpo(Algorithm):
             reference_logps += [sample.reference_logprob for sample in samples]
             token_counts += [sample.num_learned for sample in samples]
             sources += [sample.source for sample in samples[::2]]
-        value_lists = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
-        value_lists.insert(0, torch.cat(logps))
-        pairs = PairLogprobs(*(values[response_offset::2] for values in value_lists for response_offset in (0, 1)))
+        value_tensors = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
+        value_tensors.insert(0, torch.cat(logps))
+        pairs = PairLogprobs(*(values[response_offset::2] for values in value_tensors for response_offset in (0, 1)))
         denominators = LossDenominators(len(pairs.chosen), float(sum(token_counts[::2])))
         loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
         metrics |= source_losses(pairs, sources, self.config.dpo, denominators)

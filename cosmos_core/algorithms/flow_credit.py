@@ -50,7 +50,7 @@ class AdvantageSettings:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of the reward functions whose values are normalized individually before summing, by metric name; empty:
     the weighted sum of all reward functions is normalized."""
-    keeps_equal_groups: bool = False
+    keeps_equal_reward_groups: bool = False
     """Whether completions of a group with equal rewards get the advantage 0; False: they get None and are excluded."""
 
 
@@ -58,14 +58,14 @@ def diffusion_advantages(
     scores_by_group: Sequence[Sequence[Score]], advantage_settings: AdvantageSettings
 ) -> tuple[list[list[float | None]], dict[str, float]]:
     """Return the advantage of each completion, (reward - mean of its group) / (std + 1e-4), and metrics of the rewards.
-    The advantage is None for an invalid reward and, without `keeps_equal_groups`, in groups of equal rewards."""
+    The advantage is None for an invalid reward and, without `keeps_equal_reward_groups`, in groups of equal rewards."""
     rewards_by_group = [[score.value for score in scores] for scores in scores_by_group]
     if advantage_settings.reward_weights:
         rows = _sum_normalised_rewards(scores_by_group, advantage_settings)
     else:
         rows = _normalise_rewards(rewards_by_group, advantage_settings)
     advantages: list[list[float | None]] = [
-        row if any(row) or advantage_settings.keeps_equal_groups else [None] * len(row) for row in rows
+        row if any(row) or advantage_settings.keeps_equal_reward_groups else [None] * len(row) for row in rows
     ]
     valid_rewards = [[value for value in values if value is not None] for values in rewards_by_group]
     constant_group_flags = [float(not any(row)) for row, values in zip(rows, valid_rewards, strict=True) if values]
@@ -77,13 +77,13 @@ def diffusion_advantages(
 
 def _sum_normalised_rewards(groups: Sequence[Sequence[Score]], settings: AdvantageSettings) -> list[list[float | None]]:
     """Return for each completion the weighted sum of the values of reward functions, each normalized individually."""
-    normalised_by_function = []
+    rewards_by_function = []
     for name in settings.reward_weights:
         rewards = [[s.metrics.get(name) if s.value is not None else None for s in scores] for scores in groups]
-        normalised_by_function.append(_normalise_rewards(rewards, settings))
+        rewards_by_function.append(_normalise_rewards(rewards, settings))
     return [
         [_weighted_sum(values, settings.reward_weights) for values in zip(*group_columns, strict=True)]
-        for group_columns in zip(*normalised_by_function, strict=True)
+        for group_columns in zip(*rewards_by_function, strict=True)
     ]
 
 
@@ -106,7 +106,7 @@ def _normalise_rewards(
 
 def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if all(value is None for value in values):
-        return None  # no valid reward; a function that does not apply to a completion makes only its own value None
+        return None  # the reward is invalid; a function that does not apply makes only its own value None
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 

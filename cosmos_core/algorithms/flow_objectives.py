@@ -149,16 +149,16 @@ def flow_grpo_loss(
     ratio_B, advantages_B = log_ratio_B.exp(), inputs.advantages_B.to(log_ratio_B)
     min_ratio = 1 - epsilon_low if epsilon_low >= 0 else 0.0
     max_ratio = 1 + epsilon_high if epsilon_high >= 0 else math.inf
-    unclipped_B, clipped_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(min_ratio, max_ratio)
-    policy_loss_B = torch.maximum(unclipped_B, clipped_B)
+    unclipped_loss_B, clipped_loss_B = -advantages_B * ratio_B, -advantages_B * ratio_B.clamp(min_ratio, max_ratio)
+    policy_loss_B = torch.maximum(unclipped_loss_B, clipped_loss_B)
     if uses_grpo_guard:
         assert inputs.step_sizes_B is not None
         policy_loss_B = policy_loss_B / inputs.step_sizes_B.to(policy_loss_B)
     kl_B = torch.zeros_like(policy_loss_B)
     if inputs.reference_distribution is not None:
-        mean_difference = inputs.step_distribution.mean - inputs.reference_distribution.mean.detach()
-        mean_distance_B = mean_per_sample(mean_difference**2, inputs.mask)
-        kl_B = mean_distance_B / 2
+        step_mean_difference = inputs.step_distribution.mean - inputs.reference_distribution.mean.detach()
+        step_mean_distance_B = mean_per_sample(step_mean_difference**2, inputs.mask)
+        kl_B = step_mean_distance_B / 2
         if inputs.step_distribution.has_log_density:
-            kl_B = mean_distance_B / (2 * inputs.step_distribution.noise_rate.to(mean_distance_B) ** 2)
-    return FlowGrpoLosses(policy_loss_B, kl_B, ratio_B.detach(), clipped_B > unclipped_B)
+            kl_B = step_mean_distance_B / (2 * inputs.step_distribution.noise_rate.to(step_mean_distance_B) ** 2)
+    return FlowGrpoLosses(policy_loss_B, kl_B, ratio_B.detach(), clipped_loss_B > unclipped_loss_B)

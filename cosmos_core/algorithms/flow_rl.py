@@ -57,7 +57,7 @@ class FlowRl(Algorithm):
     """Base class for RL on images and videos; subclasses define the optimizer steps by `make_optimizer_update`."""
 
     config: FlowPolicyConfig
-    keeps_equal_groups: ClassVar[bool] = False
+    keeps_equal_reward_groups: ClassVar[bool] = False
     """Whether the algorithm trains on groups whose rewards are all equal."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
@@ -72,7 +72,7 @@ class FlowRl(Algorithm):
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Any], dict[str, float]]:
         """Return the completions that have a valid reward, with their advantages, and metrics of the groups. Groups
-        whose rewards are all equal are included only if `keeps_equal_groups` is set."""
+        whose rewards are all equal are included only if `keeps_equal_reward_groups` is set."""
         if groups:
             self._train_step = groups[0].group.step
             self._prompt_ids = [group.group.prompt.id for group in groups]
@@ -80,7 +80,7 @@ class FlowRl(Algorithm):
             std_scope="batch" if self.diffusers.sample.global_std else "group",
             divides_by_std=not self.config.unbiased_advantage,
             reward_weights=self._reward_weights if self.config.normalise_each_reward else {},
-            keeps_equal_groups=self.keeps_equal_groups,
+            keeps_equal_reward_groups=self.keeps_equal_reward_groups,
         )
         advantages, metrics = diffusion_advantages([group.scores for group in groups], advantage_settings)
         if self.diffusers.flow_rl.exp_reward:

@@ -45,7 +45,7 @@ class _UpdateInputs:
     reference_logprobs: Sequence[Tensor] | None
     teacher_logprobs: Sequence[Tensor] | None
     """Log-probabilities of the tokens under the teacher model; None: no teacher."""
-    returns: Sequence[Tensor] | None
+    token_returns: Sequence[Tensor] | None
     """Per-token advantages, which replace those of completions; None unless the reward includes the KL penalty."""
     high_entropy_masks: Sequence[Tensor] | None
     """Masks of the high-entropy tokens that the policy loss includes; None: all tokens."""
@@ -80,7 +80,7 @@ class Grpo(Algorithm):
         self._weight_rule = _make_weight_rule(config, sampling)
         objective = {"grpo": "clip", "dapo": "clip"}.get(config.variant, config.variant)
         objective = _AIPO_OBJECTIVES[config.aipo_form] if config.aipo_rho else objective
-        self._settings = PolicySettings(
+        self._policy_settings = PolicySettings(
             epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high,
             lower_bound_ratio=config.lower_bound_ratio, kl_beta=0.0 if config.kl_in_reward else config.kl_beta,
             unbiased_kl_estimate=config.unbiased_kl_estimate, kl_estimator=config.kl_estimator, objective=objective,
@@ -102,17 +102,17 @@ class Grpo(Algorithm):
             for group, row in zip(groups, prefix_lengths, strict=True)
         ]
         excluded_finish_reason = "length" if config.mask_truncated_completions else None
-        exclusions = [[each.finish_reason == excluded_finish_reason for each in g.group.completions] for g in groups]
+        are_excluded = [[each.finish_reason == excluded_finish_reason for each in g.group.completions] for g in groups]
         advantage_rows, constant_group_fraction = advantages(
             [[score.value for score in group.scores] for group in groups],
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
                 [0 if is_dropped else sample.num_learned for sample, is_dropped in zip(*row, strict=True)]
-                for row in zip(all_samples, exclusions, strict=True)
+                for row in zip(all_samples, are_excluded, strict=True)
             ],
         )
-        reward_weights = metric_weights(config)  # empty with `bypass_reward`
+        reward_weights = metric_weights(config)  # no reward weights if `bypass_reward` is set
         if config.algo == "gdpo" and reward_weights:
             rewards_by_function = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
@@ -122,8 +122,8 @@ class Grpo(Algorithm):
         metrics = {"reward/constant_groups": constant_group_fraction}
         samples, num_ignored_tokens, num_sampled_tokens, num_invalid_tokens, num_completions = [], 0, 0, 0, 0
         for g, group in enumerate(groups):
-            group_columns = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, exclusions)]
-            rows = zip(group.group.completions, *group_columns, strict=True)
+            values_by_column = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, are_excluded)]
+            rows = zip(group.group.completions, *values_by_column, strict=True)
             for i, (completion, sample, advantage, prefix_length, is_dropped) in enumerate(rows, num_completions):
                 if advantage is not None and not is_dropped:
                     samples.append(replace(sample, advantage=advantage, completion_index=i))
@@ -148,16 +148,16 @@ class Grpo(Algorithm):
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
         all_samples = [samples[batch] for batch in equal_batches(len(samples), self.config.batch_size_per_optimize)]
-        is_scaled_by_advantage = not self.teacher and can_skip_zero_advantage(self.config, self._settings)
-        skips_zero_advantage = self.has_separate_gradients and is_scaled_by_advantage
-        samples, slices, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=skips_zero_advantage)
+        is_scaled_by_advantage = not self.teacher and can_skip_zero_advantage(self.config, self._policy_settings)
+        skips_samples = self.has_separate_gradients and is_scaled_by_advantage
+        samples, batch_slices, metrics = drop_zero_gradient_samples(all_samples, skips_zero_advantage=skips_samples)
         samples = batch_within_token_limit(samples, self.config.max_token_len_per_mini_batch)
 
         def evaluate_logprobs(weights: str) -> list[Tensor]:
             return [row["logprobs"] for row in view.evaluate(samples, self._requested_outputs, weights=weights)]
 
         # If a train step has a single update, pi_old is the current policy and needs no separate forward pass.
-        has_one_update = len(slices) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
+        has_one_update = len(batch_slices) * self.config.mu_iterations == 1 and not self.config.self_normalised_weights
         old_logprobs = None
         if self.config.use_rollout_logprobs_for_loss:
             old_logprobs = [_make_rollout_logprob_row(sample) for sample in samples]
@@ -176,15 +176,15 @@ class Grpo(Algorithm):
         teacher_logprobs = None
         if self.teacher is not None:
             samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
-        update_batches = [*zip(slices, all_samples, strict=True)] * self.config.mu_iterations
+        update_batches = [*zip(batch_slices, all_samples, strict=True)] * self.config.mu_iterations
         for update_index, (batch, step_samples) in enumerate(update_batches):
-            inputs = _UpdateInputs(
+            update_inputs = _UpdateInputs(
                 samples[batch], step_samples, old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
                 returns and returns[batch], self._compute_high_entropy_masks(samples[batch], view), weight_rule,
                 is_first_update=update_index == 0,
             )  # fmt: skip
-            yield replace(self._make_update(inputs), metrics=metrics)
+            yield replace(self._make_update(update_inputs), metrics=metrics)
 
     def _compute_high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
         if self.config.top_entropy_quantile == 1:
@@ -225,25 +225,25 @@ class Grpo(Algorithm):
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
         """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
-        settings = self._settings
+        policy_settings = self._policy_settings
         nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs, inputs.weight_rule,
-                           settings.off_policy_masking_delta, settings.entropy_coeff or None)  # fmt: skip
-        return all(loss_term is None for loss_term in nonlinear_terms) and settings.objective != "aipo"
+                           policy_settings.off_policy_masking_delta, policy_settings.entropy_coeff or None)  # fmt: skip
+        return all(loss_term is None for loss_term in nonlinear_terms) and policy_settings.objective != "aipo"
 
     def _policy_loss(
         self, micro_batch: MicroBatch, inputs: _UpdateInputs, logprobs: _MicroBatchLogprobs
     ) -> tuple[Tensor, Metrics]:
         """Return the loss of each token, including importance weights and the teacher's contribution, and metrics."""
         metrics: Metrics = {}
-        weights_BS = None
+        token_weights_BS = None
         if inputs.weight_rule is not None:
             assert logprobs.rollout_logprobs_BS is not None, "weights need the log-probabilities of the rollouts"
-            weights_BS, metrics = importance_weights(
+            token_weights_BS, metrics = importance_weights(
                 logprobs.preupdate_logprobs_BS, logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS, inputs.weight_rule
             )
-            weights_BS = torch.where(logprobs.is_sampled_BS, weights_BS, 1.0)
+            token_weights_BS = torch.where(logprobs.is_sampled_BS, token_weights_BS, 1.0)
         if (high_entropy_BS := _pad_micro_batch(inputs.high_entropy_masks, micro_batch)) is not None:
-            weights_BS = high_entropy_BS if weights_BS is None else high_entropy_BS * weights_BS
+            token_weights_BS = high_entropy_BS if token_weights_BS is None else high_entropy_BS * token_weights_BS
         teacher_terms = TeacherLoss(None, None, {})
         if self.teacher and (teacher_logprobs := _pad_micro_batch(inputs.teacher_logprobs, micro_batch)) is not None:
             has_top_k, model_outputs = self.teacher.top_k > 0, micro_batch.outputs
@@ -252,19 +252,19 @@ class Grpo(Algorithm):
             teacher_terms = teacher_loss(self.teacher, policy_logprobs, teacher_logprobs, *token_masks)
         advantages_B = micro_batch.logprobs_BS.new_tensor([sample.advantage for sample in micro_batch.samples])
         token_advantages_BS = teacher_terms.advantages_BS
-        if (returns_BS := _pad_micro_batch(inputs.returns, micro_batch)) is not None:
+        if (returns_BS := _pad_micro_batch(inputs.token_returns, micro_batch)) is not None:
             advantages_B = torch.zeros_like(advantages_B)
             token_advantages_BS = returns_BS if token_advantages_BS is None else returns_BS + token_advantages_BS
         policy_inputs = PolicyLossInputs(
             logprobs_BT=micro_batch.logprobs_BS, advantages_B=advantages_B, mask_BT=micro_batch.mask_BS,
-            weights_BT=weights_BS, old_logprobs_BT=logprobs.old_logprobs_BS,
+            weights_BT=token_weights_BS, old_logprobs_BT=logprobs.old_logprobs_BS,
             ref_logprobs_BT=_pad_micro_batch(inputs.reference_logprobs, micro_batch),
             entropy_BT=micro_batch.outputs.get("entropy"), rollout_logprobs_BT=logprobs.rollout_logprobs_BS,
             token_advantages_BT=token_advantages_BS,
         )  # fmt: skip
-        policy = policy_loss(policy_inputs, self._settings)
-        loss_BT = policy.loss_BT if teacher_terms.loss_BS is None else policy.loss_BT + teacher_terms.loss_BS
-        return loss_BT, add_metrics(add_metrics(policy.metrics, metrics), teacher_terms.metrics)
+        policy_term = policy_loss(policy_inputs, self._policy_settings)
+        loss_BT = policy_term.loss_BT if teacher_terms.loss_BS is None else policy_term.loss_BT + teacher_terms.loss_BS
+        return loss_BT, add_metrics(add_metrics(policy_term.metrics, metrics), teacher_terms.metrics)
 
 
 ALGORITHM = Grpo
@@ -349,9 +349,9 @@ def _compare_engine_logprobs(
     if logprobs.rollout_logprobs_BS is None:
         return {}, {}
     log_ratio_BS, is_sampled_BS = logprobs.preupdate_logprobs_BS - logprobs.rollout_logprobs_BS, logprobs.is_sampled_BS
-    difference_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
-    return {"rollout/logprob_difference": difference_BS[is_sampled_BS]}, {
-        "rollout/logprob_difference_mean": token_metric(difference_BS, is_sampled_BS),
+    logprob_gap_BS, ratio_BS = log_ratio_BS.abs(), probability_ratio(log_ratio_BS)
+    return {"rollout/logprob_difference": logprob_gap_BS[is_sampled_BS]}, {
+        "rollout/logprob_difference_mean": token_metric(logprob_gap_BS, is_sampled_BS),
         "rollout/ratio": token_metric(ratio_BS, is_sampled_BS),
         "rollout/ratio_square": token_metric(ratio_BS.square(), is_sampled_BS),
         "rollout/ratio_out_of_band": token_metric((ratio_BS < min_ratio) | (ratio_BS > max_ratio), is_sampled_BS),

@@ -18,13 +18,13 @@ MIN_COMPARED_COMPLETIONS = 4
 """Minimum number of completions per optimizer step that run through the model, even if their gradient is 0."""
 
 
-def can_skip_zero_advantage(config: GrpoConfig, settings: PolicySettings) -> bool:
+def can_skip_zero_advantage(config: GrpoConfig, policy_settings: PolicySettings) -> bool:
     """Return whether a completion with an advantage of 0 has no gradient and changes the loss of no other completion.
 
     A loss term without the advantage always has a gradient; a reference policy adds such a term or changes the
     advantages of tokens; entropy quantiles and normalised weights depend on all completions of the step."""
     return (
-        scales_with_advantage(settings)
+        scales_with_advantage(policy_settings)
         and "reference" not in config.auxiliary_model_names
         and not config.positive_nll_coef
         and not config.self_normalised_weights
@@ -53,9 +53,9 @@ def _select_samples_to_run(samples: Sequence[Sample], has_zero_gradient: Callabl
     samples whose gradient is 0 up to that number; do the same with samples that have images."""
     selected_indices = {i for i, sample in enumerate(samples) if not has_zero_gradient(sample)}
     for has_images in (False, True):
-        modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
-        zero_gradient_indices = [i for i in modality_indices if i not in selected_indices]
-        num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(modality_indices) + len(zero_gradient_indices))
+        same_modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
+        zero_gradient_indices = [i for i in same_modality_indices if i not in selected_indices]
+        num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality_indices) + len(zero_gradient_indices))
         index_stride = max(1, len(zero_gradient_indices) // max(1, num_missing))
         selected_indices.update(zero_gradient_indices[::index_stride][:num_missing])
     return [samples[i] for i in sorted(selected_indices)]

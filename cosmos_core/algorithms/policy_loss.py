@@ -50,24 +50,24 @@ class PolicyLoss(NamedTuple):
     metrics: Metrics
 
 
-def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLoss:
+def policy_loss(loss_inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLoss:
     """Return the objective's loss per token, plus `kl_beta` times the KL to the reference, minus `entropy_coeff` times
     entropy. Weights and off-policy mask apply to the objective; `logprobs_BT` and `entropy_BT` have gradients."""
-    mask_BT = inputs.mask_BT.bool()
-    logprobs_BT = apply_mask(inputs.logprobs_BT, mask_BT)
-    old_logprobs_BT = inputs.logprobs_BT if inputs.old_logprobs_BT is None else inputs.old_logprobs_BT
+    mask_BT = loss_inputs.mask_BT.bool()
+    logprobs_BT = apply_mask(loss_inputs.logprobs_BT, mask_BT)
+    old_logprobs_BT = loss_inputs.logprobs_BT if loss_inputs.old_logprobs_BT is None else loss_inputs.old_logprobs_BT
     log_ratio_BT = logprobs_BT - apply_mask(old_logprobs_BT.detach(), mask_BT)
     rollout_log_ratio_BT = None
-    if inputs.rollout_logprobs_BT is not None:
-        rollout_log_ratio_BT = logprobs_BT.detach() - apply_mask(inputs.rollout_logprobs_BT, mask_BT)
-    advantages_B1 = inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
-    if inputs.token_advantages_BT is not None:
-        advantages_B1 = advantages_B1 + apply_mask(inputs.token_advantages_BT, mask_BT)
+    if loss_inputs.rollout_logprobs_BT is not None:
+        rollout_log_ratio_BT = logprobs_BT.detach() - apply_mask(loss_inputs.rollout_logprobs_BT, mask_BT)
+    advantages_B1 = loss_inputs.advantages_B.to(logprobs_BT.dtype).unsqueeze(-1)
+    if loss_inputs.token_advantages_BT is not None:
+        advantages_B1 = advantages_B1 + apply_mask(loss_inputs.token_advantages_BT, mask_BT)
     objective_inputs = ObjectiveInputs(logprobs_BT, log_ratio_BT, rollout_log_ratio_BT, advantages_B1, mask_BT)
 
     loss_BT, metrics = getattr(_import_objective(settings), settings.objective)(objective_inputs, settings)
-    if inputs.weights_BT is not None:
-        loss_BT = loss_BT * inputs.weights_BT
+    if loss_inputs.weights_BT is not None:
+        loss_BT = loss_BT * loss_inputs.weights_BT
     if settings.off_policy_masking_delta is not None:
         is_off_policy_B1 = _make_off_policy_mask(objective_inputs, settings.off_policy_masking_delta)
         metrics["off_policy_masked"] = token_metric(is_off_policy_B1.expand_as(mask_BT), mask_BT)
@@ -76,13 +76,13 @@ def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLos
     metrics["ratio"] = token_metric(ratio_BT, mask_BT)
     # The tokens are samples of the old policy, so `approx_kl` is an estimate of KL(old policy || policy).
     metrics["approx_kl"] = token_metric(k3(logprobs_BT - log_ratio_BT, logprobs_BT)[0], mask_BT)
-    if inputs.entropy_BT is not None:
-        metrics["entropy"] = token_metric(inputs.entropy_BT, mask_BT)
+    if loss_inputs.entropy_BT is not None:
+        metrics["entropy"] = token_metric(loss_inputs.entropy_BT, mask_BT)
         if settings.entropy_coeff:
-            loss_BT = loss_BT - settings.entropy_coeff * apply_mask(inputs.entropy_BT, mask_BT)
-    if inputs.ref_logprobs_BT is not None:
+            loss_BT = loss_BT - settings.entropy_coeff * apply_mask(loss_inputs.entropy_BT, mask_BT)
+    if loss_inputs.ref_logprobs_BT is not None:
         estimate_kl = k2 if settings.kl_estimator == "k2" else k3
-        kl_BT, is_clamped_BT = estimate_kl(logprobs_BT, apply_mask(inputs.ref_logprobs_BT.detach(), mask_BT))
+        kl_BT, is_clamped_BT = estimate_kl(logprobs_BT, apply_mask(loss_inputs.ref_logprobs_BT.detach(), mask_BT))
         metrics["kl"] = token_metric(kl_BT, mask_BT)
         metrics["kl_clamped"] = token_metric(is_clamped_BT, mask_BT)
         if settings.kl_beta:
@@ -90,15 +90,15 @@ def policy_loss(inputs: PolicyLossInputs, settings: PolicySettings) -> PolicyLos
     return PolicyLoss(apply_mask(loss_BT, mask_BT), metrics)
 
 
-def scales_with_advantage(settings: PolicySettings) -> bool:
+def scales_with_advantage(policy_settings: PolicySettings) -> bool:
     """Return True if a token with an advantage of 0 has a loss and a gradient of exactly 0, as its objective declares;
     the KL penalty and the entropy bonus have a gradient at every token."""
-    is_objective_scaled: bool = getattr(_import_objective(settings), "SCALES_WITH_ADVANTAGE", False)
-    return is_objective_scaled and not settings.kl_beta and not settings.entropy_coeff
+    is_objective_scaled: bool = getattr(_import_objective(policy_settings), "SCALES_WITH_ADVANTAGE", False)
+    return is_objective_scaled and not policy_settings.kl_beta and not policy_settings.entropy_coeff
 
 
-def _import_objective(settings: PolicySettings) -> ModuleType:
-    return importlib.import_module(f"cosmos_core.algorithms.objectives.{settings.objective}")
+def _import_objective(policy_settings: PolicySettings) -> ModuleType:
+    return importlib.import_module(f"cosmos_core.algorithms.objectives.{policy_settings.objective}")
 
 
 def _make_off_policy_mask(inputs: ObjectiveInputs, max_mean_log_ratio: float) -> Tensor:

@@ -14,32 +14,32 @@ from cosmos_core.registry import import_user_code, is_import_path
 from cosmos_core.types import Sampling, ScoredGroup
 
 
-def algorithm_class(policy: AlgorithmConfig) -> type[Algorithm]:
+def algorithm_class(config: AlgorithmConfig) -> type[Algorithm]:
     """Return the class that `train.train_policy.trainer_type` names. Raise ConfigError if the import path of a
     user-defined algorithm names no subclass of `Algorithm`, or a class that takes other arguments."""
-    if not is_import_path(policy.trainer_type):
-        module: Any = importlib.import_module(f"cosmos_core.algorithms.{policy.algorithm}")
-        return module.ALGORITHM  # type: ignore[no-any-return]
-    user_class = import_user_code(policy.trainer_type)
+    if not is_import_path(config.trainer_type):
+        algorithm_module: Any = importlib.import_module(f"cosmos_core.algorithms.{config.algorithm}")
+        return algorithm_module.ALGORITHM  # type: ignore[no-any-return]
+    user_class = import_user_code(config.trainer_type)
     if not (isinstance(user_class, type) and issubclass(user_class, Algorithm)):
         raise ConfigError(
-            f"train.train_policy.trainer_type = {policy.trainer_type!r} is no algorithm; it must be a subclass of "
+            f"train.train_policy.trainer_type = {config.trainer_type!r} is no algorithm; it must be a subclass of "
             f"cosmos_core.algorithms.base.Algorithm"
         )
     try:
-        inspect.signature(user_class).bind(policy, {}, None)
+        inspect.signature(user_class).bind(config, {}, None)
     except TypeError as error:
         problem = f"it is called with config, custom and sampling: {error}"
-        raise make_algorithm_error(policy, user_class.__init__, problem) from error
+        raise make_algorithm_error(config, user_class.__init__, problem) from error
     return user_class
 
 
 def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorithm:
     """Return the algorithm that `train.train_policy.trainer_type` names, with its settings; see `algorithm_class`.
     `sampling`: sampling settings of the completions to train on; None: the training has no rollouts."""
-    policy = recipe.train.train_policy
-    algorithm = algorithm_class(policy)(policy, recipe.custom, sampling)
-    for name, value in vars(Algorithm(policy, recipe.custom, sampling)).items():
+    algorithm_config = recipe.train.train_policy
+    algorithm = algorithm_class(algorithm_config)(algorithm_config, recipe.custom, sampling)
+    for name, value in vars(Algorithm(algorithm_config, recipe.custom, sampling)).items():
         vars(algorithm).setdefault(name, value)  # a user's class may not call the constructor of its base class
     algorithm.diffusers, algorithm.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length
     if sampling is not None:
@@ -71,9 +71,9 @@ def iterate_updates(algorithm: Algorithm, samples: Sequence[Any], view: TrainerV
         yield update
 
 
-def make_algorithm_error(policy: AlgorithmConfig, user_function: Any, problem: str) -> ConfigError:
+def make_algorithm_error(config: AlgorithmConfig, user_function: Any, problem: str) -> ConfigError:
     """Return the error about a function of a user-defined algorithm, with its file and line."""
     code_object = getattr(inspect.unwrap(user_function), "__code__", None)
-    location = f" ({code_object.co_filename}:{code_object.co_firstlineno})" if code_object else ""
+    source_location = f" ({code_object.co_filename}:{code_object.co_firstlineno})" if code_object else ""
     name = getattr(user_function, "__name__", "its loss")
-    return ConfigError(f"train.train_policy.trainer_type = {policy.trainer_type!r}: {name}: {problem}{location}")
+    return ConfigError(f"train.train_policy.trainer_type = {config.trainer_type!r}: {name}: {problem}{source_location}")

@@ -14,15 +14,15 @@ from torch import Tensor
 from cosmos_core.data.sample import Sample
 
 
-def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], fraction: float) -> list[Tensor]:
-    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `fraction`
+def high_entropy_masks(samples: Sequence[Sample], entropies: Sequence[Tensor], top_fraction: float) -> list[Tensor]:
+    """Return a mask of shape S per sample: True at trained tokens whose entropy reaches the quantile 1 - `top_fraction`
     over all trained tokens of `samples`, so that masks do not depend on micro-batches."""
-    pairs = zip(samples, entropies, strict=True)
-    masks = [torch.as_tensor(sample.loss_mask[1:], device=entropy_S.device).bool() for sample, entropy_S in pairs]
+    samples_and_entropies = zip(samples, entropies, strict=True)
+    masks = [torch.as_tensor(s.loss_mask[1:], device=entropy_S.device).bool() for s, entropy_S in samples_and_entropies]
     trained_entropies = torch.cat([entropy_S[mask_S] for entropy_S, mask_S in zip(entropies, masks, strict=True)])
     if not trained_entropies.numel():
         return masks
-    min_entropy = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - fraction))
+    min_entropy = float(np.quantile(trained_entropies.double().cpu().numpy(), 1 - top_fraction))
     return [mask_S & (entropy_S.double() >= min_entropy) for entropy_S, mask_S in zip(entropies, masks, strict=True)]
 
 
@@ -45,8 +45,8 @@ def excluded_prefix_lengths(
     excluded_token_counts = [0] * len(completion_ids)
     for i in completion_indices:
         prefix_length = max(shared_lengths[i], default=0)
-        sharing_indices = [j for j in completion_indices if j == i or shared_lengths[i][j] == prefix_length]
-        is_longest = all(shared_lengths[a][b] <= prefix_length for a in sharing_indices for b in sharing_indices)
-        if prefix_length >= min_tokens and is_longest and len({rewards[j] for j in sharing_indices} - {None}) > 1:
+        sharers_of_prefix = [j for j in completion_indices if j == i or shared_lengths[i][j] == prefix_length]
+        is_longest = all(shared_lengths[a][b] <= prefix_length for a in sharers_of_prefix for b in sharers_of_prefix)
+        if prefix_length >= min_tokens and is_longest and len({rewards[j] for j in sharers_of_prefix} - {None}) > 1:
             excluded_token_counts[i] = prefix_length if len(completion_ids[i]) > prefix_length else 0
     return excluded_token_counts

@@ -63,16 +63,16 @@ def export_causal_lm(stage: Stage) -> Outcome:
     if not stage.config.checkpoint:
         return _export_and_verify(stage, num_trained_steps(stage))
     stage.progress.phase("load")
-    revision, folder, step = stage.recipe.policy.model_revision, stage.path / "pinned", find_checkpoint_step(stage)
+    revision, model_path, step = stage.recipe.policy.model_revision, stage.path / "pinned", find_checkpoint_step(stage)
     chat_template = stage.recipe.policy.chat_template
     tokenizer = load_tokenizer(stage.model, revision, chat_template)
     extra_files = processor_files(stage.model, revision, chat_template)
-    export_model(load_checkpoint_model(stage, step), tokenizer, folder, dtype=None, extra_files=extra_files)
-    stage.model = str(folder)
+    export_model(load_checkpoint_model(stage, step), tokenizer, model_path, dtype=None, extra_files=extra_files)
+    stage.model = str(model_path)
     try:
         return _export_and_verify(stage, step)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(model_path)
 
 
 def _export_and_verify(stage: Stage, step: int) -> Outcome:
@@ -88,26 +88,26 @@ def _export_and_verify(stage: Stage, step: int) -> Outcome:
     extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
     extra_files |= processor_files(stage.model, revision, chat_template)
     export_model(model, tokenizer, export_path, dtype=export_dtype, extra_files=extra_files)
-    verify = partial(verify_export, model, export_path, dtype=export_dtype, tokenizer=tokenizer)
+    run_checks = partial(verify_export, model, export_path, dtype=export_dtype, tokenizer=tokenizer)
     weight_files = export_path.glob("*.safetensors")
-    return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=bool(copied_files))
+    return make_verified_outcome(stage, step, run_checks, copied_files, weight_files, has_adapter=bool(copied_files))
 
 
 def make_verified_outcome(
     stage: Stage,
     step: int,
-    verify: Callable[[], list[str]],
+    run_checks: Callable[[], list[str]],
     copied_files: Mapping[str, bytes],
     weight_files: Iterable[Path],
     *,
     has_adapter: bool,
 ) -> Outcome:
-    """Verify the export of step `step`, and return its outcome; raise the errors of `export_causal_lm`. `verify`
+    """Verify the export of step `step`, and return its outcome; raise the errors of `export_causal_lm`. `run_checks`
     returns the names of its checks, `copied_files` has the contents of copied adapter files by path, and `weight_files`
     are the export's safetensors files."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
-    passed_checks, folder = verify(), export_folder(step)
+    passed_checks, folder = run_checks(), export_folder(step)
     export_path = stage.path / folder
     if changed_files := [n for n, content in copied_files.items() if (export_path / n).read_bytes() != content]:
         remedy = "check the disk and run the stage again"
@@ -130,13 +130,13 @@ def export_folder(step: int) -> str:
 def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructions:
     """Return the instructions for loading a stage's model; `auto_class_name` names the model's auto class in
     transformers."""
-    preprocessor = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
+    preprocessor_name = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return LoadingInstructions(
         "transformers",
         (
-            f"from transformers import {auto_class_name}, Auto{preprocessor}", "",
+            f"from transformers import {auto_class_name}, Auto{preprocessor_name}", "",
             f'model = {auto_class_name}.from_pretrained(path, dtype="auto")',
-            f"{preprocessor.lower()} = Auto{preprocessor}.from_pretrained(path)",
+            f"{preprocessor_name.lower()} = Auto{preprocessor_name}.from_pretrained(path)",
         ),
         f"The adapter is merged into these weights; `{ADAPTER_FOLDER}/` has it alone, in PEFT's format.",
     )  # fmt: skip
@@ -146,10 +146,10 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     """Return the README.md of an exported model: origin of the weights, loading code, metrics of upstream stages."""
     model_origin, base_model_name = stage.origin, strip_local_path(stage.origin.get("base_model", ""))
     revision = model_origin.get("revision", "")
-    metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
+    card_metadata = [f"library_name: {instructions.library}", *([f"base_model: {base_model_name}"] if revision else [])]
     base_metadata = read_card_metadata(_base_model_folder(stage))
     license_fields = {key: base_metadata[key] for key in _LICENSE_KEYS if key in base_metadata}
-    metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
+    card_metadata += yaml.safe_dump(license_fields, sort_keys=False).splitlines() if license_fields else []
     origin_text = f"made by `{strip_local_path(model_origin['made_by'])}`" if model_origin.get("made_by") else ""
     model_card_fields = {
         "Base model": f"`{base_model_name}`" + f" at `{revision}`" * bool(revision) if base_model_name else origin_text,
@@ -159,7 +159,7 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
         "Fingerprint of this stage": f"`{stage.fingerprint}`",
     }
     card_lines = [
-        "---", *metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
+        "---", *card_metadata, "---", "", f"# {stage.run_path.name}/{stage.name}", "",
         *(f"- {name}: {value}" for name, value in model_card_fields.items() if value), "",
         "```python", *instructions.code_lines, "```", "",
     ]  # fmt: skip
@@ -172,13 +172,13 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
 
 def _describe_upstream_stage(name: str, stage_result: Mapping[str, Any]) -> list[str]:
     """Return the lines of a model card about the upstream stage `name`: digests, its inputs, and its metrics."""
-    lines = [f"## From stage `{name}` ({stage_result['kind']})", ""]
-    lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
-    lines += [f"- made from `{key}`: `{result['digest']}`" for key, result in sorted(stage_result["inputs"].items())]
+    card_lines = [f"## From stage `{name}` ({stage_result['kind']})", ""]
+    card_lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
+    card_lines += [f"- made from `{key}`: `{r['digest']}`" for key, r in sorted(stage_result["inputs"].items())]
     if metrics := stage_result["metrics"]:
-        lines += ["", "| metric | value |", "|---|---|"]
-        lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
-    return [*lines, ""]
+        card_lines += ["", "| metric | value |", "|---|---|"]
+        card_lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
+    return [*card_lines, ""]
 
 
 def num_trained_steps(stage: Stage) -> int:
@@ -202,8 +202,8 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
     config names the base model by its public name instead of a local folder. Empty if no stage made the model, because
     the base model of an adapter in its folder is unknown."""
-    is_from_stage = referenced_stage(stage.config.model) is not None
-    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_from_stage else []
+    is_made_by_stage = referenced_stage(stage.config.model) is not None
+    adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_made_by_stage else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}
     if content := adapter_contents.get(name := f"{ADAPTER_FOLDER}/adapter_config.json"):
         adapter_config = json.loads(content) | {"base_model_name_or_path": _adapter_base_model(stage)}
@@ -214,16 +214,15 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
 def license_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the licence files of the base model by name; empty if it is in no local folder."""
     base_folder = _base_model_folder(stage)
-    files = sorted(base_folder.iterdir()) if base_folder.is_dir() else []
-    return {
-        file.name: file.read_bytes() for file in files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()
-    }
+    base_files = sorted(base_folder.iterdir()) if base_folder.is_dir() else []
+    license_paths = [file for file in base_files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()]
+    return {file.name: file.read_bytes() for file in license_paths}
 
 
 def _base_model_folder(stage: Stage) -> Path:
     """Return the local folder of the base model; the null device if the base model is in no local folder."""
-    path = Path(stage.origin.get("base_model", ""))
-    return path if path.is_absolute() else Path(os.devnull)
+    model_path = Path(stage.origin.get("base_model", ""))
+    return model_path if model_path.is_absolute() else Path(os.devnull)
 
 
 def _adapter_base_model(stage: Stage) -> str:

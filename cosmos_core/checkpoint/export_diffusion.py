@@ -48,10 +48,10 @@ def run(stage: Stage) -> Outcome:
     readme_content = model_card(stage, _loading_instructions(model_family)).encode()
     extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
     export_pipeline(model_family, model, export_path, dtype=dtype, extra_files=extra_files)
-    verify = partial(verify_pipeline, model_family, model, export_path, dtype=dtype, model_class=policy.model_class)
+    run_checks = partial(verify_pipeline, model_family, model, export_path, dtype=dtype, model_class=policy.model_class)
     has_adapter = bool(copied_files) or has_lora_adapter(model)
     weight_files = export_path.rglob("*.safetensors")
-    return make_verified_outcome(stage, step, verify, copied_files, weight_files, has_adapter=has_adapter)
+    return make_verified_outcome(stage, step, run_checks, copied_files, weight_files, has_adapter=has_adapter)
 
 
 def _load_initial_denoiser(model_family: DiffusionModel, training_stage: Stage) -> Any:

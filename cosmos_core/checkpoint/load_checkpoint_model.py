@@ -24,18 +24,18 @@ from cosmos_core.run.stage import Stage, find_source_stage, load_stage
 def find_checkpoint_step(stage: Stage) -> int:
     """Return the step of the upstream checkpoint that a stage's setting `checkpoint` (a number or `best`) selects.
     Raise `ModelError` if this checkpoint is not complete, or if `best` is set and the training was not validated."""
-    checkpoint, stage_name = stage.config.checkpoint, referenced_stage(stage.config.model)
-    setting = f"checkpoint = {checkpoint!r} of stage {stage_name!r}"
+    checkpoint_setting, stage_name = stage.config.checkpoint, referenced_stage(stage.config.model)
+    setting = f"checkpoint = {checkpoint_setting!r} of stage {stage_name!r}"
     upstream_result = stage.inputs[str(stage_name)]
-    if checkpoint == "best":
+    if checkpoint_setting == "best":
         if not (best_step_record := upstream_result["info"].get("best")):
             raise ModelError(f"{setting}: it was not validated, so no step is the best; set validation.enable = true")
-        checkpoint = best_step_record["step"]
-    step, checkpoints_folder = int(checkpoint), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
+        checkpoint_setting = best_step_record["step"]
+    step, checkpoints_folder = int(checkpoint_setting), find_source_stage(Path(upstream_result["path"])) / "checkpoints"
     if step not in saved_steps(checkpoints_folder):
         saved_steps_text = ", ".join(map(str, saved_steps(checkpoints_folder))) or "none"
         raise ModelError(
-            f"{setting}: there is no checkpoint of step {checkpoint}, only {saved_steps_text}; train with "
+            f"{setting}: there is no checkpoint of step {checkpoint_setting}, only {saved_steps_text}; train with "
             f"train.ckpt.enable_checkpoint = true, and raise train.ckpt.max_keep to keep more; a finished training is "
             f"made again with --from-stage {stage_name}"
         )
@@ -55,8 +55,8 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     train = training_stage.recipe.train
     torch.manual_seed(training_stage.seed)  # the training's seed gives LoRA adapters the same initial weights
     model = (load_initial_model or _load_causal_lm)(training_stage)
-    folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
-    storage_reader = dcp.HuggingFaceStorageReader(str(folder))
+    policy_folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
+    storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     saved_names = storage_reader.read_metadata().state_dict_metadata.keys()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ema_weights = {name: torch.empty_like(p, dtype=torch.float32) for name, p in parameters.items() if train.ema_enable}
@@ -64,7 +64,8 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
     tensors = named_tensors(TrainState(model, torch.optim.SGD(parameters.values()), weight_sets={"ema": ema_weights}))
     if missing_names := sorted(tensors.keys() - saved_names):
         raise ModelError(
-            f"checkpoint {folder} has no {missing_names[0]!r}: it is of another model than {training_stage.model}"
+            f"checkpoint {policy_folder} has no {missing_names[0]!r}: it is of another model than "
+            f"{training_stage.model}"
         )
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
@@ -81,7 +82,7 @@ def find_train_stage(stage: Stage) -> Stage:
 
 def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:
     """Return the initial causal language model of a training stage, with its trainable parameters marked."""
-    policy, dtype = training_stage.recipe.policy, getattr(torch, training_stage.recipe.train.master_dtype)
-    model = load_model(training_stage.model, revision=policy.model_revision, dtype=dtype)
-    mark_trained_weights(model, policy)
+    policy_config, dtype = training_stage.recipe.policy, getattr(torch, training_stage.recipe.train.master_dtype)
+    model = load_model(training_stage.model, revision=policy_config.model_revision, dtype=dtype)
+    mark_trained_weights(model, policy_config)
     return model

@@ -58,17 +58,17 @@ def run(stage: Stage) -> Outcome:
         replace_folder(merged_folder) as temporary_folder,
         ExitStack() as exit_stack,
     ):
-        models = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
-        base_model = _open_base_model(stage, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
-        for other_model in models[1:]:
-            _check_same_tensors(models[0], other_model)
-        if base_model is not None:
-            base_model.add_missing_prefixes(models[0])
-            _check_same_tensors(models[0], base_model, allows_extra=True)
-        for file_number, (weight_file, names) in enumerate(models[0].files.items(), start=1):
-            tensors = {name: combine_tensors(config, weights, models, base_model, name, stage.seed) for name in names}
+        readers = [_TensorReader(str(folder), None, exit_stack) for folder in model_folders]
+        base_reader = _open_base_model(stage, exit_stack) if config.method in _TASK_VECTOR_METHODS else None
+        for other_model in readers[1:]:
+            _check_same_tensors(readers[0], other_model)
+        if base_reader is not None:
+            base_reader.add_missing_prefixes(readers[0])
+            _check_same_tensors(readers[0], base_reader, allows_extra=True)
+        for file_number, (weight_file, names) in enumerate(readers[0].names_by_file.items(), start=1):
+            tensors = {name: combine_tensors(config, weights, readers, base_reader, name, stage.seed) for name in names}
             save_file(tensors, temporary_folder / Path(weight_file).name, metadata={"format": "pt"})
-            stage.progress.step(file_number, len(models[0].files))
+            stage.progress.step(file_number, len(readers[0].names_by_file))
             if stage.stop_requested:
                 raise Preempted(f"stage {stage.name!r} was asked to stop; run again to merge")
         for other_file in list_files_below(model_folders[0]):
@@ -91,18 +91,18 @@ class _TensorReader:
 
     def __init__(self, model: str, revision: str | None, exit_stack: ExitStack) -> None:
         self.model = model
-        files, problem = weight_files(model, revision)
+        tensor_files, problem = weight_files(model, revision)
         if problem:
             raise ModelError(f"merge: {model}: {problem}; merge models in safetensors format")
-        self.files: dict[str, list[str]] = {}
+        self.names_by_file: dict[str, list[str]] = {}
         """Names of the tensors in each safetensors file, by path."""
         self._readers: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
         """Name in its file of each tensor that `add_missing_prefixes` has renamed, by its new name."""
-        for file in files:
-            reader = exit_stack.enter_context(safe_open(file, framework="pt"))
-            self.files[file] = list(reader.keys())
-            self._readers |= dict.fromkeys(self.files[file], reader)
+        for tensor_file in tensor_files:
+            tensor_reader = exit_stack.enter_context(safe_open(tensor_file, framework="pt"))
+            self.names_by_file[tensor_file] = list(tensor_reader.keys())
+            self._readers |= dict.fromkeys(self.names_by_file[tensor_file], tensor_reader)
 
     def add_missing_prefixes(self, model: _TensorReader) -> None:
         """Rename tensors whose names lack the first component of the names in `model`, as in files of GPT-2 and BLOOM.
@@ -112,8 +112,8 @@ class _TensorReader:
                 self._readers[name], self._stored_names[name] = self._readers[stored_name], stored_name
 
     def get_shapes(self) -> dict[str, list[int]]:
-        renamed = self._stored_names
-        return {name: reader.get_slice(renamed.get(name, name)).get_shape() for name, reader in self._readers.items()}
+        get_old_name = self._stored_names.get
+        return {name: reader.get_slice(get_old_name(name, name)).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name].get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
@@ -159,7 +159,7 @@ def combine_tensors(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
             merged_tensor = base_tensor + _TASK_VECTOR_METHODS[config.method](task_vectors, weights_M, config.density)
-    merged_tensor = merged_tensor.to(first_tensor.dtype)  # checked below, because a sum may overflow in float16
+    merged_tensor = merged_tensor.to(first_tensor.dtype)  # may overflow in float16, so the values are checked below
     if not torch.isfinite(merged_tensor).all():
         raise ModelError(f"merge: {name} has values that are not finite; look for them in the merged models")
     return merged_tensor
@@ -167,13 +167,13 @@ def combine_tensors(
 
 def _get_upstream_results(stage: Stage) -> list[dict[str, Any]]:
     """Return the results of the stages whose models are merged: those in `after`, except that of the base model."""
-    base_stage, names = referenced_stage(stage.config.model), stage.config.after
-    results = [stage.inputs[name] for name in names if name != base_stage and stage.inputs[name]["info"].get("model")]
-    if len(results) < 2:
-        base_text = f" besides the base {base_stage!r}" if base_stage in names else ""
-        problem_text = f"after = {json.dumps(names)} names {len(results)} models to merge"
-        raise ConfigError(f"stage {stage.name!r}: {problem_text}; name at least two{base_text}")
-    return results
+    base_stage, stage_names = referenced_stage(stage.config.model), stage.config.after
+    stage_results = [stage.inputs[n] for n in stage_names if n != base_stage and stage.inputs[n]["info"].get("model")]
+    if len(stage_results) < 2:
+        base_model_text = f" besides the base {base_stage!r}" if base_stage in stage_names else ""
+        problem_text = f"after = {json.dumps(stage_names)} names {len(stage_results)} models to merge"
+        raise ConfigError(f"stage {stage.name!r}: {problem_text}; name at least two{base_model_text}")
+    return stage_results
 
 
 def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:

@@ -54,8 +54,8 @@ def write_rank_files(folder: Path, tensors: Mapping[str, LocalTensor], extra_jso
     folder.mkdir(parents=True, exist_ok=True)
     file_records = {json_file_name(rank): _write_file(folder / json_file_name(rank), [extra_json.encode()])}
     if tensors:
-        offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
-        metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)}
+        tensor_offsets = {name: {SAVED_OFFSETS_KEY: local_tensor.offsets} for name, local_tensor in tensors.items()}
+        metadata = {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(tensor_offsets)}
         blocks = safetensors_blocks({name: local_tensor.tensor for name, local_tensor in tensors.items()}, metadata)
         tensor_file = folder / f"rank_{rank}.safetensors"
         file_records[tensor_file.name] = _write_file(tensor_file, blocks)
@@ -85,10 +85,10 @@ def safetensors_blocks(
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_file(file: Path, byte_blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
+def _write_file(output_path: Path, byte_blocks: Iterable[memoryview | bytes]) -> dict[str, object]:
     """Write a file, wait until it is on the disk, and return its size and digest."""
     digest, num_bytes = hashlib.sha256(), 0
-    with open(file, "wb") as output_file, ThreadPoolExecutor(1) as hash_executor:
+    with open(output_path, "wb") as output_file, ThreadPoolExecutor(1) as hash_executor:
         for block in byte_blocks:
             for start in range(0, len(block), _CHUNK_BYTES):
                 chunk = block[start : start + _CHUNK_BYTES]

@@ -167,13 +167,14 @@ def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Call
 def load_state(state: TrainState, policy_folder: Path) -> None:
     """Load the intact checkpoint in the folder `policy_folder` into `state` on every rank.
 
-    `state.extra` becomes the values that this rank saved, or, if the number of ranks has changed, the values of the
-    first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after everything that
-    reseeds them, such as the start of a rollout engine.
+    `state.loop_state` becomes the values that this rank saved. If the number of ranks has changed, it becomes the
+    values of the first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after
+    everything that reseeds them, such as the start of a rollout engine.
     """
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
-    metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
-    tensors = allocate_tensors(state, {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()})
+    saved_metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
+    shapes_and_dtypes = {name: (entry.size, entry.properties.dtype) for name, entry in saved_metadata.items()}
+    tensors = allocate_tensors(state, shapes_and_dtypes)
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
     load_optimizer_tensors(state, tensors)
@@ -186,7 +187,7 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
-    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # its digest is verified
+    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # the file's digest is verified
     if num_saved_ranks != num_current_ranks:
         log_message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
         logger.info(log_message, policy_folder, num_saved_ranks, num_current_ranks)

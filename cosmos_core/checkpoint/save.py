@@ -47,23 +47,23 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        checkpoint_folder: Path,
         *,
         fingerprint: str,
         max_keep: int,
         is_async: bool,
         on_saved: Callable[[int], None] | None = None,
-        heartbeat: Callable[[], None] = lambda: None,
+        send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the folder, and clean up files that a killed process left in it.
 
         `fingerprint` is that of the configuration, recorded in each manifest. `max_keep`: maximum number of
         checkpoints; -1: no limit. `is_async`: whether a background thread writes them. The first rank calls
-        `on_saved` with the step after a checkpoint is complete; `heartbeat` is called before each file is hashed.
+        `on_saved` with the step after a checkpoint is complete; `send_heartbeat` is called before each file is hashed.
         """
-        self._folder, self._fingerprint, self._max_keep = folder, fingerprint, max_keep
-        self._on_saved, self._send_heartbeat = on_saved, heartbeat
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
+        self._folder, self._fingerprint, self._max_keep = checkpoint_folder, fingerprint, max_keep
+        self._on_saved, self._send_heartbeat = on_saved, send_heartbeat
+        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None
         self._pending_save: Future[None] | None = None
         # Steps whose files this process wrote or verified; hashing them again at a stop could exceed the grace period.
         self._hashed_steps: set[int] = set()
@@ -73,8 +73,8 @@ class Checkpointer:
         is_distributed = not is_single_rank()
         self._process_group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT) if is_distributed else None
         if is_first_rank():
-            folder.mkdir(parents=True, exist_ok=True)
-            _clean_unfinished_saves(folder)
+            checkpoint_folder.mkdir(parents=True, exist_ok=True)
+            _clean_unfinished_saves(checkpoint_folder)
 
     def save(self, step: int, state: TrainState, best_step: BestStep | None = None) -> None:
         """Save the training state after `step` steps, and write `best_step`, the best step so far, to `best.json`; its
@@ -88,11 +88,11 @@ class Checkpointer:
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
         tensors = select_owned_tensors({name: tensor.detach() for name, tensor in named_tensors(state).items()})
         extra_json = json.dumps(json_values(state))
-        if self._writer is None:
+        if self._write_thread is None:
             self._write_files(step, tensors, extra_json, best_step)
         else:  # the writer thread gets copies, because the optimizer changes the tensors in place
             host_tensors = self._copy_to_host(tensors)
-            self._pending_save = self._writer.submit(self._write_files, step, host_tensors, extra_json, best_step)
+            self._pending_save = self._write_thread.submit(self._write_files, step, host_tensors, extra_json, best_step)
 
     def wait(self) -> None:
         """Wait until no rank is writing a checkpoint; raise a `StageFailed` if the last asynchronous save failed."""
@@ -126,8 +126,8 @@ class Checkpointer:
         try:
             self._wait_for_pending_save()
         finally:
-            if self._writer is not None:
-                self._writer.shutdown()
+            if self._write_thread is not None:
+                self._write_thread.shutdown()
             if self._stager is not None:
                 self._stager.close()
 
@@ -173,7 +173,7 @@ class Checkpointer:
         memory, which the next save reuses."""
         if self._stager is None:
             return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
-        torch.cuda.current_stream().synchronize()  # the stager's stream copies without waiting for this one
+        torch.cuda.current_stream().synchronize()  # the stager's stream does not wait for the current stream
         host_tensors = self._stager.stage({name: shard.tensor for name, shard in tensors.items()}).result()
         return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
@@ -229,12 +229,12 @@ class Checkpointer:
         return "there is no earlier checkpoint" if step is None else f"the checkpoint of step {step} is intact"
 
 
-def _clean_unfinished_saves(folder: Path) -> None:
+def _clean_unfinished_saves(checkpoint_folder: Path) -> None:
     """Clean up after a killed writer: remove incomplete checkpoint folders, and restore a checkpoint that the writer
     had moved away to replace it."""
-    for path in list(folder.iterdir()):
+    for path in list(checkpoint_folder.iterdir()):
         name_match = _UNFINISHED_FOLDER.fullmatch(path.name)
-        if name_match and name_match[2] == "old" and not (folder / name_match[1]).exists():
-            os.rename(path, folder / name_match[1])
+        if name_match and name_match[2] == "old" and not (checkpoint_folder / name_match[1]).exists():
+            os.rename(path, checkpoint_folder / name_match[1])
         elif name_match:
             shutil.rmtree(path, ignore_errors=True)

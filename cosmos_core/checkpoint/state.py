@@ -45,7 +45,7 @@ class TrainState:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    extra: dict[str, Any] = field(default_factory=dict)
+    loop_state: dict[str, Any] = field(default_factory=dict)
     """Step, data position, result of `capture_rng` and other JSON values that the training loop needs to resume."""
     weight_sets: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weight sets other than the policy's, by the name of the set ("ema", "old", "reference") and of the parameter."""
@@ -70,17 +70,17 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return the JSON values of a training state: `extra` and the states of feed and algorithm, in which each tensor is
+    """Return the JSON values of a training state: `loop_state` and the states of feed and algorithm. Each tensor is
     replaced by a JSON object with the tensor's name."""
     state_by_field = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
-    return state.extra | {name: _extract_tensors(value, name, {}) for name, value in state_by_field.items() if value}
+    return state.loop_state | {key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value}
 
 
 def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Set `extra`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
+    """Set `loop_state`, `feed` and `algorithm` of `state` from a result of `json_values` and the loaded tensors."""
     for name in _STATEFUL_FIELD_NAMES:
         setattr(state, name, _restore_tensors(saved_values.pop(name, {}), tensors))
-    state.extra = saved_values
+    state.loop_state = saved_values
 
 
 def allocate_tensors(
@@ -99,8 +99,8 @@ def allocate_tensors(
     expected_shapes = {name: shape for shapes in shapes_by_rank for name, shape in shapes.items()}
     saved_shapes = {name: shape for name, (shape, _) in saved_metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
-        names = expected_shapes.keys() | saved_shapes.keys()
-        differing_names = sorted(name for name in names if expected_shapes.get(name) != saved_shapes.get(name))
+        tensor_names = expected_shapes.keys() | saved_shapes.keys()
+        differing_names = sorted(name for name in tensor_names if expected_shapes.get(name) != saved_shapes.get(name))
         raise ModelError(
             f"the checkpoint is of another model: {len(differing_names)} tensors differ in name or shape, "
             f"first {differing_names[0].removeprefix(_MODEL_PREFIX)!r}; start from one of this model, or from none"
@@ -183,9 +183,9 @@ def seed_rng(seed: int, step: int, rank: int, *, keeps_torch_rng: bool = False) 
     those of torch with a digest of `seed`, `step` and `rank`. Python and NumPy have equal generators on all ranks,
     because all ranks call the algorithm, which may be user code, on the same samples and need equal results."""
     seed_tuples = (seed, step), (seed, step, rank)
-    common_digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
-    random.seed(common_digest)
-    np.random.seed(int.from_bytes(common_digest[:4]))
+    shared_digest, rank_digest = (hashlib.sha256(repr(seed_tuple).encode()).digest() for seed_tuple in seed_tuples)
+    random.seed(shared_digest)
+    np.random.seed(int.from_bytes(shared_digest[:4]))
     if not keeps_torch_rng:
         torch.manual_seed(int.from_bytes(rank_digest[:7]))
 

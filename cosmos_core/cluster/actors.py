@@ -89,7 +89,7 @@ class ActorHandle:
         return result_future
 
     def put(self, shared_value: Any) -> Any:
-        """Store a value for all actors and return a reference; actors on this machine read its arrays in place."""
+        """Store a value for all actors and return a reference; actors on this machine do not copy its arrays."""
         return ray.put(shared_value)
 
     def kill(self) -> None:
@@ -98,10 +98,9 @@ class ActorHandle:
 
 
 def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int) -> list[str]:
-    """Return `gpus_per_bundle` free GPUs for each bundle of resources, as values of `CUDA_VISIBLE_DEVICES`;
-    `scheduling_strategies` are those of Ray, one per reserved bundle."""
-    ray_remote: Any = ray.remote
-    read_gpus = ray_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    """Return `gpus_per_bundle` GPUs of each reserved resource bundle, as a value of `CUDA_VISIBLE_DEVICES`."""
+    untyped_remote: Any = ray.remote
+    read_gpus = untyped_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
     return list(ray.get([read_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
 
 
@@ -122,13 +121,12 @@ class ActorSupervisor:
         self._max_actors = len(placements) if shares_gpus else math.inf
         self._visible_devices = [""] * len(placements)
         if shares_gpus and actor_group.processes_per_actor > 1:
-            # Ray cannot allocate fractions of several GPUs to an actor. Therefore ranks get whole GPUs, and an
-            # environment variable makes the same GPUs visible to the actors.
+            # Show the GPUs of ranks to actors, because Ray cannot allocate fractions of several GPUs to an actor.
             gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes_per_actor)
-        ray_remote: Any = ray.remote  # the type annotations of `ray.remote` cover functions only
+        untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         cpus_per_actor = 0 if owns_cluster else actor_group.processes_per_actor
-        self._remote_class = ray_remote(
+        self._remote_actor_class = untyped_remote(
             num_cpus=cpus_per_actor, num_gpus=gpus_per_actor, max_restarts=-1, max_concurrency=_MAX_CONCURRENT_CALLS
         )(type(actor_group.name, (_ObjectActor,), {}))
         self.handles: list[ActorHandle] = []
@@ -150,7 +148,7 @@ class ActorSupervisor:
             has_reserved_bundle, make_object = index < len(self._placements), self._actor_group.make_object
             actor_options = {"scheduling_strategy": self._placements[index]} if has_reserved_bundle else {}
             actor_args = (make_object, self._num_threads, self._visible_devices[index] if has_reserved_bundle else "")
-            self.handles.append(ActorHandle(self._remote_class.options(**actor_options).remote(*actor_args)))
+            self.handles.append(ActorHandle(self._remote_actor_class.options(**actor_options).remote(*actor_args)))
         surplus_handles, self.handles = self.handles[num_target_actors:], self.handles[:num_target_actors]
         on_resize(self.handles)
         for handle in surplus_handles:

@@ -88,31 +88,33 @@ class WorkerGroup:
             StageFailed: a rank died or raised an error from outside this package.
         """
         num_ranks, actor_group = self.num_ranks, self.actors
-        with _connect_to_cluster(num_ranks, actor_group) as (ray, owns_cluster, actor_threads):
+        with _connect_to_cluster(num_ranks, actor_group) as (ray, owns_cluster, threads_per_actor):
             required_bundles = resource_bundles(ray, num_ranks, actor_group, owns_cluster=owns_cluster)
             placements = reserve_bundles(ray, required_bundles, should_stop, on_poll)
             ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
             rank_placements = [placements[rank // ranks_per_bundle] for rank in range(num_ranks)]
             gpu_fraction = 0.5 if actor_group is not None and actor_group.shares_gpus and ranks_per_bundle == 1 else 1
             start_ranks = _make_rank_starter(ray, rank_placements, gpu_fraction)
-            actors = None
+            actor_supervisor = None
             if actor_group is not None:
                 actor_placements = placements if actor_group.shares_gpus else placements[num_ranks:]
-                actors = importlib.import_module("cosmos_core.cluster.actors").ActorSupervisor(
-                    actor_group, owns_cluster=owns_cluster, num_threads=actor_threads, placements=actor_placements
+                actor_supervisor = importlib.import_module("cosmos_core.cluster.actors").ActorSupervisor(
+                    actor_group, owns_cluster=owns_cluster, num_threads=threads_per_actor, placements=actor_placements
                 )
             for attempt in range(_MAX_RANK_RESTARTS + 1):
                 rank_actors, run_refs = start_ranks(program)
                 try:
-                    return _wait_for_ranks(ray, rank_actors, run_refs, should_stop, actors, owns_cluster=owns_cluster)
+                    return _wait_for_ranks(
+                        ray, rank_actors, run_refs, should_stop, actor_supervisor, owns_cluster=owns_cluster
+                    )
                 except RankFailed as error:
                     # Look for a dead rank: other ranks may report a broken connection before Ray reports the death.
                     death_error = None if isinstance(error, RanksMustRestart) else _find_dead_rank(ray, run_refs)
                     should_restart_ranks = isinstance(error, RanksMustRestart) or death_error is not None
-                    if actors is None or attempt == _MAX_RANK_RESTARTS or not should_restart_ranks:
+                    if actor_supervisor is None or attempt == _MAX_RANK_RESTARTS or not should_restart_ranks:
                         raise death_error or error from error.__cause__
-                    restart_text = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
-                    logger.warning(restart_text, death_error or error)
+                    warning_text = "%s; the ranks start again from their newest checkpoint, and those beside them stay"
+                    logger.warning(warning_text, death_error or error)
                     for rank_actor in rank_actors:
                         ray.kill(rank_actor)
 
@@ -124,7 +126,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.num_ranks), "LOCAL_RANK": str(rendezvous.device),
         "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
     }  # fmt: skip
-    # By default gloo and NCCL resolve the host name, which many container images map to an unreachable address.
+    # Set the interface: by default gloo and NCCL use the host name, which may have an unreachable address.
     if network_interface := find_network_interface(rendezvous.address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", network_interface)
         if not ip_address(rendezvous.address).is_loopback:
@@ -137,7 +139,7 @@ def process_group(rendezvous: Rendezvous) -> Iterator[None]:
     store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.num_ranks, timeout=dist.default_pg_timeout)
     dist.init_process_group(process_group_backend, store=store, rank=rendezvous.rank, world_size=rendezvous.num_ranks)
     yield
-    dist.destroy_process_group()  # only without an error, because closing the group makes other ranks fail
+    dist.destroy_process_group()  # not after an error, because closing the group makes other ranks fail
 
 
 def find_network_interface(address: str) -> str | None:
@@ -159,11 +161,10 @@ def _address_family(address: str) -> socket.AddressFamily:
 
 
 def create_tcp_store(address: str, num_ranks: int) -> dist.TCPStore:
-    """Return a new TCP store, on a free port of `address`, through which ranks form a process group. It listens only on
-    this address, because it trusts all clients."""
+    """Return the TCP store of a process group, on a free port of `address` only, because it trusts all clients."""
     listening_socket = socket.create_server((address, 0), family=_address_family(address))
-    port, descriptor = listening_socket.getsockname()[1], listening_socket.detach()
-    return dist.TCPStore(address, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    free_port, fd = listening_socket.getsockname()[1], listening_socket.detach()
+    return dist.TCPStore(address, free_port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def run_as_rank(program: RankProgram, rank_messages: RankMessages, rendezvous: Rendezvous) -> tuple[bool, Any]:
@@ -189,7 +190,7 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
     """Connect as the Ray driver to the cluster at `RAY_ADDRESS` or, if that is unset, to a new embedded cluster. Yield
     the module `ray`, whether the cluster is embedded, and the threads per actor process (0: the node's default)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    owns_cluster, actor_threads = not os.environ.get("RAY_ADDRESS"), 0
+    owns_cluster, threads_per_actor = not os.environ.get("RAY_ADDRESS"), 0
     if owns_cluster:
         _restrict_ray_access()
     import ray
@@ -199,9 +200,10 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
         try:
             if owns_cluster and actor_group is not None and not actor_group.shares_gpus:
                 num_actors = actor_group.get_target_size() * actor_group.processes_per_actor
-                num_cores, is_concurrent = torch.get_num_threads(), actor_group.is_concurrent_with_ranks
-                rank_threads, actor_threads = split_threads(num_cores, num_ranks, num_actors, is_parallel=is_concurrent)
-                os.environ["OMP_NUM_THREADS"] = str(rank_threads)  # the processes of the ranks inherit the variable
+                threads_per_rank, threads_per_actor = split_threads(
+                    torch.get_num_threads(), num_ranks, num_actors, is_parallel=actor_group.is_concurrent_with_ranks
+                )
+                os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)  # the processes of the ranks inherit the variable
                 # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
             with block_job_signals():  # the processes of an embedded cluster inherit the blocked signals
@@ -213,8 +215,8 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                     )  # fmt: skip
                 else:
                     ray.init(logging_level=logging.WARNING, runtime_env={"env_vars": rank_environment()})
-                signal.signal(signal.SIGTERM, sigterm_handler)  # instead of the handler that `ray.init` has set
-            yield ray, owns_cluster, actor_threads
+                signal.signal(signal.SIGTERM, sigterm_handler)  # restore the handler that `ray.init` replaced
+            yield ray, owns_cluster, threads_per_actor
         finally:
             if owns_cluster:
                 _kill_cluster_at_shutdown(ray)
@@ -228,13 +230,13 @@ def _kill_cluster_at_shutdown(ray: Any) -> None:
         return
     kill_all_processes = ray_node.kill_all_processes
 
-    def kill_with_children(**settings: Any) -> None:
+    def kill_with_children(**kill_arguments: Any) -> None:
         node_pids = [each.process.pid for process_infos in ray_node.all_processes.values() for each in process_infos]
         child_processes: list[psutil.Process] = []
         for pid in node_pids:
-            with suppress(psutil.Error):  # the process has ended
+            with suppress(psutil.Error):  # skip a process that has ended
                 child_processes += psutil.Process(pid).children(recursive=True)
-        kill_all_processes(**{**settings, "allow_graceful": False})
+        kill_all_processes(**{**kill_arguments, "allow_graceful": False})
         for child_process in child_processes:
             with suppress(psutil.Error):
                 child_process.kill()
@@ -246,12 +248,12 @@ def _kill_cluster_at_shutdown(ray: Any) -> None:
 def _make_socket_folder() -> Iterator[str | None]:
     """Yield a temporary folder in /tmp for the files of an embedded cluster if TMPDIR, such as that of a batch job, is
     too long a path for the sockets that Ray makes there; otherwise None: Ray's default."""
-    default_folder = os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
-    if len(os.fsencode(default_folder)) <= _MAX_SOCKET_FOLDER_BYTES:
+    default_ray_folder = os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
+    if len(os.fsencode(default_ray_folder)) <= _MAX_SOCKET_FOLDER_BYTES:
         yield None
         return
     socket_folder = locate_socket_folder(os.environ.get(ATTEMPT_VARIABLE) or secrets.token_hex(6))
-    lock_descriptor = create_locked_folder(socket_folder, parent_variable="")
+    lock_descriptor = create_locked_folder(socket_folder, parent_setting_text="")
     try:
         yield str(socket_folder)
     finally:
@@ -274,8 +276,8 @@ def _make_rank_starter(
     """Return a function that starts a program on all ranks and returns their Ray actors and pending calls. `placements`
     are Ray scheduling strategies, one per rank; `gpu_fraction` is the fraction of a GPU per rank, if there are GPUs."""
     num_ranks, gpus_per_rank = len(placements), gpu_fraction if ray.cluster_resources().get("GPU", 0) else 0
-    ray_remote: Any = ray.remote  # the type annotations of `ray.remote` cover functions only
-    rank_actor_class = ray_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
+    untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
+    rank_actor_class = untyped_remote(num_cpus=1, num_gpus=gpus_per_rank, max_concurrency=2)(Rank)
     node_address = ray.util.get_node_ip_address()
     tcp_stores = []  # stores stay open, so that no other process reuses a port to which a dead rank may connect
 
@@ -311,7 +313,7 @@ def _wait_for_ranks(
     rank_actors: list[Any],
     run_refs: list[Any],
     should_stop: Callable[[], bool],
-    supervisor: Any | None,
+    actor_supervisor: Any | None,
     *,
     owns_cluster: bool,
 ) -> Any:
@@ -322,17 +324,19 @@ def _wait_for_ranks(
         RankFailed: a rank died.
         StageFailed: the embedded cluster has died, so that ranks cannot be restarted.
     """
-    pending_refs, is_stop_sent, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
-    first_rank = rank_actors[0]
-    if supervisor is not None:
-        first_rank.set_actors.remote(supervisor.handles)
+    pending_refs, has_sent_stop, return_value, last_poll_time = list(run_refs), False, None, time.monotonic()
+    first_rank_actor = rank_actors[0]
+    if actor_supervisor is not None:
+        first_rank_actor.set_actors.remote(actor_supervisor.handles)
     while pending_refs:
-        if should_stop() and not is_stop_sent:
-            is_stop_sent = True
+        if should_stop() and not has_sent_stop:
+            has_sent_stop = True
             for rank_actor in rank_actors:  # replies are not awaited, because a dead rank sends none
                 rank_actor.stop.remote()
-        if supervisor is not None:
-            supervisor.resize(lambda handles: ray.wait([first_rank.set_actors.remote(handles)], timeout=_REPLY_SECONDS))
+        if actor_supervisor is not None:
+            actor_supervisor.resize(
+                lambda handles: ray.wait([first_rank_actor.set_actors.remote(handles)], timeout=_REPLY_SECONDS)
+            )
         finished_refs, _ = ray.wait(pending_refs, timeout=POLL_SECONDS)
         reply_refs = {run_ref: run_ref for run_ref in finished_refs}
         if not finished_refs and time.monotonic() - last_poll_time > _REPLY_SECONDS:

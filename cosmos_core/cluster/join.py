@@ -31,11 +31,11 @@ _GCS_ADDRESS_FLAG = "--gcs-address="
 def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster_address = _resolve_address(address)
-    local_addresses = {each.address for gcs_addresses in psutil.net_if_addrs().values() for each in gcs_addresses}
+    local_addresses = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
     if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # this machine is the head node
         return True
-    arguments = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
-    gcs_addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in arguments if each.startswith(_GCS_ADDRESS_FLAG))
+    argv_items = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
+    gcs_addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in argv_items if each.startswith(_GCS_ADDRESS_FLAG))
     return any(_resolve_address(raylet_address) == cluster_address for raylet_address in gcs_addresses)
 
 

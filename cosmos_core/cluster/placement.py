@@ -28,8 +28,8 @@ def resource_bundles(
     num_gpus, num_cpus = int(cluster_resources.get("GPU", 0)), int(cluster_resources.get("CPU", 0))
     gpus_per_rank, actor_gpus, actor_cpus = min(num_gpus, 1), 0, 0
     if actor_group is not None:
-        num_processes = actor_group.processes_per_actor
-        actor_gpus, actor_cpus = num_processes * gpus_per_rank, 0 if owns_cluster else num_processes
+        processes_per_actor = actor_group.processes_per_actor
+        actor_gpus, actor_cpus = processes_per_actor * gpus_per_rank, 0 if owns_cluster else processes_per_actor
     if actor_group is not None and actor_group.shares_gpus:
         ranks_per_bundle = count_ranks_per_bundle(actor_group, has_gpus=gpus_per_rank > 0)
         bundle = {"CPU": ranks_per_bundle + actor_cpus * gpus_per_rank, "GPU": gpus_per_rank * ranks_per_bundle}
@@ -69,8 +69,8 @@ def count_ranks_per_bundle(actor_group: ActorGroup | None, *, has_gpus: bool) ->
 def reserve_bundles(
     ray: Any, bundles: list[dict[str, int]], should_stop: Callable[[], bool], on_poll: Callable[[], None]
 ) -> list[Any]:
-    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; of equal bundles,
-    those on one machine are neighbours.
+    """Reserve all resource bundles at once, and return Ray's scheduling strategy for each bundle; equal bundles
+    on one machine follow each other in the list.
 
     `should_stop` and `on_poll` are called repeatedly while the cluster lacks free resources. Raises `Preempted` if a
     stop was requested while this function waited.
@@ -78,14 +78,14 @@ def reserve_bundles(
     from ray.util.placement_group import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    reserved_group = placement_group(bundles, strategy="PACK")
-    reservation_ref = reserved_group.ready()
+    bundle_group = placement_group(bundles, strategy="PACK")
+    reservation_ref = bundle_group.ready()
     while not ray.wait([reservation_ref], timeout=POLL_SECONDS)[0]:
         on_poll()
         if should_stop():
             raise Preempted("asked to stop while the ranks wait for room in the Ray cluster")
     ray.get(reservation_ref)
     # Sort bundles by machine: Ray distributes equal bundles in any order, and neighbouring ranks exchange most data.
-    node_ids = placement_group_table(reserved_group)["bundles_to_node_id"]
+    node_ids = placement_group_table(bundle_group)["bundles_to_node_id"]
     bundle_indices = sorted(range(len(bundles)), key=lambda i: (bundles[i] != bundles[0], node_ids[i]))
-    return [PlacementGroupSchedulingStrategy(reserved_group, placement_group_bundle_index=i) for i in bundle_indices]
+    return [PlacementGroupSchedulingStrategy(bundle_group, placement_group_bundle_index=i) for i in bundle_indices]

@@ -1,6 +1,5 @@
 """`python -m cosmos_core.cluster.properties LIBRARY ...`: print the properties of the Ray cluster at `RAY_ADDRESS` as
-one line of JSON, measured on a machine on which a rank could run: with a GPU if the cluster has GPUs.
-"""
+one line of JSON, measured on a machine on which a rank could run: with a GPU if the cluster has GPUs."""
 
 import json
 import logging
@@ -26,20 +25,19 @@ _SERVICE_ENVIRONMENT_PREFIXES = ("COSMOS_", "HF_", "MLFLOW_", "REMOTE_REWARD_", 
 
 
 def collect_cluster_properties(libraries: Sequence[str]) -> MachineProperties:
-    """Return the properties of one machine of the cluster, with the versions of the Python packages `libraries`, and
-    with the GPUs of all machines of the cluster."""
+    """Return the properties of one machine, with versions of the packages `libraries`, and all GPUs of the cluster."""
     import ray
 
     with join_cluster():
         ray.init(logging_level=logging.ERROR, log_to_driver=False, runtime_env={"env_vars": rank_environment()})
         try:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            ray_remote: Any = ray.remote  # the type annotations of `ray.remote` cover functions only
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            largest_node = max(nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
+            untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
+            live_nodes = [node for node in ray.nodes() if node["Alive"]]
+            largest_node = max(live_nodes, key=lambda node: [node["Resources"].get(name, 0) for name in ("GPU", "CPU")])
             # Request no CPU or GPU of the node, because another training may hold all of them for days.
             node_resource = f"node:{largest_node['NodeManagerAddress']}"
-            read_node_properties = ray_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
+            read_node_properties = untyped_remote(num_cpus=0, resources={node_resource: 0.001})(measure_machine)
             node_properties: MachineProperties = ray.get(read_node_properties.remote(list(libraries)))
         finally:
             ray.shutdown()
@@ -61,23 +59,25 @@ def service_environment(variable_names: Collection[str]) -> dict[str, str]:
     return _select_environment_variables(variable_names, _SERVICE_ENVIRONMENT_PREFIXES)
 
 
-def _select_environment_variables(variable_names: Collection[str], prefixes: tuple[str, ...]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in variable_names or name.startswith(prefixes)}
+def _select_environment_variables(variable_names: Collection[str], name_prefixes: tuple[str, ...]) -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if name in variable_names or name.startswith(name_prefixes)
+    }
 
 
-def with_environment(environment: Mapping[str, str], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a picklable function that sets environment variables in its process, and then calls `function`. Libraries
-    that `function` imports, such as huggingface_hub, read their variables when they are imported."""
+def with_environment(environment: Mapping[str, str], wrapped_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a picklable function that sets environment variables, and then loads and calls `wrapped_function`: the
+    libraries that are imported then, such as huggingface_hub, read their variables at import."""
     from ray import cloudpickle
 
-    return partial(_call_with_environment, environment, cloudpickle.dumps(function))
+    return partial(_call_with_environment, environment, cloudpickle.dumps(wrapped_function))
 
 
-def _call_with_environment(environment: Mapping[str, str], pickled_function: bytes, *arguments: Any) -> Any:
+def _call_with_environment(environment: Mapping[str, str], pickled_function: bytes, *function_arguments: Any) -> Any:
     os.environ.update(environment)
     with without_garbage_collection():
-        function = pickle.loads(pickled_function)
-    return function(*arguments)
+        wrapped_function = pickle.loads(pickled_function)
+    return wrapped_function(*function_arguments)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from cosmos_core.job_signals import ignore_job_signals, unblock_job_signals
 
 
 class RankMessages(threading.Event):
-    """Messages of the launcher to the program of a rank: the handles of the Ray actors that are alive, and a request to
-    stop, which sets this event."""
+    """Messages of the launcher to a rank's program: handles of live Ray actors, and a stop request (the event)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +44,8 @@ class Rank:
 
     def __init__(self) -> None:
         ignore_job_signals()  # a rank ends only after the launcher has called `stop`, which lets it save a checkpoint
-        self._import_context = ExitStack()
-        self._import_context.enter_context(without_garbage_collection())
+        self._garbage_collection_pause = ExitStack()
+        self._garbage_collection_pause.enter_context(without_garbage_collection())
         self._rank_messages = RankMessages()
         self._run_result: tuple[bool, Any] | None = None
 
@@ -55,7 +54,7 @@ class Rank:
         from cosmos_core.cluster.group import run_as_rank
 
         unblock_job_signals()
-        self._import_context.close()
+        self._garbage_collection_pause.close()
         self._run_result = run_as_rank(program, self._rank_messages, rendezvous)
         return self._run_result
 

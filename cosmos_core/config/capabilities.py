@@ -46,11 +46,7 @@ _MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
-    """Refuse settings that this version does not support.
-
-    Raises:
-        ConfigError: a setting is not supported; the message names its key, its value and what to use instead.
-    """
+    """Raise `ConfigError` if this version does not support a setting; the message names key, value and remedy."""
     error_generators = (_metric_errors, _measured_model_errors, _artifact_store_errors, _missing_statistics_errors,
                         _dataset_mixture_errors, _export_comparison_errors, _referenced_output_errors,
                         _unsupported_setting_errors)  # fmt: skip
@@ -63,24 +59,26 @@ def check_capabilities(pipeline: Pipeline) -> None:
 
 
 def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
-    """Yield an error if no stage of a branch can report the metric of a sweep, or if no stage in the `after` of a gate
-    can report the metric of a condition or the standard error that it needs."""
+    """Yield an error for a sweep if no stage of a branch can report its metric, and for a gate if no stage in its
+    `after` can report the metric of a condition, or the standard error that the condition needs."""
     sweep, validate_stage_hint = stage.sweep, "; add a stage of kind validate to sweep.through"
     for branch in sweep.branches if sweep else ():
         if sweep and not _can_any_report_metric(pipeline, branch.stages, sweep.metric):
             suggestion = _suggest_metric(pipeline, branch.stages, sweep.metric) or validate_stage_hint
             yield f"sweep.metric = {sweep.metric!r}: no stage of branch {branch.stages[0]!r} reports it{suggestion}"
     for condition in map(parse_condition, stage.require):
-        prefix, _, metric = condition.metric.partition(".")
-        stage_names, metric = ([prefix], metric) if prefix in stage.after else (list(stage.after), condition.metric)
+        stage_name, _, metric = condition.metric.partition(".")
+        stage_names, metric = (
+            ([stage_name], metric) if stage_name in stage.after else (list(stage.after), condition.metric)
+        )
         if not _can_any_report_metric(pipeline, stage_names, metric):
             suggestion = _suggest_metric(pipeline, stage_names, metric)
             yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
-        error_metric = metric + STANDARD_ERROR_SUFFIX
-        has_known_error = is_fraction_of_prompts(metric) or _can_any_report_metric(pipeline, stage_names, error_metric)
-        if stage.confidence and condition.needs_published_model and "*" not in metric and not has_known_error:
+        stderr_metric = metric + STANDARD_ERROR_SUFFIX
+        has_std_error = is_fraction_of_prompts(metric) or _can_any_report_metric(pipeline, stage_names, stderr_metric)
+        if stage.confidence and condition.needs_published_model and "*" not in metric and not has_std_error:
             yield (
-                f"confidence = {stage.confidence:g}: no stage in its `after` reports {error_metric!r}, "
+                f"confidence = {stage.confidence:g}: no stage in its `after` reports {stderr_metric!r}, "
                 f"the noise of {condition.text!r}; compare another metric, or leave confidence out"
             )
 
@@ -89,19 +87,19 @@ def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[s
     """Yield an error if the metrics that a gate reads were measured on the final model of a training, but the upload
     after the gate publishes another checkpoint."""
     dependents = pipeline.stage_and_dependents(stage.name) if stage.require else set[str]()
-    measurements = [name for name in map(pipeline.stage, stage.after) if pipeline.stage_kind(name).makes == "metrics"]
+    metric_stages = [name for name in map(pipeline.stage, stage.after) if pipeline.stage_kind(name).makes == "metrics"]
     for upload in pipeline.stages:
         export_name = referenced_stage(upload.model) if pipeline.stage_kind(upload).makes == "publication" else None
-        if upload.name not in dependents or export_name is None or any(m.model == upload.model for m in measurements):
+        if upload.name not in dependents or export_name is None or any(m.model == upload.model for m in metric_stages):
             continue
-        export = pipeline.stage(export_name)
-        final_step = pipeline.recipes[referenced_stage(export.model) or export_name].train.max_num_steps
-        for measurement in measurements:
-            if export.checkpoint not in {"", str(final_step)} and measurement.model == export.model:
+        export_stage = pipeline.stage(export_name)
+        final_step = pipeline.recipes[referenced_stage(export_stage.model) or export_name].train.max_num_steps
+        for metric_stage in metric_stages:
+            if export_stage.checkpoint not in {"", str(final_step)} and metric_stage.model == export_stage.model:
                 yield (
-                    f"after = {list(stage.after)}: {measurement.name!r} measures the final model of {export.model!r}, "
-                    f"but {upload.name!r} publishes checkpoint = {export.checkpoint!r} of it; write model = "
-                    f'"stage:{export_name}" in stage {measurement.name!r}'
+                    f"after = {list(stage.after)}: {metric_stage.name!r} measures the final model of "
+                    f"{export_stage.model!r}, but {upload.name!r} publishes checkpoint = {export_stage.checkpoint!r} "
+                    f'of it; write model = "stage:{export_name}" in stage {metric_stage.name!r}'
                 )
 
 
@@ -147,25 +145,25 @@ def _missing_statistics_errors(pipeline: Pipeline, stage: StageConfig) -> Iterat
     and for a stage that reads pass rates from a stage that generates no completions."""
     recipe, stage_kind = pipeline.recipes[stage.name], pipeline.stage_kind(stage)
     for key, dataset in recipe.datasets.items():
-        source_name = referenced_stage(dataset.pass_rates)
-        if source_name is not None and not pipeline.stage_kind(pipeline.stage(source_name)).completes_prompts:
+        source_stage = referenced_stage(dataset.pass_rates)
+        if source_stage is not None and not pipeline.stage_kind(pipeline.stage(source_stage)).completes_prompts:
             yield f"{key}.pass_rates = {dataset.pass_rates!r} completes no prompts; name a stage of kind rl or sample"
     is_measurement_stage = stage_kind.makes == "metrics" and stage_kind.scores and not stage_kind.trains_model
     if not is_measurement_stage or not recipe.train.train_policy.saves_reference_logprobs:
         return
     training_names = [name for name in stage.after if pipeline.stage_kind(pipeline.stage(name)).trains_model]
     if not any(pipeline.recipes[name].validation.enable for name in training_names):
-        training_stage = f"stage {training_names[0]!r}" if training_names else "a training stage in `after`"
+        training_stage_text = f"stage {training_names[0]!r}" if training_names else "a training stage in `after`"
         yield (
             f"trainer_type = {recipe.train.train_policy.trainer_type!r} compares with the policy that the training "
-            f"started from, which {training_stage} saves only with validation.enable = true"
+            f"started from, which {training_stage_text} saves only with validation.enable = true"
         )
 
 
 def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """Yield an error for a mixture of data sets in a stage whose key `data` already names its rows."""
-    reads_raw_rows = stage.data and pipeline.stage_kind(stage).reads_data == "source"
-    if reads_raw_rows and pipeline.recipes[stage.name].train.train_policy.datasets:
+    replaces_dataset = stage.data and pipeline.stage_kind(stage).reads_data == "source"
+    if replaces_dataset and pipeline.recipes[stage.name].train.train_policy.datasets:
         yield (
             f"data = {stage.data!r} takes the place of train.train_policy.datasets; leave data out, or set "
             f"overrides.train.train_policy.datasets = []"
@@ -174,8 +172,8 @@ def _dataset_mixture_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[
 
 def _export_comparison_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
     """Yield an error for an export in quantised formats without rows on which they are compared with the model."""
-    reads_export_formats = pipeline.stage_kind(stage).reads_key("export.formats")
-    if not reads_export_formats or not pipeline.recipes[stage.name].export.quantized_formats:
+    is_export_stage = pipeline.stage_kind(stage).reads_key("export.formats")
+    if not is_export_stage or not pipeline.recipes[stage.name].export.quantized_formats:
         return
     rows_stage_name = referenced_stage(stage.data)
     if rows_stage_name is not None and pipeline.stage_kind(pipeline.stage(rows_stage_name)).makes != "data":
@@ -198,37 +196,43 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
     for key, reference in stage_references(stage, recipe, stage_kind):
         name, output_type = referenced_stage(reference), "model" if key in _MODEL_REFERENCE_KEYS else "data"
         if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
-            maker_kind = pipeline.stage(name).kind
-            yield f"{key} = {reference!r}: a stage of kind {maker_kind!r} makes no {output_type}; name another stage"
+            source_kind = pipeline.stage(name).kind
+            yield f"{key} = {reference!r}: a stage of kind {source_kind!r} makes no {output_type}; name another stage"
     if stage.checkpoint:
-        training = referenced_stage(stage.model) or ""
-        model_recipe = pipeline.recipes[training]
+        training_name = referenced_stage(stage.model) or ""
+        model_recipe = pipeline.recipes[training_name]
         required_settings = {"train.ckpt.enable_checkpoint": model_recipe.train.ckpt.enable_checkpoint}
         if stage.checkpoint == "best":
             required_settings["validation.enable"] = model_recipe.validation.enable
-        missing_keys = " and ".join(f"{key} = true" for key, is_enabled in required_settings.items() if not is_enabled)
-        if missing_keys and stage.checkpoint != str(model_recipe.train.max_num_steps):
+        missing_settings = " and ".join(
+            f"{key} = true" for key, is_enabled in required_settings.items() if not is_enabled
+        )
+        if missing_settings and stage.checkpoint != str(model_recipe.train.max_num_steps):
             yield (
-                f"checkpoint = {stage.checkpoint!r} needs {missing_keys} in stage {training!r}; set it there, or leave "
-                f"checkpoint out for the final model"
+                f"checkpoint = {stage.checkpoint!r} needs {missing_settings} in stage {training_name!r}; set it there, "
+                f"or leave checkpoint out for the final model"
             )
         elif stage.checkpoint != "best" and (final_step := model_recipe.train.max_num_steps):
             step, ckpt = int(stage.checkpoint), model_recipe.train.ckpt
             # A step between two regular checkpoints may also be saved, if validation finds that it is the best.
-            may_be_saved = model_recipe.validation.enable or ckpt.save_freq_in_epoch > 0 or step % ckpt.save_freq == 0
-            if step > final_step or (step < final_step and not may_be_saved):
-                problem = f"stage {training!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {final_step}"
+            may_save_step = model_recipe.validation.enable or ckpt.save_freq_in_epoch > 0 or step % ckpt.save_freq == 0
+            if step > final_step or (step < final_step and not may_save_step):
+                problem = (
+                    f"stage {training_name!r} saves each {ckpt.save_freq} steps (train.ckpt.save_freq) of {final_step}"
+                )
                 yield f"checkpoint = {stage.checkpoint!r}: {problem}; name one of these steps, or leave checkpoint out"
     if stage_kind.table == "merge":
-        weights, base_model_stage = recipe.merge.weights, referenced_stage(stage.model)
-        names = [
-            name for name in stage.after if name != base_model_stage and _may_produce_output(pipeline, name, "model")
+        merge_weights, base_stage_name = recipe.merge.weights, referenced_stage(stage.model)
+        merged_stage_names = [
+            name for name in stage.after if name != base_stage_name and _may_produce_output(pipeline, name, "model")
         ]
-        min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in names)
-        if len(names) < 2 or (weights and not min_num_models <= len(weights) <= len(names)):
+        min_num_models = sum(bool(pipeline.stage_kind(pipeline.stage(name)).entry) for name in merged_stage_names)
+        if len(merged_stage_names) < 2 or (
+            merge_weights and not min_num_models <= len(merge_weights) <= len(merged_stage_names)
+        ):
             yield (
-                f"after = {list(stage.after)} names {len(names)} models to merge, and merge.weights = {list(weights)}; "
-                f"name at least two, and a weight for each or none"
+                f"after = {list(stage.after)} names {len(merged_stage_names)} models to merge, and merge.weights = "
+                f"{list(merge_weights)}; name at least two, and a weight for each or none"
             )
 
 
@@ -255,27 +259,29 @@ def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -
 
 def unique_notices(pipeline: Pipeline) -> list[str]:
     """Return one line of text for each setting that is accepted but ignored or changed, without duplicates."""
-    stages = [
+    stage_contexts = [
         StageContext(pipeline.recipes[name], pipeline.stage_kind(pipeline.stage(name))) for name in pipeline.recipes
     ]
-    notices = [notice for stage in stages for notice in _ignored_settings(stage, pipeline.stage_kinds)]
-    notices += [notice for stage in stages for table in active_tables(stage.recipe) for notice in table.notices(stage)]
+    notices = [notice for stage in stage_contexts for notice in _ignored_settings(stage, pipeline.stage_kinds)]
+    notices += [
+        notice for stage in stage_contexts for table in active_tables(stage.recipe) for notice in table.notices(stage)
+    ]
     ignored_settings = (*_ignored_stage_settings(pipeline), *_ignored_row_settings(pipeline))
     return list(dict.fromkeys((*pipeline.notices, *notices, *ignored_settings)))
 
 
-def _ignored_settings(stage: StageContext, stage_kinds: StageKinds) -> Iterator[str]:
-    for key, field, value, is_set in active_fields(stage.recipe):
+def _ignored_settings(stage_context: StageContext, stage_kinds: StageKinds) -> Iterator[str]:
+    for key, field, value, is_set in active_fields(stage_context.recipe):
         field_status = support_status(field)
         if is_set and field_status.name == "no effect":
             yield f"{key} = {short_toml(value)} has no effect here: {field_status.note}"
-    for dataset_key, dataset in stage.recipe.datasets.items():
+    for dataset_key, dataset in stage_context.recipe.datasets.items():
         dataset_name = getattr(dataset, "local_dir", "") or dataset.name
         for key in ("subset", "revision"):
             value, path = getattr(dataset, key), existing_path(dataset_name, Path.cwd())
-            # For media without a metadata file no notice is needed: the `prepare` stage refuses an unknown `subset`.
-            decodes_media = stage.recipe.policy.modality.is_media_decoded_by_checks
-            is_media_folder = path and path.is_dir() and decodes_media and not any(path.glob("metadata.*"))
+            # No notice about the `subset` of media without a metadata file: the `prepare` stage refuses an unknown one.
+            checks_decode_media = stage_context.recipe.policy.modality.is_media_decoded_by_checks
+            is_media_folder = path and path.is_dir() and checks_decode_media and not any(path.glob("metadata.*"))
             is_subset_read = (
                 key == "subset"
                 and path
@@ -283,52 +289,57 @@ def _ignored_settings(stage: StageContext, stage_kinds: StageKinds) -> Iterator[
             )
             if value and path and not is_subset_read:
                 yield f"{dataset_key}.{key} = {short_toml(value)} has no effect here: {dataset_name} is on this machine"
-    for key, value, enabling_field in disabled_settings(stage.recipe):
+    for key, value, enabling_field in disabled_settings(stage_context.recipe):
         # Keys that no stage kind reads, such as those of the profiler, are reported for every stage kind.
-        if stage.kind.reads_key(key) or not any(kind.reads_key(key) for kind in stage_kinds.values()):
+        if stage_context.kind.reads_key(key) or not any(kind.reads_key(key) for kind in stage_kinds.values()):
             yield f"{key} = {short_toml(value)} has no effect here: {enabling_field} is off"
 
 
 def _ignored_stage_settings(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
-        recipe, stage_kind, location = pipeline.recipes[stage.name], pipeline.stage_kind(stage), f"stage {stage.name!r}"
+        recipe, stage_kind, stage_label = (
+            pipeline.recipes[stage.name],
+            pipeline.stage_kind(stage),
+            f"stage {stage.name!r}",
+        )
         if stage.timeout and not stage_kind.in_worker:
             yield (
-                f"{location}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no worker that "
+                f"{stage_label}: timeout = {stage.timeout!r} has no effect here: kind {stage.kind} has no worker that "
                 f"could be ended"
             )
         if stage.confidence and not any(parse_condition(text).needs_published_model for text in stage.require):
             yield (
-                f"{location}: confidence = {stage.confidence:g} has no effect here: no condition in require compares "
-                f"with published"
+                f"{stage_label}: confidence = {stage.confidence:g} has no effect here: no condition in require "
+                f"compares with published"
             )
         if (sweep := stage.sweep) and is_lower_better(sweep.metric) and "mode" not in sweep.model_fields_set:
             yield (
-                f"{location}: sweep.metric = {sweep.metric!r}: the branch with its largest value is chosen; set "
+                f"{stage_label}: sweep.metric = {sweep.metric!r}: the branch with its largest value is chosen; set "
                 f"sweep.mode = 'min' for the smallest"
             )
         if stage.data and stage_kind.entry and not stage_kind.reads_data and not stage_kind.reads_key("export.formats"):
-            yield f"{location}: data = {stage.data!r} has no effect here: kind {stage.kind} reads no rows"
+            yield f"{stage_label}: data = {stage.data!r} has no effect here: kind {stage.kind} reads no rows"
         has_remote_rewards = recipe.train.train_policy.remote_reward_config or recipe.validation.remote_reward_config
         if stage.reward_service and not stage.entry and not has_remote_rewards:
             yield (
-                f"{location}: reward_service = {stage.reward_service!r} has no effect here: no reward of it comes from "
-                f"a service; leave it out, or set train.train_policy.use_remote_reward = true"
+                f"{stage_label}: reward_service = {stage.reward_service!r} has no effect here: no reward of it comes "
+                f"from a service; leave it out, or set train.train_policy.use_remote_reward = true"
             )
 
 
 def _ignored_row_settings(pipeline: Pipeline) -> Iterator[str]:
     """Yield a notice for each setting that has no effect because a stage with another recipe prepares the rows."""
     for stage in pipeline.stages:
-        kind, source, recipe = pipeline.stage_kind(stage), referenced_stage(stage.data), pipeline.recipes[stage.name]
-        if source is None or kind.reads_data != "prepared" or recipe == pipeline.recipes[source]:
+        kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
+        rows_stage_name = referenced_stage(stage.data)
+        if rows_stage_name is None or kind.reads_data != "prepared" or recipe == pipeline.recipes[rows_stage_name]:
             continue
-        prepare_kind = pipeline.stage_kind(pipeline.stage(source))
-        prepared_values = {key: value for key, _, value, _ in active_fields(pipeline.recipes[source])}
+        prepare_kind = pipeline.stage_kind(pipeline.stage(rows_stage_name))
+        prepare_setting_values = {key: value for key, _, value, _ in active_fields(pipeline.recipes[rows_stage_name])}
         for key, field, value, is_set in active_fields(recipe):
             has_no_effect = is_set and prepare_kind.reads_key(key) and not kind.reads_key(key)
-            if has_no_effect and support_status(field).name == "used" and prepared_values.get(key) != value:
+            if has_no_effect and support_status(field).name == "used" and prepare_setting_values.get(key) != value:
                 yield (
-                    f"stage {stage.name!r}: {key} = {short_toml(value)} has no effect here: stage {source!r} prepares "
-                    f"its rows; set data to prepare rows of its own"
+                    f"stage {stage.name!r}: {key} = {short_toml(value)} has no effect here: stage {rows_stage_name!r} "
+                    f"prepares its rows; set data to prepare rows of its own"
                 )

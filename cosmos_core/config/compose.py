@@ -81,11 +81,7 @@ class Pipeline:
         return Path(self.config.output_dir or _DEFAULT_OUTPUT_DIR)
 
     def stage(self, name: str) -> StageConfig:
-        """Return the stage with this name.
-
-        Raises:
-            ConfigError: the pipeline has no stage of this name.
-        """
+        """Return the stage of the name `name`; raise `ConfigError` if the pipeline has no such stage."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -109,9 +105,9 @@ class Pipeline:
         a sweep, it is the model of the first branch: `stage:NAME` of the last stage that makes a model."""
         if stage.sweep is None or not stage.sweep.branches:
             return stage.model
-        branch_stages = stage.sweep.branches[0].stages
-        model_stages = [name for name in branch_stages if self.stage_kind(self.stage(name)).makes == "model"]
-        return f"{STAGE_PREFIX}{(model_stages or branch_stages[:1])[-1]}"
+        branch_stage_names = stage.sweep.branches[0].stages
+        model_stage_names = [name for name in branch_stage_names if self.stage_kind(self.stage(name)).makes == "model"]
+        return f"{STAGE_PREFIX}{(model_stage_names or branch_stage_names[:1])[-1]}"
 
     def find_branch_selector(self, name: str) -> StageConfig | None:
         """Return the stage that selects the best branch of the sweep to which a stage belongs; None: no sweep."""
@@ -128,8 +124,8 @@ class Pipeline:
 
     def with_stages(self, stages: Iterable[StageConfig], recipes: dict[str, Recipe] | None = None) -> Pipeline:
         """Return a copy of the pipeline with its stages and, unless `recipes` is None, its recipes replaced."""
-        new_config = self.config.model_copy(update={"stages": tuple(stages)})
-        return replace(self, config=new_config, recipes=self.recipes if recipes is None else recipes)
+        new_pipeline_config = self.config.model_copy(update={"stages": tuple(stages)})
+        return replace(self, config=new_pipeline_config, recipes=self.recipes if recipes is None else recipes)
 
     def as_toml(self) -> TomlTable:
         """Return the resolved pipeline as TOML tables, from which it can be loaded again without any other file."""
@@ -145,13 +141,11 @@ def load_pipeline(
     """Read, compose and check the pipeline or recipe in `path`. The files `overriding_files` take precedence over
     `path`, and `overrides` take precedence over all files.
 
-    `stage_kinds` contains every stage kind, by name; their properties decide which stages are added and checked.
-
-    Raises:
-        ConfigError: the configuration has an error; the message has one line and names the file and the key.
+    `stage_kinds` contains every stage kind, by name; their properties decide which stages are added and checked. Raises
+    `ConfigError` if the configuration has an error; the message has one line and names the file and the key.
     """
     notices: list[str] = []
-    with _shorten_errors():
+    with _shorten_error_messages():
         root_tables, base_folders = read_config(path, notices, overriding_files)
         base_folders = [path.parent, *base_folders]
         return _check_serializable(_compose_pipeline(path, root_tables, overrides, stage_kinds, notices, base_folders))
@@ -166,20 +160,21 @@ def with_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTa
         source: recipe, or Python file of a flow, that defines the stage; error messages name it. Relative paths in
             `recipe_tables` start from its folder, or from the folder of a file that the recipe extends.
 
-    Raises:
-        ConfigError: the configuration has an error, as in `load_pipeline`.
+    Raises `ConfigError` if the configuration has an error, as `load_pipeline` does.
     """
     notices: list[str] = []
-    with _shorten_errors():
-        tables = pipeline.as_toml()
+    with _shorten_error_messages():
+        pipeline_tables = pipeline.as_toml()
         recipe_tables = with_current_keys(recipe_tables, f"{source}: stage {stage_table['name']!r}", notices)
-        tables["pipeline"].setdefault("stages", []).append({**stage_table, "overrides": recipe_tables})
+        pipeline_tables["pipeline"].setdefault("stages", []).append({**stage_table, "overrides": recipe_tables})
         base_folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
-        return _check_serializable(_compose_pipeline(source, tables, (), pipeline.stage_kinds, notices, base_folders))
+        return _check_serializable(
+            _compose_pipeline(source, pipeline_tables, (), pipeline.stage_kinds, notices, base_folders)
+        )
 
 
 @contextmanager
-def _shorten_errors() -> Iterator[None]:
+def _shorten_error_messages() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
@@ -198,40 +193,47 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
 
 
 def _compose_pipeline(
-    path: Path, tables: TomlTable, overrides: Sequence[str], kinds: StageKinds, notices: list[str], folders: list[Path]
+    path: Path,
+    root_tables: TomlTable,
+    overrides: Sequence[str],
+    stage_kinds: StageKinds,
+    notices: list[str],
+    base_folders: list[Path],
 ) -> Pipeline:
-    pipeline_table = tables.pop("pipeline", {})
+    pipeline_table = root_tables.pop("pipeline", {})
     parsed_overrides = drop_ineffective_overrides([parse_override(override) for override in overrides], notices)
     stage_entries = _read_stage_entries(path, pipeline_table)
     if not stage_entries:
-        recipe_tables = with_current_algorithm_keys(merge_tables(tables, recipe_overrides(parsed_overrides)), [])
+        recipe_tables = with_current_algorithm_keys(merge_tables(root_tables, recipe_overrides(parsed_overrides)), [])
         recipe = parse_table(Recipe, recipe_tables, error_prefix=str(path), notices=[])
-        stage_entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, kinds)]
+        stage_entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, stage_kinds)]
     stage_names = [stage_entry["name"] for stage_entry in stage_entries if isinstance(stage_entry.get("name"), str)]
     grouped_overrides = group_overrides(parsed_overrides, stage_names)
     pipeline_settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
     pipeline_settings = merge_tables(pipeline_settings, grouped_overrides.pipeline)
     pipeline_config = parse_table(PipelineConfig, pipeline_settings, error_prefix=str(path), key_prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
-    for entry_index, stage_entry in enumerate(stage_entries):
+    for stage_index, stage_entry in enumerate(stage_entries):
         name = stage_entry.get("name")
-        error_prefix = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{entry_index}]"
+        error_prefix = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{stage_index}]"
         stage_table = merge_tables(stage_entry, grouped_overrides.stage_entries.get(str(name), {}))
         stage = parse_table(StageConfig, stage_table, error_prefix=error_prefix)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
-        stage_tables = tables_by_stage[stage.name] = merge_tables(merge_tables(tables, recipe_values), stage.overrides)
+        stage_tables = tables_by_stage[stage.name] = merge_tables(
+            merge_tables(root_tables, recipe_values), stage.overrides
+        )
         error_prefix = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
         recipe_tables = with_current_algorithm_keys(stage_tables, notices)
         recipes[stage.name] = parse_table(Recipe, recipe_tables, error_prefix=error_prefix, notices=notices)
         notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
     resolved_config = pipeline_config.model_copy(update={"stages": tuple(stages)})
-    pipeline = Pipeline(path, resolved_config, recipes, kinds, tuple(dict.fromkeys(map(make_printable, notices))))
+    pipeline = Pipeline(path, resolved_config, recipes, stage_kinds, tuple(dict.fromkeys(map(make_printable, notices))))
     _check_stages(pipeline)
     pipeline = _with_output_dir(pipeline)
     pipeline = with_expanded_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
     pipeline = with_upload_stages(_sort_topologically(pipeline))
-    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)), folders, recipe_folders)
+    return _with_absolute_paths(_inherit_export_dtype(_sort_topologically(pipeline)), base_folders, recipe_folders)
 
 
 def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, Any]]:
@@ -248,7 +250,7 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
     if not stage.recipe:
         return {}, []
     recipe_path = path.parent / stage.recipe
-    if not os.path.exists(recipe_path):  # os.path.exists, unlike Path.exists, raises no error for an invalid path
+    if not os.path.exists(recipe_path):  # Path.exists would raise an error for an invalid path
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({recipe_path})")
     recipe_tables, base_folders = read_config(recipe_path, notices)
     if "pipeline" in recipe_tables:
@@ -258,22 +260,30 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
 
 def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
     """Return the stages of a recipe without `[pipeline]`; each stage is named like its kind."""
-    prepare, train = _find_stage_kind(kinds, makes="data"), _find_stage_kind(kinds, feed=_sample_source(recipe))
-    data = f"{STAGE_PREFIX}{prepare}"
-    stages = [StageConfig(name=prepare, kind=prepare), StageConfig(name=train, kind=train, after=(prepare,), data=data)]
-    model_stage_settings: TomlTable = {"after": (train,), "model": f"{STAGE_PREFIX}{train}"}
+    prepare_kind = _find_stage_kind(kinds, makes="data")
+    training_kind = _find_stage_kind(kinds, feed=_sample_source(recipe))
+    rows_reference = f"{STAGE_PREFIX}{prepare_kind}"
+    stages = [
+        StageConfig(name=prepare_kind, kind=prepare_kind),
+        StageConfig(name=training_kind, kind=training_kind, after=(prepare_kind,), data=rows_reference),
+    ]
+    model_stage_settings: TomlTable = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
     if recipe.validation.enable:
         validation_kind = _find_stage_kind(kinds, makes="metrics", reads_data="prepared")
-        stages.append(StageConfig(name=validation_kind, kind=validation_kind, data=data, **model_stage_settings))
+        stages.append(
+            StageConfig(name=validation_kind, kind=validation_kind, data=rows_reference, **model_stage_settings)
+        )
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
         stages.append(StageConfig(name=export_kind, kind=export_kind, **model_stage_settings))
     return tuple(stages)
 
 
-def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
-    """Return the name of the first stage kind whose attributes have the values in `attributes`."""
-    return next(n for n, kind in kinds.items() if all(getattr(kind, key) == value for key, value in attributes.items()))
+def _find_stage_kind(kinds: StageKinds, **attribute_values: object) -> str:
+    """Return the name of the first stage kind whose attributes have the values in `attribute_values`."""
+    return next(
+        n for n, kind in kinds.items() if all(getattr(kind, key) == value for key, value in attribute_values.items())
+    )
 
 
 def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
@@ -281,12 +291,12 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
     yield "model", stage.model
     yield "data", stage.data
     if stage_kind.reads_data == "source":
-        yield from _row_references(recipe)
+        yield from _dataset_references(recipe)
     if teacher := recipe.teacher_for_stage(stage_kind):
         yield "distillation.model_name_or_path", teacher.model_name_or_path
 
 
-def _row_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _dataset_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield pairs of a key and a value for the settings of a recipe's data sets that may refer to a stage."""
     for key, dataset in recipe.datasets.items():
         if key.startswith(BENCHMARKS_KEY):
@@ -321,9 +331,11 @@ def _check_stages(pipeline: Pipeline) -> None:
                 f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
             )
         recipe = pipeline.recipes[stage.name]
-        settings = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_row_references(recipe))
+        reference_settings = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_dataset_references(recipe))
         references = [("after", name, name) for name in stage.after]
-        references += [(key, value, name) for key, value in settings if (name := referenced_stage(value)) is not None]
+        references += [
+            (key, value, name) for key, value in reference_settings if (name := referenced_stage(value)) is not None
+        ]
         for key, value, name in references:
             if name not in stage_names:
                 suggestion = suggest_names(name, stage_names)
@@ -336,8 +348,8 @@ def _check_stage_kind(error_prefix: str, stage: StageConfig, recipe: Recipe, kin
     stage_kind = kinds[stage.kind]
     for key in dict.fromkeys(key for other_kind in kinds.values() for key in other_kind.allowed_keys):
         if getattr(stage, key) and key not in stage_kind.allowed_keys:
-            supporting_kinds = " or ".join(repr(kind.name) for kind in kinds.values() if key in kind.allowed_keys)
-            raise ConfigError(f"{error_prefix}: {key} has a meaning only with kind = {supporting_kinds}")
+            supporting_kinds_text = " or ".join(repr(kind.name) for kind in kinds.values() if key in kind.allowed_keys)
+            raise ConfigError(f"{error_prefix}: {key} has a meaning only with kind = {supporting_kinds_text}")
     for key, example_value in stage_kind.required_keys.items():
         if not getattr(stage, key):
             raise ConfigError(f"{error_prefix}: kind {stage_kind.name!r} needs {key} = {example_value}")
@@ -372,10 +384,8 @@ def _with_output_dir(pipeline: Pipeline) -> Pipeline:
 def _sort_topologically(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with its stages in topological order; independent stages keep the order of the file. The
     stages to which the keys of a stage refer are added to its `after`, and the publication target of a gate is set.
-
-    Raises:
-        ConfigError: the stages form a cycle, or a key refers to a stage that is not, even indirectly, in `after`.
-    """
+    Raises `ConfigError` if the stages form a cycle, or if a key refers to a stage that is not, even indirectly, in
+    `after`."""
     pipeline, sorted_stages = pipeline.with_stages(_topological_order(pipeline)), []
     for stage in pipeline.stages:
         predecessors = list(stage.after)
@@ -396,11 +406,12 @@ def _inherit_export_dtype(pipeline: Pipeline) -> Pipeline:
     """Set `train.param_dtype` of export stages that leave it out to that of the stage whose model is exported."""
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
-        stage_kind, source_name, recipe = pipeline.stage_kind(stage), referenced_stage(stage.model), recipes[stage.name]
-        is_export = stage_kind.makes == "model" and not stage_kind.trains_model
-        if is_export and source_name and "param_dtype" not in recipe.train.model_fields_set:
-            source_dtype = recipes[source_name].train.param_dtype
-            recipes[stage.name] = recipe.copy_with(train=recipe.train.copy_with(param_dtype=source_dtype))
+        stage_kind, recipe = pipeline.stage_kind(stage), recipes[stage.name]
+        exported_stage_name = referenced_stage(stage.model)
+        is_export_stage = stage_kind.makes == "model" and not stage_kind.trains_model
+        if is_export_stage and exported_stage_name and "param_dtype" not in recipe.train.model_fields_set:
+            exported_param_dtype = recipes[exported_stage_name].train.param_dtype
+            recipes[stage.name] = recipe.copy_with(train=recipe.train.copy_with(param_dtype=exported_param_dtype))
     return replace(pipeline, recipes=recipes)
 
 
@@ -526,8 +537,10 @@ def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
     """Return the absolute path of `name` in the first of the folders that contains it, with links resolved; if none
     does, return `name`. A link to a file with another suffix is not resolved, because the suffix selects the format:
     links in the Hub's cache point to files without suffix."""
-    paths = (None if referenced_stage(name) is not None else existing_path(name, folder) for folder in base_folders)
-    path = next(filter(None, paths), None)
+    candidate_paths = (
+        None if referenced_stage(name) is not None else existing_path(name, folder) for folder in base_folders
+    )
+    path = next(filter(None, candidate_paths), None)
     if path is None:
         return name
     is_suffix_kept = path.is_dir() or path.resolve().suffix == path.suffix

@@ -13,14 +13,14 @@ _PUBLISHED_KEYWORD = "published"
 _MAX_ROUNDING_ERROR = 1e-12
 STANDARD_ERROR_SUFFIX = "_stderr"
 """Suffix of the name of a metric that is the standard error of another metric."""
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+_COMPARISON_FUNCTIONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
 _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?:([+-])\s*([\d.]\S*))?|(\S+))\s*")
 _NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 _LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte", "brier")
-_LOWER_IS_BETTER_NAMES = frozenset({"ter"})  # not a word, because `filter` contains `ter` (translation edit rate)
+_LOWER_IS_BETTER_NAMES = frozenset({"ter"})  # translation edit rate: a whole name, because `filter` contains `ter`
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class MetricCondition:
             return float(self.threshold_text)
         if published_value is None or not self.published_offset:
             return published_value
-        return round(published_value + self.published_offset, 12)  # remove rounding errors for messages
+        return round(published_value + self.published_offset, 12)  # remove rounding errors, which messages would show
 
     def matches_metric(self, name: str) -> bool:
         """Return True if the condition applies to a metric; a pattern with `*` does not match a standard error."""
-        may_match_pattern = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
-        return name == self.metric or (may_match_pattern and fnmatchcase(name, self.metric))
+        is_pattern_applicable = "*" in self.metric and not name.endswith(STANDARD_ERROR_SUFFIX)
+        return name == self.metric or (is_pattern_applicable and fnmatchcase(name, self.metric))
 
     def is_satisfied(self, measured_value: float, threshold: float | None, margin: float = 0.0) -> bool:
         """Return True if the measured value, made worse by `margin`, satisfies the condition. If `threshold` is None
@@ -63,28 +63,26 @@ class MetricCondition:
         # Ignore a rounding error of the threshold, which is the sum of two numbers.
         if threshold is not None and self.published_offset and abs(worst_value - threshold) <= _MAX_ROUNDING_ERROR:
             worst_value = threshold
-        is_met = threshold is None or _COMPARISONS[self.operator](worst_value, threshold)
-        return is_met and not math.isnan(measured_value)
+        is_threshold_met = threshold is None or _COMPARISON_FUNCTIONS[self.operator](worst_value, threshold)
+        return is_threshold_met and not math.isnan(measured_value)
 
 
 def parse_condition(text: str) -> MetricCondition:
-    """Parse one condition of a gate, such as `accuracy >= 0.8`.
-
-    Raises:
-        ValueError: the text has none of the forms of a condition.
-    """
+    """Parse one condition of a gate, such as `accuracy >= 0.8`; raise `ValueError` if the text is no condition."""
     if match := _NOT_WORSE_THAN_PUBLISHED_PATTERN.fullmatch(text):
-        metric, margin, bound = match[1], match[2] or "0", None
-        comparison_operator, sign = ("<=", "+") if is_lower_better(metric) else (">=", "-")
+        metric, offset_text, threshold_text = match[1], match[2] or "0", None
+        comparison_operator, offset_sign = ("<=", "+") if is_lower_better(metric) else (">=", "-")
     elif match := _COMPARISON_PATTERN.fullmatch(text):
-        metric, comparison_operator, bound = match[1], match[2], match[5]
-        sign, margin = match[3] or "+", match[4] or "0"
-    if not match or not _is_number(margin) or (bound is not None and not _is_number(bound)):
+        metric, comparison_operator, threshold_text = match[1], match[2], match[5]
+        offset_sign, offset_text = match[3] or "+", match[4] or "0"
+    if not match or not _is_number(offset_text) or (threshold_text is not None and not _is_number(threshold_text)):
         raise ValueError(
             f"condition {text!r} must be METRIC >= NUMBER, METRIC >= published, METRIC >= published - NUMBER (also >, "
             f"<=, <, ==) or METRIC not worse than published by NUMBER"
         )
-    return MetricCondition(text, metric, comparison_operator, bound or _PUBLISHED_KEYWORD, float(f"{sign}{margin}"))
+    return MetricCondition(
+        text, metric, comparison_operator, threshold_text or _PUBLISHED_KEYWORD, float(f"{offset_sign}{offset_text}")
+    )
 
 
 def is_lower_better(metric: str) -> bool:
@@ -96,18 +94,15 @@ def is_lower_better(metric: str) -> bool:
 
 
 def parse_pass_rate_range(text: str) -> Callable[[float], bool]:
-    """Return a function that tests whether a pass rate is in a range such as `0.1 <= pass_rate <= 0.9`.
-
-    Raises:
-        ValueError: the text is no range of pass rates.
-    """
+    """Return a function that tests whether a pass rate is in a range such as `0.1 <= pass_rate <= 0.9`. Raises
+    `ValueError` if the text is no range of pass rates."""
     match = _PASS_RATE_PATTERN.fullmatch(text)
     if not match or not (match[1] or match[4]) or not all(_is_number(match[i] or "0") for i in (1, 4)):
         raise ValueError(f"keep = {text!r} must be NUMBER <= pass_rate <= NUMBER, or one half of it (also < and >)")
-    min_pass_rate, lower_operator, upper_operator, max_pass_rate = match.groups()
+    min_pass_rate_text, lower_operator, upper_operator, max_pass_rate_text = match.groups()
     return lambda pass_rate: (
-        (not min_pass_rate or _COMPARISONS[lower_operator](float(min_pass_rate), pass_rate))
-        and (not max_pass_rate or _COMPARISONS[upper_operator](pass_rate, float(max_pass_rate)))
+        (not min_pass_rate_text or _COMPARISON_FUNCTIONS[lower_operator](float(min_pass_rate_text), pass_rate))
+        and (not max_pass_rate_text or _COMPARISON_FUNCTIONS[upper_operator](pass_rate, float(max_pass_rate_text)))
     )
 
 
@@ -124,8 +119,8 @@ def significance_margin(metric: str, confidence: float, *measurements: Mapping[s
 
 def is_fraction_of_prompts(metric: str) -> bool:
     """Return True if a metric is a fraction of prompts, whose standard error follows from their number."""
-    metric_name = metric.rpartition("/")[2]
-    return metric_name == "accuracy" or metric_name.startswith("pass@")
+    last_name_part = metric.rpartition("/")[2]
+    return last_name_part == "accuracy" or last_name_part.startswith("pass@")
 
 
 def _standard_error(metric: str, metrics: Mapping[str, float]) -> float | None:

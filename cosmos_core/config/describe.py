@@ -67,11 +67,8 @@ def all_keys() -> tuple[KeyDescription, ...]:
 
 def find_key(name: str) -> list[KeyDescription]:
     """Return the descriptions of a key by its current name, an older name or its name in TRL. A name without a table
-    stands for the keys of this name in all tables; a name with a stage, `STAGE.KEY`, is unknown.
-
-    Raises:
-        ConfigError: there is no such key; the message suggests similar keys, or the replacement for a key of TRL.
-    """
+    stands for the keys of this name in all tables; a name with a stage, `STAGE.KEY`, is unknown. Raises `ConfigError`
+    if there is no such key; the message suggests similar keys, or the replacement for a key of TRL."""
     key_name, trl_keys = RENAMED_KEYS.get(name) or current_key(name), trl.keys_for_trl_name(name)
     descriptions = [key for key in all_keys() if key.name == key_name]
     keys_with_same_name = [key for key in all_keys() if key.name.rpartition(".")[2] == name]
@@ -88,7 +85,7 @@ def _suggest_keys(name: str) -> str:
     """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
     known_keys = sorted({key.name for key in all_keys()})
     similar_keys = [key for key in known_keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:  # comparing a longer name is slow
+    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:  # do not compare a longer name, which is slow
         # Keys with as many dotted parts as `name` come first, so that no table such as `train` is suggested for a key.
         same_depth_keys = [key for key in known_keys if key.count(".") == name.count(".")]
         similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, known_keys))
@@ -112,11 +109,7 @@ def effect_test_by_key() -> Mapping[str, str]:
 
 
 def explain_key(name: str, stage_kinds: Mapping[str, StageKind]) -> Iterator[str]:
-    """Yield lines that describe a key: type, default, unit, description, status.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    """Yield lines with type, default, unit, description and status of a key; raise `ConfigError` for an unknown key."""
     for key in find_key(name):
         yield f"{key.name}  ({key.table.__name__})"
         if key.name in {RENAMED_KEYS.get(name), current_key(name)} - {name}:
@@ -173,32 +166,32 @@ def _field_docstrings(table: type[Table]) -> Mapping[str, str]:
 @cache
 def _class_docstrings(module_name: str) -> Mapping[str, Mapping[str, str]]:
     """Return the docstring of each field of each class in a module, by class name."""
-    docstrings: dict[str, dict[str, str]] = {}
+    docstrings_by_class: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module_name])).body:
         if isinstance(node, ast.ClassDef):
-            field_docstrings = docstrings.setdefault(node.name, {})
+            field_docstrings = docstrings_by_class.setdefault(node.name, {})
             for class_node, next_node in pairwise(node.body):
                 match class_node, next_node:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
                         field_docstrings[name] = docstring
-    return docstrings
+    return docstrings_by_class
 
 
-def toml_text(value: Any) -> str:
+def toml_text(toml_value: Any) -> str:
     """Return a value in TOML syntax on one line; `None` for None, which TOML lacks, and an empty string for a table."""
-    if isinstance(value, Table):
+    if isinstance(toml_value, Table):
         return ""
-    if value is None:
+    if toml_value is None:
         return "None"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_text(item) for item in value if toml_text(item)) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_text(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    if isinstance(toml_value, bool):
+        return str(toml_value).lower()
+    if isinstance(toml_value, str):
+        return json.dumps(toml_value, ensure_ascii=False)
+    if isinstance(toml_value, list | tuple):
+        return "[" + ", ".join(toml_text(item) for item in toml_value if toml_text(item)) + "]"
+    if isinstance(toml_value, dict):
+        return "{" + ", ".join(f"{key} = {toml_text(item)}" for key, item in toml_value.items()) + "}"
+    return str(toml_value)
 
 
 def toml_type_name(type_annotation: Any) -> str:

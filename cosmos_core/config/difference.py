@@ -56,6 +56,6 @@ def flatten_tables(nested_tables: Mapping[str, Any], key_prefix: str = "") -> di
     """Return nested tables as one table with dotted keys; an empty table remains a value."""
     flat_values: dict[str, Any] = {}
     for key, setting in nested_tables.items():
-        is_nested = isinstance(setting, dict) and setting
-        flat_values |= flatten_tables(setting, f"{key_prefix}{key}.") if is_nested else {key_prefix + key: setting}
+        is_table = isinstance(setting, dict) and setting
+        flat_values |= flatten_tables(setting, f"{key_prefix}{key}.") if is_table else {key_prefix + key: setting}
     return flat_values

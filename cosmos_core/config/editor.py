@@ -27,8 +27,8 @@ def json_schema() -> dict[str, Any]:
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
         status_note = f" [{key.status}: {key.note}]" if key.note else ""
         properties[key.name.rpartition(".")[2]]["description"] = key.description + status_note
-    renamed_keys = {old_key: f"today's {new_key}" for old_key, new_key in RENAMED_KEYS.items()}
-    for old_key, description in (renamed_keys | INEFFECTIVE_KEYS).items():
+    description_by_renamed_key = {old_key: f"today's {new_key}" for old_key, new_key in RENAMED_KEYS.items()}
+    for old_key, description in (description_by_renamed_key | INEFFECTIVE_KEYS).items():
         _add_deprecated_key(schema, old_key, description)
     return schema
 

@@ -14,10 +14,8 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
     also return the folders of all these files, from the highest precedence to the lowest.
 
     `extends` is a file or a list of files, relative to the file that contains it. A file takes precedence over the
-    files that it extends, later over earlier files of a list, and `overriding_files` over all others.
-
-    Raises:
-        ConfigError: a file cannot be read, or the files extend each other in a circle.
+    files that it extends, later over earlier files of a list, and `overriding_files` over all others. Raises
+    `ConfigError` if a file cannot be read, or if files extend each other in a circle.
     """
     config_values, config_folders = _read_with_extends(path, notices, ())
     for overriding_file in overriding_files:
@@ -30,38 +28,42 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
 def _read_with_extends(
     path: Path, notices: list[str], extending_files: tuple[Path, ...]
 ) -> tuple[TomlTable, list[Path]]:
-    resolved_path = Path(os.path.realpath(path))  # os.path.realpath, unlike Path.resolve, accepts a cycle of links
+    resolved_path = Path(os.path.realpath(path))  # Path.resolve would raise an error for a cycle of links
     if (depth := len(extending_files)) == MAX_NESTING_DEPTH:
         raise ConfigError(f"{path}: behind {depth} files that extend each other, the most that there may be")
     if resolved_path in extending_files:
-        file_cycle_text = " -> ".join(str(base_file) for base_file in (*extending_files, resolved_path))
+        file_cycle_text = " -> ".join(str(extended_file) for extended_file in (*extending_files, resolved_path))
         raise ConfigError(f"{path}: extends itself: {file_cycle_text}")
     config_values = with_current_keys(read_toml(path), str(path), notices)
-    for stage in _list_stage_tables(config_values):
-        if isinstance(stage.get("overrides"), dict):
-            error_prefix = f"{path}: stage {stage.get('name')!r}: overrides"
-            stage["overrides"] = with_current_keys(stage["overrides"], error_prefix, notices)
-    base_files = config_values.pop("extends", [])
-    base_files = [base_files] if isinstance(base_files, str) else base_files
-    if not isinstance(base_files, list) or not all(isinstance(name, str) and name for name in base_files):
-        raise ConfigError(f"{path}: extends = {base_files!r}: must be a file or a list of files, relative to this one")
+    for stage_table in _list_stage_tables(config_values):
+        if isinstance(stage_table.get("overrides"), dict):
+            error_prefix = f"{path}: stage {stage_table.get('name')!r}: overrides"
+            stage_table["overrides"] = with_current_keys(stage_table["overrides"], error_prefix, notices)
+    extended_files = config_values.pop("extends", [])
+    extended_files = [extended_files] if isinstance(extended_files, str) else extended_files
+    if not isinstance(extended_files, list) or not all(isinstance(name, str) and name for name in extended_files):
+        raise ConfigError(
+            f"{path}: extends = {extended_files!r}: must be a file or a list of files, relative to this one"
+        )
     merged_values: TomlTable = {}
     config_folders: list[Path] = []
-    for name in base_files:
-        base_file = path.parent / name
-        if not os.path.exists(base_file):  # os.path.exists, unlike Path.exists, raises no error for an invalid path
-            raise ConfigError(f"{path}: extends = {name!r}: no such file ({base_file})")
-        base_values, base_folders = _read_with_extends(base_file, notices, (*extending_files, resolved_path))
-        merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(base_values, base_file))
-        config_folders = base_folders + config_folders
+    for name in extended_files:
+        extended_file = path.parent / name
+        if not os.path.exists(extended_file):  # Path.exists would raise an error for an invalid path
+            raise ConfigError(f"{path}: extends = {name!r}: no such file ({extended_file})")
+        extended_values, extended_folders = _read_with_extends(
+            extended_file, notices, (*extending_files, resolved_path)
+        )
+        merged_values = merge_tables(merged_values, _with_absolute_recipe_paths(extended_values, extended_file))
+        config_folders = extended_folders + config_folders
     return merge_tables(merged_values, config_values), [path.parent, *config_folders]
 
 
 def _with_absolute_recipe_paths(config_values: TomlTable, config_file: Path) -> TomlTable:
     """Return `config_values` with absolute paths in the keys `recipe`, which start from the folder of `config_file`."""
-    for stage in _list_stage_tables(config_values):
-        if isinstance(stage.get("recipe"), str) and stage["recipe"]:
-            stage["recipe"] = os.path.realpath(config_file.parent / stage["recipe"])
+    for stage_table in _list_stage_tables(config_values):
+        if isinstance(stage_table.get("recipe"), str) and stage_table["recipe"]:
+            stage_table["recipe"] = os.path.realpath(config_file.parent / stage_table["recipe"])
     return config_values
 
 

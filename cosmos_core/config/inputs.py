@@ -88,7 +88,7 @@ def existing_path(path_or_name: str, base_folder: Path) -> Path | None:
     try:
         path = base_folder / Path(path_or_name).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError):  # the path is too long, or the user of `~USER` is unknown
+    except (OSError, RuntimeError):  # raised for a path that is too long, or an unknown user in `~USER`
         return None
 
 
@@ -104,11 +104,8 @@ def read_card_metadata(model_or_data_folder: Path) -> dict[str, Any]:
 
 
 def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[StageInput, ...]:
-    """Return the inputs of a stage, models first, then rows, files and code.
-
-    Raises:
-        ConfigError: the image settings of the recipe are invalid, see `config.media.image_settings`.
-    """
+    """Return the inputs of a stage, models first, then rows, files and code. Raises `ConfigError` if the image settings
+    of the recipe are invalid, see `config.media.image_settings`."""
     model_inputs = tuple(_model_inputs(stage, recipe, kind))
     row_inputs = _row_inputs(stage, recipe, kind, next((item for item in model_inputs if item.role == "model"), None))
     file_inputs = (*_benchmark_inputs(recipe, kind), *_file_inputs(stage, recipe))
@@ -117,7 +114,7 @@ def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[S
 
 def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
     policy, reads_weights = recipe.policy, stage_kind.reads_model == "weights"
-    may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # user code may read any file of the model
+    may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # a user's code may read any file of the model
     file_patterns = ALL_FILES if may_read_any_file else TRAINING_FILES
     if stage_kind.reads_model == "tokenizer":
         file_patterns = policy.modality.encoder_files
@@ -145,10 +142,12 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
 
 def _weight_inputs(name: str) -> Iterator[StageInput]:
     """Yield the weights files in the folder `name`, or `name` itself if it is a file or contains no such files."""
-    path = Path(os.path.expanduser(name))  # os.path.expanduser, unlike Path.expanduser, accepts an unknown user
+    path = Path(os.path.expanduser(name))  # Path.expanduser would raise an error for an unknown user
     candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
-    files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
-    yield from (StageInput("policy.model_safetensor_path", "weights", file, "folder") for file in files or [name])
+    weight_files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
+    yield from (
+        StageInput("policy.model_safetensor_path", "weights", file, "folder") for file in weight_files or [name]
+    )
 
 
 def _row_inputs(
@@ -157,11 +156,15 @@ def _row_inputs(
     """Yield the data sets of rows that a stage reads, and the folder of the images in these rows."""
     image_config, modality = image_settings(recipe), recipe.policy.modality
     # All files of a folder are inputs of a stage with a user function (`entry`), because it may read any of them.
-    data_files, media_files = (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
+    data_patterns, media_patterns = (
+        (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
+    )
     reads_raw_rows, policy_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
     annotation_path = image_config.annotation_path
-    has_rows_file = (reads_raw_rows and not stage.data) or (stage.entry and existing_path(annotation_path, Path.cwd()))
-    dataset_names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if has_rows_file else ""}
+    is_annotation_read = (reads_raw_rows and not stage.data) or (
+        stage.entry and existing_path(annotation_path, Path.cwd())
+    )
+    dataset_names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if is_annotation_read else ""}
     for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
         if dataset_key not in policy_by_dataset or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
@@ -173,13 +176,13 @@ def _row_inputs(
         yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")
     for key, name in dataset_names_by_key.items():
         if name:
-            rows = _dataset_input(key, name, data_files, allows_prompt_sets=modality.accepts_prompt_set_names)
+            rows = _dataset_input(key, name, data_patterns, allows_prompt_sets=modality.accepts_prompt_set_names)
             table = recipe.datasets.get(key.removesuffix(".name"))
             yield replace(rows, revision=table.revision or None) if table and rows.location_type != "folder" else rows
     if (reads_raw_rows or stage.entry) and (media_folder := _find_media_folder(stage, recipe, image_config, model)):
-        needs_media_path = reads_raw_rows and not stage.data and bool(image_config.media_path)
-        if needs_media_path or os.path.isdir(media_folder):
-            yield StageInput(MEDIA_PATH_KEY, "media", media_folder, "folder", media_files)
+        requires_media_folder = reads_raw_rows and not stage.data and bool(image_config.media_path)
+        if requires_media_folder or os.path.isdir(media_folder):
+            yield StageInput(MEDIA_PATH_KEY, "media", media_folder, "folder", media_patterns)
 
 
 def _dataset_input(key: str, name: str, file_patterns: tuple[str, ...], *, allows_prompt_sets: bool) -> StageInput:
@@ -200,16 +203,18 @@ def _dataset_input(key: str, name: str, file_patterns: tuple[str, ...], *, allow
     return StageInput(key, "data", location, location_type, file_patterns)
 
 
-def _find_media_folder(stage: StageConfig, recipe: Recipe, settings: ImageSettings, model: StageInput | None) -> str:
+def _find_media_folder(
+    stage: StageConfig, recipe: Recipe, image_config: ImageSettings, model: StageInput | None
+) -> str:
     """Return the folder to which image paths in the rows are relative; empty if there is no such folder, or if the
     model reads only text.
 
     Before a Hub model is downloaded, it is unknown whether the model reads images. A changed image is still noticed in
     training, because prepared rows hold the digest of each image.
     """
-    if settings.media_path:
-        return _to_existing_path(settings.media_path)
-    rows_path = settings.annotation_path
+    if image_config.media_path:
+        return _to_existing_path(image_config.media_path)
+    rows_path = image_config.annotation_path
     model_folder = model.location if model and model.location_type == "folder" else ""
     if model_folder and any(os.path.isfile(Path(model_folder, name)) for name in _PROCESSOR_FILES):
         first_dataset = next(iter(recipe.datasets.values()))
@@ -222,8 +227,8 @@ def _benchmark_inputs(recipe: Recipe, stage_kind: StageKind) -> Iterator[StageIn
     """Yield the user's lm-eval tasks with the local data files that they name, and prompt sets of a diffusion model."""
     if stage_kind.reads_key(EVALUATION_PROMPTS_KEY):
         for name in recipe.evaluate.prompts:
-            prompt_set_input = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
-            yield replace(prompt_set_input, location_type="folder")
+            prompts_input = _dataset_input(EVALUATION_PROMPTS_KEY, name, ALL_FILES, allows_prompt_sets=True)
+            yield replace(prompts_input, location_type="folder")
     key = "evaluate.include_path"
     if stage_kind.reads_key(key) and (task_folder := recipe.evaluate.include_path):
         yield StageInput(key, "data", task_path := _to_existing_path(task_folder), "folder", LM_EVAL_TASK_FILES)
@@ -264,8 +269,8 @@ def _find_strings(yaml_value: Any) -> Iterator[str]:
     if isinstance(yaml_value, str):
         yield yaml_value
     elif isinstance(yaml_value, list | dict):
-        for child in yaml_value.values() if isinstance(yaml_value, dict) else yaml_value:
-            yield from _find_strings(child)
+        for nested_value in yaml_value.values() if isinstance(yaml_value, dict) else yaml_value:
+            yield from _find_strings(nested_value)
 
 
 def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
@@ -279,9 +284,9 @@ def _file_inputs(stage: StageConfig, recipe: Recipe) -> Iterator[StageInput]:
         location_type: LocationType = "folder" if is_template_file else "literal"
         yield StageInput("policy.chat_template", "template", path if is_template_file else chat_template, location_type)
     if stage.reward_service and not stage.reward_service.startswith(BLOCK_PREFIX):
-        service_path = _to_existing_path(stage.reward_service)
-        yield StageInput("reward_service", "reward_service", service_path, "folder")
-        for name, input_path in _list_service_files(Path(service_path)):
+        service_config_path = _to_existing_path(stage.reward_service)
+        yield StageInput("reward_service", "reward_service", service_config_path, "folder")
+        for name, input_path in _list_service_files(Path(service_config_path)):
             yield StageInput(name, "rewards", str(input_path), "folder")
 
 
@@ -289,10 +294,10 @@ def _list_service_files(config_file: Path) -> Iterator[tuple[str, Path]]:
     """Yield the user code and the model folders in the configuration of a reward service, by name. Paths that do not
     exist here are left out, because the service may run on another machine."""
     try:
-        tables = read_toml(config_file).get("reward_args")
+        reward_args = read_toml(config_file).get("reward_args")
     except ConfigError:  # skip an invalid file, because the reward service reports its error
         return
-    reward_tables = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    reward_tables = [table for table in reward_args if isinstance(table, dict)] if isinstance(reward_args, list) else []
     code_or_model_names = [str(table.get(key, "")) for table in reward_tables for key in ("entry", "model_path")]
     for name in filter(None, dict.fromkeys(code_or_model_names)):
         module_name, _, _ = name.rpartition(":") if is_import_path(name) else (name, "", "")
@@ -309,16 +314,17 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
         yield StageInput("entry", "entry", stage.entry, "code")
     if is_import_path(publication_target := split_publication_target(stage.target)[0]):
         yield StageInput("target", "target", publication_target, "code")
-    policy, held_out_rewards = recipe.train.train_policy, recipe.validation.reward_function
+    train_policy, held_out_rewards = recipe.train.train_policy, recipe.validation.reward_function
     for key, field, setting_value, _ in active_fields(recipe):
         if find_metadata(field, ReferenceKind) is ReferenceKind.CODE:
             names = (setting_value,) if isinstance(setting_value, str) else setting_value or ()
             role: InputRole = "code" if affects_result(field) else "hook"
-            all_rewards = {*policy.validation_rewards, *held_out_rewards, *recipe.evaluate.rewards}
+            all_rewards = {*train_policy.validation_rewards, *held_out_rewards, *recipe.evaluate.rewards}
             yield from (StageInput(key, role, n, "code") for n in names if is_import_path(n) and n not in all_rewards)
     reward_names: dict[str, Iterable[str]] = {
-        "train.train_policy.reward_function": policy.validation_rewards, "validation.reward_function": held_out_rewards
-    }  # fmt: skip
+        "train.train_policy.reward_function": train_policy.validation_rewards,
+        "validation.reward_function": held_out_rewards,
+    }
     if stage_kind.reads_key(EVALUATION_REWARDS_KEY):
         reward_names = {EVALUATION_REWARDS_KEY: recipe.evaluate.rewards}
     for key, names in reward_names.items():
@@ -330,9 +336,9 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
             if isinstance(setting_value, str) and setting_value and (path := existing_path(setting_value, Path.cwd())):
                 yield StageInput(f"custom.{name}.{custom_key}", "rewards", str(path), "folder")
     if stage_kind.reads_data == "source":
-        dataset_names = [source.dataset.name for source in policy.tables_by_dataset.values()]
-        dataset_classes = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_user_code(name)]
-        for name in (*dataset_classes, *filter(None, (policy.data_packer,))):
+        dataset_names = [source.dataset.name for source in train_policy.tables_by_dataset.values()]
+        dataset_class_paths = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_user_code(name)]
+        for name in (*dataset_class_paths, *filter(None, (train_policy.data_packer,))):
             yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data_code", name, "code")
 
 

@@ -37,11 +37,8 @@ MAX_MESSAGE_LENGTH = 1000  # maximum length of an error message in characters, a
 
 
 def read_toml(path: Path) -> TomlTable:
-    """Parse a TOML file. The result is cached by content and shared between callers, which must not change it.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, too large or not TOML; the message names the line.
-    """
+    """Parse a TOML file. The result is cached by content and shared between callers, which must not change it. Raises
+    `ConfigError` if the file is missing, unreadable, too large or not TOML; the message names the line."""
     try:
         with open(path, "rb") as toml_file:
             file_content = toml_file.read(MAX_FILE_BYTES + 1)
@@ -56,7 +53,7 @@ def read_toml(path: Path) -> TomlTable:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_NESTING_DEPTH} tables deep") from None
-    except ValueError as error:  # invalid TOML, or an integer with more digits than Python parses
+    except ValueError as error:  # raised for invalid TOML, or for an integer with more digits than Python parses
         other_format_name = _FORMAT_BY_SUFFIX.get(path.suffix.lower())
         other_format_hint = f"a configuration is TOML, not {other_format_name}; write [table] and key = value"
         problem_text = other_format_hint if other_format_name else "not valid TOML"
@@ -77,10 +74,7 @@ def parse_table(
     table: type[TableT], values: Any, *, error_prefix: str, key_prefix: str = "", notices: list[str] | None = None
 ) -> TableT:
     """Return `values` as a validated `table`; a validator that changes a value of the user adds a message to `notices`.
-
-    Raises:
-        ConfigError: the values have an error; the message has its key, value and rule, or a suggestion for the key.
-    """
+    Raises `ConfigError` if a value is invalid; the message has its key, value and rule, or a suggestion for the key."""
     try:
         return table.model_validate(values, context=None if notices is None else {"notices": notices})
     except ValidationError as error:
@@ -89,9 +83,9 @@ def parse_table(
         key_paths = [[str(key) for key in _error_location_keys(table, each)] for each in validation_errors]
         # Pydantic reports an error for each type that a value may have; the most deeply nested error fits best.
         same_key_indices = [i for i, all_keys in enumerate(key_paths) if all_keys[: len(key_paths[0])] == key_paths[0]]
-        deepest_index = max(same_key_indices, key=lambda i: len(key_paths[i]))
-        key_path, details = key_paths[deepest_index], validation_errors[deepest_index]
-        error_message = _describe_validation_error(table, details, key_path, key_prefix, values)
+        deepest_error_index = max(same_key_indices, key=lambda i: len(key_paths[i]))
+        key_path, error_details = key_paths[deepest_error_index], validation_errors[deepest_error_index]
+        error_message = _describe_validation_error(table, error_details, key_path, key_prefix, values)
         all_keys = dict.fromkeys(_printable_key(each, key_prefix) for each in key_paths)
         other_keys = [key for key in all_keys if key != _printable_key(key_path, key_prefix)]
         raise ConfigError(f"{error_prefix}: {error_message}{_format_other_keys(other_keys)}") from error
@@ -124,11 +118,11 @@ def merge_tables(old_table: Mapping[str, Any], overriding_values: Mapping[str, A
     return merged_values
 
 
-def _replaces_table(key: str, old_value: Mapping[str, Any], new_value: Mapping[str, Any]) -> bool:
+def _replaces_table(key: str, old_table: Mapping[str, Any], new_table: Mapping[str, Any]) -> bool:
     if key == "train.train_policy":  # a table with another `type` has other keys, so it replaces the old table
-        return "type" in new_value and new_value["type"] != old_value.get("type", new_value["type"])
+        return "type" in new_table and new_table["type"] != old_table.get("type", new_table["type"])
     has_user_chosen_keys = key == "sweep.grid" or key in _list_tables_with_user_chosen_keys()
-    return has_user_chosen_keys and not isinstance(new_value, OverrideTable)
+    return has_user_chosen_keys and not isinstance(new_table, OverrideTable)
 
 
 @cache
@@ -202,7 +196,7 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
         lacks_quotes = error_type == "string_type" and not isinstance(error["input"], dict | list)
         quotes_hint = f", in quotes (with --set: '{key}=\"...\"')" if lacks_quotes and not keys[-1].isdigit() else ""
         return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{quotes_hint}"
-    if error_type == "literal_error":  # name only supported values; pydantic's message names all values of the type
+    if error_type == "literal_error":  # name supported values only, because pydantic's message names all values
         key_fields = (key_field for name, _, key_field in all_fields(table) if name == ".".join(keys))
         if supported_values := next(
             filter(None, (find_metadata(key_field, SupportedValues) for key_field in key_fields)), None
@@ -218,21 +212,20 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
     return f"{key}: {error_message}" if key else error_message
 
 
-def _error_location_keys(root_table: type[Table], error_details: Any) -> Iterator[int | str]:
-    """Yield the keys that lead to the invalid value of a pydantic error, without the names of union members, which no
-    configuration file contains."""
-    candidate_tables: list[type[Table]] = [root_table]
+def _error_location_keys(root_table_class: type[Table], error_details: Any) -> Iterator[int | str]:
+    """Yield the keys that lead to the invalid value of a pydantic error, without the names of union members."""
+    candidate_table_classes: list[type[Table]] = [root_table_class]
     known_location, unknown_key = error_details["loc"], ()
     if error_details["type"] == "extra_forbidden":
         # Yield the unknown key separately: the loop would take a key named `int` for a member of a union.
         known_location, unknown_key = known_location[:-1], known_location[-1:]
     for key in known_location:
-        fields_by_name = {name: field for each in candidate_tables for name, field in each.model_fields.items()}
+        fields_by_name = {name: field for each in candidate_table_classes for name, field in each.model_fields.items()}
         if key in fields_by_name:
-            candidate_tables = find_table_classes(fields_by_name[str(key)].annotation)
+            candidate_table_classes = find_table_classes(fields_by_name[str(key)].annotation)
             yield key
-        elif isinstance(key, str) and any(key in _discriminator_values(each) for each in candidate_tables):
-            candidate_tables = [each for each in candidate_tables if key in _discriminator_values(each)]
+        elif isinstance(key, str) and any(key in _discriminator_values(each) for each in candidate_table_classes):
+            candidate_table_classes = [each for each in candidate_table_classes if key in _discriminator_values(each)]
         elif not (isinstance(key, str) and _UNION_MEMBER_PATTERN.fullmatch(key)):
             yield key
     yield from unknown_key
@@ -243,18 +236,18 @@ def _discriminator_values(table_class: type[Table]) -> set[str]:
     return {getattr(table_class, "algorithm", ""), *(get_args(type_field.annotation) if type_field else ())}
 
 
-def _suggest_known_key(table: type[Table], key_path: list[str], key_prefix: str, root_values: Any) -> str:
+def _suggest_known_key(table: type[Table], key_path: list[str], key_prefix: str, config_values: Any) -> str:
     """Return the end of an error message, which suggests a key for an unknown key: the equivalent of a name of TRL,
     otherwise a similar key of the same table, the key of this name in another table, or a similar dotted key."""
     known_keys = sorted({key for key, *_ in all_fields(table)})
     dotted_key = ".".join(key_path)
     if dotted_key in known_keys:
-        fields_by_model = [table_class.model_fields for key, table_class, _ in all_fields(table) if key == dotted_key]
-        type_fields = [fields["type"] for fields in fields_by_model if "type" in fields]
+        field_mappings = [table_class.model_fields for key, table_class, _ in all_fields(table) if key == dotted_key]
+        type_fields = [fields["type"] for fields in field_mappings if "type" in fields]
         type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
         type_choices = " or ".join(type_names)
         type_key = f"{'.'.join(key_path[:-1])}.type"
-        if _lacks_type(root_values, key_path[:-1]):
+        if _lacks_type(config_values, key_path[:-1]):
             return f" here; set {type_key} = {type_choices}"
         return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
@@ -277,10 +270,10 @@ def _correct_trl_name(name: str, known_keys: Sequence[str]) -> str:
 
     Example: the letters of `optm_learnrate` are closer to `optm_name` than to `optm_lr`, which is the learning rate.
     """
-    schema_names = {_normalise_key(key.rpartition(".")[2]) for key in known_keys}
+    schema_key_names = {_normalise_key(key.rpartition(".")[2]) for key in known_keys}
     trl_keys = {_normalise_key(name): keys[0] for name, keys in trl.KEYS_BY_TRL_NAME.items() if keys[0] in known_keys}
-    similar_names = difflib.get_close_matches(_normalise_key(name), [*schema_names, *trl_keys], n=1, cutoff=0.75)
-    return "" if not similar_names or similar_names[0] in schema_names else trl_keys[similar_names[0]]
+    similar_names = difflib.get_close_matches(_normalise_key(name), [*schema_key_names, *trl_keys], n=1, cutoff=0.75)
+    return "" if not similar_names or similar_names[0] in schema_key_names else trl_keys[similar_names[0]]
 
 
 def _normalise_key(name: str) -> str:

@@ -30,11 +30,8 @@ class ImageSettings:
 
 
 def image_settings(recipe: Recipe) -> ImageSettings:
-    """Return the settings of the images in the rows of a recipe.
-
-    Raises:
-        ConfigError: a value has the wrong type, or the recipe names two sources of rows.
-    """
+    """Return the settings of the images in the rows of a recipe. Raises `ConfigError` if a value has the wrong type, or
+    if the recipe names two sources of rows."""
     dataset_table, vision_table = recipe.custom.get("dataset"), recipe.custom.get("vision")
     dataset_table, vision_table = (table if isinstance(table, dict) else {} for table in (dataset_table, vision_table))
     paths = {key: dataset_table.get(key) or "" for key in MEDIA_PATH_NAMES}
@@ -58,10 +55,12 @@ def image_settings(recipe: Recipe) -> ImageSettings:
     )
 
 
-def with_absolute_media_paths(custom_table: dict[str, Any], to_absolute: Callable[[str], str]) -> dict[str, Any]:
-    """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `to_absolute`."""
+def with_absolute_media_paths(custom_table: dict[str, Any], make_absolute: Callable[[str], str]) -> dict[str, Any]:
+    """Return the table `[custom]` with the paths in `[custom.dataset]` converted by `make_absolute`."""
     table = custom_table.get("dataset")
     if not isinstance(table, dict):
         return custom_table
-    paths = {key: to_absolute(table[key]) for key in MEDIA_PATH_NAMES if isinstance(table.get(key), str) and table[key]}
-    return custom_table | {"dataset": table | paths}
+    absolute_paths = {
+        key: make_absolute(table[key]) for key in MEDIA_PATH_NAMES if isinstance(table.get(key), str) and table[key]
+    }
+    return custom_table | {"dataset": table | absolute_paths}

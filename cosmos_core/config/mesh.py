@@ -30,9 +30,7 @@ def check_mesh(recipe: Recipe, num_gpus: int | None, model_config: Mapping[str, 
     """Return the number of GPUs that a training stage uses, including the GPUs of its rollout engines.
 
     `num_gpus` is the number of available GPUs (None: unknown), `model_config` the result of `read_text_model_config`.
-
-    Raises:
-        ConfigError: the mesh is not possible; the message names the nearest possible size.
+    Raises `ConfigError` if the mesh is not possible; the message names the nearest possible size.
     """
     _check_mesh_sizes("policy.parallelism", recipe.policy.parallelism, model_config)
     if recipe.train.train_policy.has_rollouts:
@@ -47,11 +45,7 @@ def check_mesh(recipe: Recipe, num_gpus: int | None, model_config: Mapping[str, 
 
 
 def check_meshes(pipeline: Pipeline) -> dict[str, int]:
-    """Return the number of GPUs of each stage with a mesh, by stage name.
-
-    Raises:
-        ConfigError: a mesh is not possible.
-    """
+    """Return the number of GPUs of each stage with a mesh, by stage name; raise `ConfigError` for an invalid mesh."""
     num_gpus_by_stage = {}
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).has_mesh:
@@ -67,13 +61,10 @@ def check_meshes(pipeline: Pipeline) -> dict[str, int]:
 
 
 def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
-    """Resolve the settings that depend on the number of GPUs: `dp_shard_size = -1`, which remains and means 1 without
-    GPUs, and a `mode` that a recipe of Cosmos-RL leaves out. The number of GPUs is `pipeline.gpus` or, if unset, that
-    of the machine that runs the stages. Return the pipeline with the resolved settings.
-
-    Raises:
-        ConfigError: the other sizes do not divide the number of GPUs.
-    """
+    """Return the pipeline with the settings resolved that depend on the number of GPUs: a `dp_shard_size` of -1, which
+    is kept if there is no GPU, and a `mode` that a recipe of Cosmos-RL leaves out. The number of GPUs is
+    `pipeline.gpus` or, if that is unset, the number of GPUs of the machine that runs the stages. Raises `ConfigError`
+    if the other mesh sizes do not divide the number of GPUs."""
     recipes, notices = dict(pipeline.recipes), list(pipeline.notices)
     for stage in pipeline.stages:
         kind, recipe = pipeline.stage_kind(stage), recipes[stage.name]
@@ -81,8 +72,8 @@ def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
             continue
         has_text_rollouts = kind.feed == "rollouts" and recipe.policy.modality.has_text_engines
         if has_text_rollouts and "mode" not in recipe.model_fields_set and recipe.has_cosmos_rl_keys:
-            has_unknown_gpus = bool(stage.work_pool) and not pipeline.config.gpus
-            recipe, notice = _choose_default_mode(recipe, None if has_unknown_gpus else num_worker_gpus(pipeline))
+            is_gpu_count_unknown = bool(stage.work_pool) and not pipeline.config.gpus
+            recipe, notice = _choose_default_mode(recipe, None if is_gpu_count_unknown else num_worker_gpus(pipeline))
             notices += [notice] if notice else []
         elif kind.makes == "metrics" and (recipe.mode == "disaggregated" or recipe.has_cosmos_rl_keys):
             recipe, engine_setting = _with_colocated_engine_size(recipe)
@@ -114,11 +105,7 @@ def describe_placements(pipeline: Pipeline) -> list[str]:
 
 def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
     """Return the recipe with `dp_shard_size = -1` replaced by the number of GPUs that the other sizes leave; unchanged
-    if `num_gpus` is None.
-
-    Raises:
-        ConfigError: the other sizes do not divide the number of GPUs.
-    """
+    if `num_gpus` is None. Raises `ConfigError` if the other sizes do not divide the number of GPUs."""
     mesh = recipe.policy.parallelism
     if mesh.dp_shard_size != -1 or num_gpus is None:
         return recipe
@@ -133,8 +120,8 @@ def with_dp_shard_size(recipe: Recipe, num_gpus: int | None) -> Recipe:
             f"{ranks_per_shard} that the other sizes take; the nearest is dp_shard_size = {shard_size}, with "
             f"{shard_size * ranks_per_shard * mesh.n_init_replicas + num_engine_gpus} GPUs"
         )
-    parallelism = mesh.copy_with(dp_shard_size=shard_size)
-    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=parallelism))
+    new_mesh = mesh.copy_with(dp_shard_size=shard_size)
+    return recipe.copy_with(policy=recipe.policy.copy_with(parallelism=new_mesh))
 
 
 def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
@@ -156,8 +143,8 @@ def _ranks_per_shard(mesh: ParallelismConfig) -> int:
 def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[str, Any]) -> None:
     """Check that the mesh sizes tp, cp, pp and ep divide the heads, features, layers and experts of the model. Any
     vocabulary can be split, also unevenly."""
-    key_groups = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
-    num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in key_groups)
+    count_keys = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
+    num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in count_keys)
     num_kv_heads = model.get("num_key_value_heads")
     if key_prefix == "rollout.parallelism":  # vLLM replicates key-value heads if `tp_size` exceeds their number
         replicates_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
@@ -207,10 +194,10 @@ def _check_divisibility(key: str, size: int, item_name: str, num_items: Any) -> 
 
 def _check_batch_size(recipe: Recipe, num_shards: int) -> None:
     """Check that the completions of a replica can be distributed to its data-parallel ranks in equal micro-batches."""
-    train_config, policy = recipe.train, recipe.train.train_policy
-    rows_per_pass = 1 if policy.mini_batch == "auto" else policy.mini_batch
+    train_config, train_policy = recipe.train, recipe.train.train_policy
+    rows_per_pass = 1 if train_policy.mini_batch == "auto" else train_policy.mini_batch
     min_batch_size = num_shards * rows_per_pass
-    if not policy.has_rollouts or train_config.train_batch_per_replica % min_batch_size == 0:
+    if not train_policy.has_rollouts or train_config.train_batch_per_replica % min_batch_size == 0:
         return
     nearest_batch_size = max(min_batch_size, train_config.train_batch_per_replica // min_batch_size * min_batch_size)
     shard_size = gcd(train_config.train_batch_per_replica, num_shards)
@@ -241,11 +228,11 @@ def _choose_default_mode(recipe: Recipe, num_gpus: int | None) -> tuple[Recipe, 
     num_required_gpus = disaggregated_recipe.num_gpus(has_rollouts=True)
     if num_gpus is None or num_required_gpus <= num_gpus:
         return disaggregated_recipe, ""
-    colocated_recipe, change = _with_colocated_engine_size(recipe)
+    colocated_recipe, engine_setting = _with_colocated_engine_size(recipe)
     return colocated_recipe.copy_with(mode="colocated"), (
         f"mode is left out, which means 'disaggregated' in a recipe of Cosmos-RL and takes {num_required_gpus} GPUs, "
-        f"and there are {num_gpus}: mode = 'colocated'{change and f' and {change}'}, so that ranks train and generate "
-        f"in turns; set mode to choose"
+        f"and there are {num_gpus}: mode = 'colocated'{engine_setting and f' and {engine_setting}'}, so that ranks "
+        f"train and generate in turns; set mode to choose"
     )
 
 
@@ -255,9 +242,9 @@ def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
     num_ranks, engine_mesh = recipe.policy.parallelism.world_size, recipe.rollout.parallelism
     if num_ranks % engine_mesh.tp_size == 0:
         return recipe, ""
-    parallelism = engine_mesh.copy_with(tp_size=gcd(num_ranks, engine_mesh.tp_size))
-    rollout = recipe.rollout.copy_with(parallelism=parallelism)
-    return recipe.copy_with(rollout=rollout), f"rollout.parallelism.tp_size = {parallelism.tp_size}"
+    new_engine_mesh = engine_mesh.copy_with(tp_size=gcd(num_ranks, engine_mesh.tp_size))
+    rollout_config = recipe.rollout.copy_with(parallelism=new_engine_mesh)
+    return recipe.copy_with(rollout=rollout_config), f"rollout.parallelism.tp_size = {new_engine_mesh.tp_size}"
 
 
 def _gpu_only_settings(recipe: Recipe, stage_kind: StageKind) -> list[str]:
@@ -299,5 +286,5 @@ def _format_range(device_name: str, first_index: int, num_devices: int) -> str:
     return f"{device_name}{'es' if device_name.endswith('s') else 's'} {first_index}-{first_index + num_devices - 1}"
 
 
-def _describe_engines(num_engines: int, engine_size: int) -> str:
-    return f"{num_engines} engine{'s' if num_engines > 1 else ''}{f' of {engine_size}' if engine_size > 1 else ''}"
+def _describe_engines(num_engines: int, num_ranks: int) -> str:
+    return f"{num_engines} engine{'s' if num_engines > 1 else ''}{f' of {num_ranks}' if num_ranks > 1 else ''}"

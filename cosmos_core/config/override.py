@@ -59,21 +59,18 @@ def split_key(dotted_key: str) -> tuple[str, ...]:
 def parse_override(override_text: str) -> Override:
     """Parse an override such as `train.optm_lr=2e-6` to its keys and its TOML value; a value that is not TOML is a
     string. Older keys are renamed; a part with a dot is quoted, as in `policy.lora.alpha_pattern."mlp.up"=8`.
-
-    Raises:
-        ConfigError: the text has no `=` or no key.
-    """
+    Raises `ConfigError` if the text has no `=` or no key."""
     override_match = _OVERRIDE_PATTERN.fullmatch(override_text)
-    keys = split_key(current_key(override_match[1].strip())) if override_match else ()
-    if override_match is None or not all(keys) or len(keys) > MAX_NESTING_DEPTH:
+    key_parts = split_key(current_key(override_match[1].strip())) if override_match else ()
+    if override_match is None or not all(key_parts) or len(key_parts) > MAX_NESTING_DEPTH:
         raise ConfigError(f"--set {override_text[:60]!r}: write key=value, for example train.optm_lr=2e-6")
     value_text = override_match[2].strip()
     try:
         parsed_value_table = tomllib.loads(f"value = {value_text}")
     except (ValueError, RecursionError):
-        return Override(override_text, keys, value_text)
+        return Override(override_text, key_parts, value_text)
     is_toml_value = set(parsed_value_table) == {"value"} and not describe_unsupported_value(parsed_value_table)
-    return Override(override_text, keys, parsed_value_table["value"] if is_toml_value else value_text)
+    return Override(override_text, key_parts, parsed_value_table["value"] if is_toml_value else value_text)
 
 
 def drop_ineffective_overrides(overrides: Sequence[Override], notices: list[str]) -> list[Override]:
@@ -98,41 +95,40 @@ def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
 
 
 def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -> GroupedOverrides:
-    """Return the overrides grouped by the stage, or the pipeline, to which they apply.
-
-    Raises:
-        ConfigError: the first part of a key is neither a stage, nor a recipe table, nor `pipeline`.
-    """
+    """Return the overrides grouped by the stage, or the pipeline, to which they apply. Raises `ConfigError` if the
+    first part of a key is neither a stage, nor a recipe table, nor `pipeline`."""
     grouped_overrides = GroupedOverrides()
     for override in overrides:
-        (scope, *remaining_keys), value, option = override.keys, override.value, f"--set {override.text!r}"
+        (scope, *remaining_keys), value, option_text = override.keys, override.value, f"--set {override.text!r}"
         is_stage_name = scope in stage_names
         if is_stage_name and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
             keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
             grouped_overrides.add_stage_override(scope, keys, value)
         elif scope in Recipe.model_fields:
-            for name in stage_names:  # a value for all stages takes precedence over the recipe file of a stage
+            for name in stage_names:  # set the value in each stage, so that it takes precedence over recipe files
                 grouped_overrides.add_stage_override(name, ["overrides", *override.keys], value)
         elif scope == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
             grouped_overrides.pipeline = merge_tables(grouped_overrides.pipeline, nest_value(remaining_keys, value))
         elif scope == "pipeline":
             pipeline_keys = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
-            raise ConfigError(f"{option}: write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE")
+            raise ConfigError(
+                f"{option_text}: write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE"
+            )
         elif scope.endswith(IMPLIED_STAGE_SUFFIX) and (name := scope.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
             raise ConfigError(
-                f"{option}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a key "
-                f"of it, or set one of its recipe with {name}.KEY=VALUE"
+                f"{option_text}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a "
+                f"key of it, or set one of its recipe with {name}.KEY=VALUE"
             )
         elif is_stage_name:
-            raise ConfigError(f"{option}: {scope!r} is a stage; write {scope}.KEY=VALUE")
+            raise ConfigError(f"{option_text}: {scope!r} is a stage; write {scope}.KEY=VALUE")
         else:
             valid_names = list(dict.fromkeys([*stage_names, *Recipe.model_fields, "pipeline"]))
             name = ".".join(override.keys)
-            long_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
-            full_key_hint = f"; did you mean {' or '.join(map(repr, long_keys))}?" if long_keys else ""
-            hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, valid_names)
-            raise ConfigError(f"{option}: {scope!r} is no stage and no table of a recipe{hint}")
+            full_keys = list(dict.fromkeys(key for key, _, _ in all_fields(Recipe) if key.endswith(f".{name}")))
+            full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
+            correction_hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, valid_names)
+            raise ConfigError(f"{option_text}: {scope!r} is no stage and no table of a recipe{correction_hint}")
     return grouped_overrides
 
 

@@ -25,11 +25,8 @@ _QUOTED_TEXT_PATTERN = re.compile(r"[\"“](.+?)[\"”]")
 
 
 def find_prompt_set(name: str, key: str) -> Path | None:
-    """Return the folder or file of the known prompt set `name`; None if `name` is not a known set.
-
-    Raises:
-        DataError: the prompt set is known, but is not on this machine.
-    """
+    """Return the folder or file of the known prompt set `name`; None if `name` is not a known set. Raises `DataError`
+    if the prompt set is known, but is not on this machine."""
     if name not in KNOWN_PROMPT_SETS:
         return None
     for path in (PROMPT_SETS_FOLDER / name, PROMPT_SETS_FOLDER / f"{name}.txt"):
@@ -57,5 +54,5 @@ def prompt_metadata(prompt: str, path: Path) -> dict[str, Any]:
     """Return the metadata of a prompt for rewards: in the set `ocr` the quoted text that the image must show."""
     if not {path.name, path.stem, path.parent.name, path.parent.stem} & {"ocr"}:
         return {}
-    quoted_text = _QUOTED_TEXT_PATTERN.search(prompt)
-    return {"text": quoted_text[1]} if quoted_text else {}
+    quoted_text_match = _QUOTED_TEXT_PATTERN.search(prompt)
+    return {"text": quoted_text_match[1]} if quoted_text_match else {}

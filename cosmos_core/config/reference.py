@@ -18,9 +18,11 @@ def render_config_reference(stage_kinds: Mapping[str, StageKind]) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     jinja_environment.filters["cell"] = lambda cell_text: cell_text.replace("|", "\\|").replace("\n", " ")
-    page = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    status_fn = partial(_describe_status, stage_kinds=stage_kinds)
-    return page.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status_fn)
+    template = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
+    describe_status = partial(_describe_status, stage_kinds=stage_kinds)
+    return template.render(
+        tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=describe_status
+    )
 
 
 def _group_keys_by_table() -> list[dict[str, object]]:

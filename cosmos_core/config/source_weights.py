@@ -17,19 +17,16 @@ class RewardWeightsBySource(dict[str, float]):
         return repr(self.by_source)
 
 
-def reward_weights_of_source(weights: Mapping[str, float], label: str) -> Mapping[str, float]:
-    """Return the weights of the reward functions for rows of the data set with the label `label`.
-
-    Raises:
-        ConfigError: the recipe has several data sets, and none of them has this label.
-    """
+def reward_weights_of_source(weights: Mapping[str, float], dataset_label: str) -> Mapping[str, float]:
+    """Return the weights of the reward functions for rows of the data set with the label `dataset_label`. Raises
+    `ConfigError` if the recipe has several data sets, and none of them has this label."""
     if not isinstance(weights, RewardWeightsBySource):
         return weights
-    if label not in weights.by_source:
+    if dataset_label not in weights.by_source:
         source_labels = ", ".join(map(repr, filter(None, weights.by_source)))
         raise ConfigError(
-            f"train.train_policy.datasets has no data set {label!r}, of which the prepared rows have some, so that "
-            f"their reward functions are unknown; it has {source_labels}: take the labels of the stage that prepares "
-            f"the rows"
+            f"train.train_policy.datasets has no data set {dataset_label!r}, of which the prepared rows have some, so "
+            f"that their reward functions are unknown; it has {source_labels}: take the labels of the stage that "
+            f"prepares the rows"
         )
-    return weights.by_source[label]
+    return weights.by_source[dataset_label]

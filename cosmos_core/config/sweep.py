@@ -40,16 +40,13 @@ _DIGEST_LENGTH = 6
 def with_expanded_sweeps(pipeline: Pipeline, tables_by_stage: Mapping[str, TomlTable]) -> Pipeline:
     """Return a pipeline with each sweep expanded to branches and a stage that selects the best branch. The stages of
     `pipeline` must be in topological order; `tables_by_stage` holds the recipes as written in the file, by stage name.
-
-    Raises:
-        ConfigError: a sweep cannot be expanded; the message names stage and key.
-    """
+    Raises `ConfigError` if a sweep cannot be expanded; the message names stage and key."""
     for stage in pipeline.stages:
         _check_sweep(pipeline, stage)
     for stage in pipeline.stages:
         if stage.sweep is not None and stage.sweep.grid:
             pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables_by_stage)
-    stages = []
+    new_stages = []
     for stage in pipeline.stages:
         if stage.sweep is not None and not stage.sweep.branches:  # a select stage chooses among the stages in `after`
             branches = tuple(SweepBranch(stages=(name,)) for name in stage.after)
@@ -57,61 +54,67 @@ def with_expanded_sweeps(pipeline: Pipeline, tables_by_stage: Mapping[str, TomlT
         if stage.sweep is not None:
             branch_stages = [name for branch in stage.sweep.branches for name in branch.stages]
             stage = stage.model_copy(update={"after": tuple(dict.fromkeys((*stage.after, *branch_stages)))})
-        stages.append(stage)
-    return pipeline.with_stages(stages)
+        new_stages.append(stage)
+    return pipeline.with_stages(new_stages)
 
 
 def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
-    sweep_config, location = stage.sweep, _describe_stage(pipeline, stage)
+    sweep_config, error_prefix = stage.sweep, _make_error_prefix(pipeline, stage)
     if sweep_config is None:
         return
     is_select_stage, stage_names = pipeline.stage_kind(stage).selects_branch, [other.name for other in pipeline.stages]
     for name in [*sweep_config.through, *(name for branch in sweep_config.branches for name in branch.stages)]:
         if name not in stage_names:
             suggestion = suggest_names(name, stage_names)
-            raise ConfigError(f"{location}: sweep: {name!r} is no stage of this pipeline{suggestion}")
+            raise ConfigError(f"{error_prefix}: sweep: {name!r} is no stage of this pipeline{suggestion}")
     if is_select_stage and (sweep_config.grid or sweep_config.through):
         raise ConfigError(
-            f"{location}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
+            f"{error_prefix}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
         )
     if is_select_stage and not sweep_config.branches and len(stage.after) < 2:
-        raise ConfigError(f"{location}: there is nothing to choose from; name at least two stages in `after`")
+        raise ConfigError(f"{error_prefix}: there is nothing to choose from; name at least two stages in `after`")
     if not is_select_stage and (sweep_config.branches or not sweep_config.grid):
-        raise ConfigError(f'{location}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches')
+        raise ConfigError(
+            f'{error_prefix}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches'
+        )
 
 
 def _expand_sweep(
-    pipeline: Pipeline, sweep_stage: StageConfig, sweep_config: SweepConfig, tables: Mapping[str, TomlTable]
+    pipeline: Pipeline, sweep_stage: StageConfig, sweep_config: SweepConfig, tables_by_stage: Mapping[str, TomlTable]
 ) -> Pipeline:
-    error_prefix = _describe_stage(pipeline, sweep_stage)
-    copied_stage_names = _find_copied_stages(pipeline, sweep_stage, sweep_config, tables)
+    error_prefix = _make_error_prefix(pipeline, sweep_stage)
+    copied_stage_names = _find_copied_stages(pipeline, sweep_stage, sweep_config, tables_by_stage)
     recipes, new_stages, branches = dict(pipeline.recipes), [], []
-    dependents = pipeline.stage_and_dependents(sweep_stage.name)
+    dependent_stage_names = pipeline.stage_and_dependents(sweep_stage.name)
     for branch_suffix, grid_point in _list_grid_points(sweep_config.grid, max(map(len, copied_stage_names))):
-        branch_names = {original_name: f"{original_name}-{branch_suffix}" for original_name in copied_stage_names}
+        copy_names = {original_name: f"{original_name}-{branch_suffix}" for original_name in copied_stage_names}
         split_keys = {key: _split_grid_key(key, sweep_stage.name, copied_stage_names) for key in grid_point}
-        for original_name, name in branch_names.items():
+        for original_name, name in copy_names.items():
             if name in recipes:
                 raise ConfigError(f"{error_prefix}: sweep: the name {name!r} of a branch is taken by another stage")
             # A copied `prepare` stage gets the grid values of the stage with the sweep, whose rows it prepares.
-            key_stage = original_name if original_name in dependents else sweep_stage.name
-            stage_values = {
-                split_keys[key][1]: value for key, value in grid_point.items() if split_keys[key][0] == key_stage
+            source_stage = original_name if original_name in dependent_stage_names else sweep_stage.name
+            stage_settings = {
+                split_keys[key][1]: value for key, value in grid_point.items() if split_keys[key][0] == source_stage
             }
-            overrides = {key: value for key, value in stage_values.items() if not _is_stage_argument(key)}
+            recipe_overrides = {key: value for key, value in stage_settings.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[original_name]
-            if overrides:
-                settings_text = "".join(f" with {key} = {value!r}" for key, value in overrides.items())
-                merged_tables = with_current_algorithm_keys(merge_tables(tables[key_stage], _nest_keys(overrides)), [])
+            if recipe_overrides:
+                settings_text = "".join(f" with {key} = {value!r}" for key, value in recipe_overrides.items())
+                merged_tables = with_current_algorithm_keys(
+                    merge_tables(tables_by_stage[source_stage], _nest_dotted_settings(recipe_overrides)), []
+                )
                 recipe = parse_table(Recipe, merged_tables, error_prefix=f"{error_prefix}{settings_text}", notices=[])
-            recipes[name] = _rename_references(recipe, branch_names)
-            stage = _rename_references(pipeline.stage(original_name), branch_names)
-            arguments = {key: value for key, value in stage_values.items() if _is_stage_argument(key)}
-            if key_stage == original_name:
-                stage = stage.model_copy(update=merge_tables({"arguments": stage.arguments}, _nest_keys(arguments)))
-            predecessors = tuple(branch_names.get(predecessor, predecessor) for predecessor in stage.after)
-            new_stages.append(stage.model_copy(update={"name": name, "after": predecessors, "sweep": None}))
-        branches.append(SweepBranch(stages=tuple(branch_names.values()), settings=grid_point))
+            recipes[name] = _rename_references(recipe, copy_names)
+            stage = _rename_references(pipeline.stage(original_name), copy_names)
+            stage_arguments = {key: value for key, value in stage_settings.items() if _is_stage_argument(key)}
+            if source_stage == original_name:
+                stage = stage.model_copy(
+                    update=merge_tables({"arguments": stage.arguments}, _nest_dotted_settings(stage_arguments))
+                )
+            predecessor_names = tuple(copy_names.get(predecessor, predecessor) for predecessor in stage.after)
+            new_stages.append(stage.model_copy(update={"name": name, "after": predecessor_names, "sweep": None}))
+        branches.append(SweepBranch(stages=tuple(copy_names.values()), settings=grid_point))
     branch_stages = tuple(name for branch in branches for name in branch.stages)
     select_stage = StageConfig(
         name=sweep_stage.name,
@@ -120,30 +123,32 @@ def _expand_sweep(
         after=branch_stages,
         sweep=sweep_config.model_copy(update={"grid": {}, "through": (), "branches": tuple(branches)}),
     )
-    other_stages = [
+    outside_stages = [
         _replace_branch_references(pipeline, stage, sweep_stage.name, copied_stage_names)
         for stage in pipeline.stages
         if stage.name not in copied_stage_names
     ]
     for original_name in set(copied_stage_names) - {sweep_stage.name}:
         del recipes[original_name]
-    return pipeline.with_stages([*other_stages, *new_stages, select_stage], recipes)
+    return pipeline.with_stages([*outside_stages, *new_stages, select_stage], recipes)
 
 
 def _find_copied_stages(
-    pipeline: Pipeline, sweep_stage: StageConfig, sweep_config: SweepConfig, tables: Mapping[str, TomlTable]
+    pipeline: Pipeline, sweep_stage: StageConfig, sweep_config: SweepConfig, tables_by_stage: Mapping[str, TomlTable]
 ) -> tuple[str, ...]:
     """Return the names of the stages that are copied into each branch of a sweep: the stage with the sweep, the stages
     between it and those in `through`, and the stage that prepares the rows if the grid affects the rows."""
-    location, copied_stage_names = _describe_stage(pipeline, sweep_stage), {sweep_stage.name}
-    dependents = pipeline.stage_and_dependents(sweep_stage.name)
+    location, copied_stage_names = _make_error_prefix(pipeline, sweep_stage), {sweep_stage.name}
+    dependent_stage_names = pipeline.stage_and_dependents(sweep_stage.name)
     for name in sweep_config.through:
-        if name not in dependents:
+        if name not in dependent_stage_names:
             raise ConfigError(f"{location}: sweep.through: stage {name!r} is not behind {sweep_stage.name!r}")
-        copied_stage_names |= {other for other in dependents if name in pipeline.stage_and_dependents(other)}
+        copied_stage_names |= {other for other in dependent_stage_names if name in pipeline.stage_and_dependents(other)}
     rows_stage_name = referenced_stage(sweep_stage.data) or ""
-    recipe_tables = tables[sweep_stage.name]
-    has_own_prepare_stage = bool(rows_stage_name) and tables.get(rows_stage_name, recipe_tables) == recipe_tables
+    recipe_tables = tables_by_stage[sweep_stage.name]
+    has_own_prepare_stage = (
+        bool(rows_stage_name) and tables_by_stage.get(rows_stage_name, recipe_tables) == recipe_tables
+    )
     for key in sweep_config.grid:
         key_stage_name, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_stage_names))
         if not key_stage_name:
@@ -182,33 +187,33 @@ def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -
     """Return pairs of a suffix for the names of a branch's stages, and the values of the branch by key. The names to
     which the suffix is appended have at most `max_original_length` characters."""
     points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
-    label_by_key = _shorten_keys([current_key(key) for key in grid])
-    suffixes = [
-        "-".join(f"{label_by_key[key]}-{_format_value(value)}" for key, value in point.items()) for point in points
+    short_name_by_key = _shorten_keys([current_key(key) for key in grid])
+    branch_suffixes = [
+        "-".join(f"{short_name_by_key[key]}-{_format_value(value)}" for key, value in point.items()) for point in points
     ]
     max_suffix_length = MAX_STAGE_NAME_LENGTH - max_original_length - 1
     grid_points = []
-    for branch_suffix, point in zip(suffixes, points, strict=True):
-        if len(branch_suffix) > max_suffix_length or suffixes.count(branch_suffix) > 1:
-            digest = hashlib.sha256(json.dumps(point, sort_keys=True, default=str).encode()).hexdigest()
+    for branch_suffix, point in zip(branch_suffixes, points, strict=True):
+        if len(branch_suffix) > max_suffix_length or branch_suffixes.count(branch_suffix) > 1:
+            point_digest = hashlib.sha256(json.dumps(point, sort_keys=True, default=str).encode()).hexdigest()
             shortened_suffix = branch_suffix[: max(0, max_suffix_length - _DIGEST_LENGTH - 1)]
-            branch_suffix = f"{shortened_suffix}-{digest[:_DIGEST_LENGTH]}".lstrip("-")
+            branch_suffix = f"{shortened_suffix}-{point_digest[:_DIGEST_LENGTH]}".lstrip("-")
         grid_points.append((branch_suffix, point))
     return grid_points
 
 
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Return, for each dotted key, the shortest sequence of its last parts that no other key ends with."""
-    label_by_key = {}
+    short_name_by_key = {}
     for key in keys:
         key_parts = split_key(key)
-        num_label_parts = next(
+        num_short_name_parts = next(
             num_parts for num_parts in range(1, len(key_parts) + 1)
             if num_parts == len(key_parts)
             or sum(split_key(other_key)[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
         )  # fmt: skip
-        label_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_label_parts:]))
-    return label_by_key
+        short_name_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_short_name_parts:]))
+    return short_name_by_key
 
 
 def _format_value(value: Any) -> str:
@@ -217,33 +222,33 @@ def _format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "_".join(map(_format_value, value))
-    label = re.sub(r"e([+-])0*(?=\d)", r"e\1", repr(value)) if isinstance(value, float) else str(value)
-    return re.sub(r"[^A-Za-z0-9-]+", "_", label.rpartition("/")[2] if isinstance(value, str) else label).strip("_")
+    text = re.sub(r"e([+-])0*(?=\d)", r"e\1", repr(value)) if isinstance(value, float) else str(value)
+    return re.sub(r"[^A-Za-z0-9-]+", "_", text.rpartition("/")[2] if isinstance(value, str) else text).strip("_")
 
 
-def _nest_keys(dotted_settings: TomlTable) -> TomlTable:
+def _nest_dotted_settings(dotted_settings: TomlTable) -> TomlTable:
     nested_tables: TomlTable = {}
-    for key, value in dotted_settings.items():
-        nested_tables = merge_tables(nested_tables, nest_value(split_key(key), value))
+    for key, setting_value in dotted_settings.items():
+        nested_tables = merge_tables(nested_tables, nest_value(split_key(key), setting_value))
     return nested_tables
 
 
-def _rename_references(table: TableT, branch_names: Mapping[str, str]) -> TableT:
+def _rename_references(stage_or_recipe: TableT, copy_name_by_original: Mapping[str, str]) -> TableT:
     """Return a stage of a branch, or its recipe, with each `stage:NAME` replaced by its copy in the branch."""
 
     def rename_reference(_reference_kind: ReferenceKind, reference: str) -> str:
-        name = branch_names.get(referenced_stage(reference) or "")
-        return f"{STAGE_PREFIX}{name}" if name else reference
+        copy_name = copy_name_by_original.get(referenced_stage(reference) or "")
+        return f"{STAGE_PREFIX}{copy_name}" if copy_name else reference
 
-    return convert_references(table, rename_reference)
+    return convert_references(stage_or_recipe, rename_reference)
 
 
 def _replace_branch_references(
-    pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, copied_names: Sequence[str]
+    pipeline: Pipeline, stage: StageConfig, sweep_stage_name: str, copied_stage_names: Sequence[str]
 ) -> StageConfig:
     """Return a stage outside of the sweep with each reference to a stage of the sweep replaced by the select stage."""
-    error_prefix = _describe_stage(pipeline, stage)
-    copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_names}
+    error_prefix = _make_error_prefix(pipeline, stage)
+    copied_references = {f"{STAGE_PREFIX}{name}" for name in copied_stage_names}
     if stage.data in copied_references:
         raise ConfigError(
             f"{error_prefix}: data = {stage.data!r} is in every branch of the sweep of {sweep_stage_name!r}; name the "
@@ -254,10 +259,12 @@ def _replace_branch_references(
             f"{error_prefix}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
             f"checkpoints; name the stage in its sweep.through"
         )
-    predecessors = tuple(dict.fromkeys(sweep_stage_name if name in copied_names else name for name in stage.after))
-    model = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in copied_references else stage.model
-    return stage.model_copy(update={"after": predecessors, "model": model})
+    predecessor_names = tuple(
+        dict.fromkeys(sweep_stage_name if name in copied_stage_names else name for name in stage.after)
+    )
+    model_reference = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in copied_references else stage.model
+    return stage.model_copy(update={"after": predecessor_names, "model": model_reference})
 
 
-def _describe_stage(pipeline: Pipeline, stage: StageConfig) -> str:
+def _make_error_prefix(pipeline: Pipeline, stage: StageConfig) -> str:
     return f"{pipeline.source_path}: stage {stage.name!r}"

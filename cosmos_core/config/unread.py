@@ -61,7 +61,7 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     if stage_kind.reads_data == "prepared":
         if data_stage_name is None or pipeline.stage_kind(pipeline.stage(data_stage_name)).makes != "data":
-            return True  # without a prepare stage, it is unknown whether the rows are prompts
+            return True  # rows of unknown origin may be prompts to complete
         stage = pipeline.stage(data_stage_name)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
@@ -70,7 +70,7 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
 def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
     pipeline must contain all its stages, unlike that of a running Python flow."""
-    if any(stage.entry for stage in pipeline.stages):  # a user function may read any key, so that no key is reported
+    if any(stage.entry for stage in pipeline.stages):  # report no key, because a user function may read any
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
     used_settings: set[str] = set()
@@ -91,11 +91,11 @@ def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
             elif stage_kind in reading_kinds:
                 reason_by_setting[setting_text] = reason
             elif reading_kinds and not (
-                any(each.endswith(key) for each in grid_keys)  # the branches of a sweep read the keys of its grid
+                any(each.endswith(key) for each in grid_keys)  # keys of a grid are read by the branches of the sweep
                 or (stage_kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
             ):
-                kind_names = " or ".join(repr(each.name) for each in reading_kinds)
-                reason_by_setting.setdefault(setting_text, f"only stages of kind {kind_names} read it")
+                kind_names_text = " or ".join(repr(each.name) for each in reading_kinds)
+                reason_by_setting.setdefault(setting_text, f"only stages of kind {kind_names_text} read it")
     for reason in dict.fromkeys(reason_by_setting.values()):
         unused_settings = [s for s, cause in reason_by_setting.items() if cause == reason and s not in used_settings]
         if unused_settings:
@@ -104,13 +104,13 @@ def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
 
 def _disabled_keys_in_fingerprint(recipe: Recipe) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield pairs of a reason and the prefixes of the recipe keys that it disables. Fingerprints include these keys."""
-    policy = recipe.train.train_policy
+    train_policy = recipe.train.train_policy
     if not recipe.policy.modality.has_text_engines:
         yield "policy.is_diffusers is on", _TEXT_MODEL_KEYS
     elif not recipe.has_validation_completions:
         yield "held-out rows are not completed", [*_VALIDATION_SAMPLING_KEYS, "validation.n_generation"]
-    if not policy.has_rollouts:
+    if not train_policy.has_rollouts:
         yield "no rollouts are trained on", ["train.sync_weight_interval"]
-    if recipe.mode != "disaggregated" and policy.rollout_lookahead[0]:
+    if recipe.mode != "disaggregated" and train_policy.rollout_lookahead[0]:
         lookahead_keys = ("allowed_outdated_steps", "max_inflight_steps")
         yield f"mode = {recipe.mode!r}", [f"train.train_policy.{name}" for name in lookahead_keys]

@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
 def with_upload_stages(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with an upload stage `NAME-s3` or `NAME-hub` after each export of a model whose training sets
-    `upload_s3` or `upload_hf`. The stages must be in topological order; existing upload stages are kept.
-
-    Raises:
-        ConfigError: a stage of another kind has the name of an upload stage.
-    """
+    `upload_s3` or `upload_hf`. The stages must be in topological order; existing upload stages are kept. Raises
+    `ConfigError` if a stage of another kind has the name of an upload stage."""
     recipes, new_upload_stages = dict(pipeline.recipes), []
     stages_by_name = {stage.name: stage for stage in pipeline.stages}
     for training_name, upload_stage in _list_requested_uploads(pipeline):
-        existing_stage = stages_by_name.get(upload_stage.name)
-        if existing_stage is None:
+        stage_of_same_name = stages_by_name.get(upload_stage.name)
+        if stage_of_same_name is None:
             recipes[upload_stage.name] = pipeline.recipes[training_name]
             new_upload_stages.append(upload_stage)
-        elif existing_stage.kind != upload_stage.kind:
+        elif stage_of_same_name.kind != upload_stage.kind:
             raise ConfigError(
                 f"{pipeline.source_path}: stage {upload_stage.name!r}: the name is taken by the upload of stage "
                 f"{referenced_stage(upload_stage.model)!r}"
@@ -38,20 +35,24 @@ def with_upload_stages(pipeline: Pipeline) -> Pipeline:
 def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConfig]]:
     """Yield the name of each training whose recipe requests an upload of its model, and the upload stage."""
     upload_kind = next((name for name, kind in pipeline.stage_kinds.items() if kind.makes == "publication"), "")
-    for model_stage, training, is_last_training in _list_published_stages(pipeline):
+    for model_stage, training_name, is_last_training in _list_published_stages(pipeline):
         dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
         stages_and_kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]
         export_stages = [stage for stage, kind in stages_and_kinds if kind.makes == "model" and not kind.trains_model]
-        source_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training].train.ckpt
-        for source in source_stages:
-            predecessors = dict.fromkeys((source.name, training) if training == model_stage.name else (source.name,))
-            uploads_to_hub = is_last_training and source == source_stages[-1]
-            target_urls = checkpoint_config.upload_urls(pipeline.config.name, source.name, is_last_model=uploads_to_hub)
+        uploaded_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training_name].train.ckpt
+        for source_stage in uploaded_stages:
+            predecessors = dict.fromkeys(
+                (source_stage.name, training_name) if training_name == model_stage.name else (source_stage.name,)
+            )
+            uploads_to_hub = is_last_training and source_stage == uploaded_stages[-1]
+            target_urls = checkpoint_config.upload_urls(
+                pipeline.config.name, source_stage.name, is_last_model=uploads_to_hub
+            )
             for target_suffix, target_url in target_urls.items():
-                name = f"{source.name[: MAX_STAGE_NAME_LENGTH - len(target_suffix) - 1]}-{target_suffix}"
-                yield training, StageConfig(
-                    name=name, kind=upload_kind, recipe=pipeline.stage(training).recipe, after=tuple(predecessors),
-                    model=f"{STAGE_PREFIX}{source.name}", target=target_url
+                name = f"{source_stage.name[: MAX_STAGE_NAME_LENGTH - len(target_suffix) - 1]}-{target_suffix}"
+                yield training_name, StageConfig(
+                    name=name, kind=upload_kind, recipe=pipeline.stage(training_name).recipe, after=tuple(predecessors),
+                    model=f"{STAGE_PREFIX}{source_stage.name}", target=target_url
                 )  # fmt: skip
 
 

@@ -25,9 +25,9 @@ class BatchingSettings:
 
 
 def fill_micro_batches(lengths: Sequence[int], row_order: Sequence[int], settings: BatchingSettings) -> list[list[int]]:
-    """Divide rows into micro-batches, in the order `row_order`. A micro-batch starts with the first remaining row. Then
-    the one of the next `pool_size` rows is added that gives the micro-batch the fewest tokens, padding included. The
-    micro-batch is complete when none of these rows fits into the token budget."""
+    """Divide rows into micro-batches, in the order `row_order`. A micro-batch starts with the first remaining row. Of
+    the next `pool_size` rows, the row with which the micro-batch has the fewest tokens, padding included, is added
+    until none of these rows fits into the token budget."""
     remaining_rows = iter(row_order)
     candidate_rows = list(islice(remaining_rows, settings.pool_size))
     micro_batches = []
@@ -70,8 +70,9 @@ class BalancedBatchPlan:
     ) -> None:
         """Plan at most `max_steps` steps; `epoch_order_fn(epoch)` returns the rows of an epoch in training order."""
         self._row_lengths: list[int] = row_lengths.tolist()
-        self._epoch_order_fn, self._settings, self._batches_per_step = epoch_order_fn, settings, micro_batches_per_step
-        self._planned_epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._epoch_order_fn, self._settings = epoch_order_fn, settings
+        self._micro_batches_per_step = micro_batches_per_step
+        self._last_planned_epoch: tuple[int, list[list[int]]] = (-1, [])
         self._epoch_start_steps = [0]
         """Number of the first step of each epoch, and of the step after the last epoch."""
         for epoch in range(num_epochs):
@@ -86,17 +87,17 @@ class BalancedBatchPlan:
     def micro_batches(self, step: int) -> list[list[int]]:
         """Return the row numbers of each micro-batch of step `step`, counted from 0 over all epochs."""
         epoch = bisect_right(self._epoch_start_steps, step) - 1
-        first_micro_batch = (step - self._epoch_start_steps[epoch]) * self._batches_per_step
-        return self._plan_micro_batches(epoch)[first_micro_batch : first_micro_batch + self._batches_per_step]
+        first_micro_batch = (step - self._epoch_start_steps[epoch]) * self._micro_batches_per_step
+        return self._plan_micro_batches(epoch)[first_micro_batch : first_micro_batch + self._micro_batches_per_step]
 
     def epochs_done(self, step: int) -> float:
         """Return the number of epochs completed after step `step`, including the fraction of the current one."""
         epoch = bisect_right(self._epoch_start_steps, step) - 1
-        first_step, next_epoch_step = self._epoch_start_steps[epoch : epoch + 2]
-        return epoch + (step + 1 - first_step) / (next_epoch_step - first_step)
+        epoch_start_step, next_epoch_start_step = self._epoch_start_steps[epoch : epoch + 2]
+        return epoch + (step + 1 - epoch_start_step) / (next_epoch_start_step - epoch_start_step)
 
     def _plan_micro_batches(self, epoch: int) -> list[list[int]]:
-        if self._planned_epoch[0] != epoch:
+        if self._last_planned_epoch[0] != epoch:
             row_order = self._epoch_order_fn(epoch).tolist()
-            self._planned_epoch = epoch, fill_micro_batches(self._row_lengths, row_order, self._settings)
-        return self._planned_epoch[1]
+            self._last_planned_epoch = epoch, fill_micro_batches(self._row_lengths, row_order, self._settings)
+        return self._last_planned_epoch[1]

@@ -24,7 +24,7 @@ from cosmos_core.models.chat_templates import check_template_text
 from cosmos_core.tools.base import ToolCall, ToolResult, parse_tool_calls
 from cosmos_core.tools.runner import ToolRunner
 
-_MULTI_TURN_KEY = "rollout.multi_turn_config"
+_CONFIG_KEY = "rollout.multi_turn_config"
 _EXAMPLE_USER_TURN = {"role": "user", "content": "?"}
 _ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
@@ -76,9 +76,9 @@ def make_prompt_rendering(
     try:
         template = None if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{_MULTI_TURN_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
+        raise DataError(f"{_CONFIG_KEY}.custom_chat_template_path = {path!r} cannot be read: {error}") from error
     if path is not None and template is not None:
-        check_template_text(f"{_MULTI_TURN_KEY}.custom_chat_template_path", path, template)
+        check_template_text(f"{_CONFIG_KEY}.custom_chat_template_path", path, template)
     return PromptRendering(
         tuple(tools), template, config.add_generation_prompt, config.continue_final_message, config.enable_thinking
     )
@@ -123,15 +123,15 @@ class ToolResultTokens:
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
         escaped_special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
-        self._special_regex = re.compile("|".join(sorted(escaped_special_tokens, key=len, reverse=True)) or "(?!)")
-        with limit_resources(f"{_MULTI_TURN_KEY}: the chat template"):
-            self._assistant_turn = self._select_assistant_turn()
+        self._escape_regex = re.compile("|".join(sorted(escaped_special_tokens, key=len, reverse=True)) or "(?!)")
+        with limit_resources(f"{_CONFIG_KEY}: the chat template"):
+            self._example_assistant_turn = self._select_assistant_turn()
             self._check_call_format()
 
-    def tokenise_results(self, results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
-        """Return the tokens of the tool results: from the end of one assistant turn to the start of the next. `results`
-        are pairs of tool name and result. Raise ModelError if the results change how the first turn is rendered."""
-        end_token_and_text = self._render_text_after_call(self._assistant_turn, results)
+    def tokenise_results(self, tool_results: Sequence[tuple[str, ToolResult]]) -> tuple[int, ...]:
+        """Return the tokens between the end of one assistant turn and the start of the next one, for pairs of tool name
+        and result. Raise ModelError if the results change how the first turn is rendered."""
+        end_token_and_text = self._render_text_after_call(self._example_assistant_turn, tool_results)
         if end_token_and_text is None:
             raise _make_changed_turn_error(self._tokenizer)
         end_token, text_after_turn = end_token_and_text
@@ -162,7 +162,7 @@ class ToolResultTokens:
         expected_call = ToolCall("look_up_word", {"word": "forty-two"})
         call_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
         tool_calls = [{"type": "function", "id": "call00000", "function": call_fields}]
-        unread_call = ""
+        unparsable_call = ""
         for encoded_calls in (tool_calls, encode_arguments(tool_calls)):
             with suppress(TemplateError, ValueError, TypeError):
                 rendered_prompt = self._render_template([_EXAMPLE_USER_TURN], add_generation_prompt=False)
@@ -171,29 +171,29 @@ class ToolResultTokens:
                 rendered_call = rendered_call[common_prefix_length(rendered_prompt, rendered_call) :]
                 if parse_tool_calls(rendered_call) == [expected_call]:
                     return
-                unread_call = rendered_call if expected_call.name in rendered_call else unread_call
-        if unread_call:
+                unparsable_call = rendered_call if expected_call.name in rendered_call else unparsable_call
+        if unparsable_call:
             raise ModelError(
-                f"{_MULTI_TURN_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
-                f"call as {unread_call.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
+                f"{_CONFIG_KEY}.enable_tools: the chat template of {self._tokenizer.name_or_path!r} writes a tool "
+                f"call as {unparsable_call.strip()[:200]!r}, which is not read; calls are read as Hermes writes them, "
                 f'<tool_call>{{"name": ..., "arguments": ...}}</tool_call>: give a template that writes that with '
-                f"{_MULTI_TURN_KEY}.custom_chat_template_path, or take another model"
+                f"{_CONFIG_KEY}.custom_chat_template_path, or take another model"
             )
 
     def _render_text_after_call(
-        self, assistant_turn: Message, results: Sequence[tuple[str, ToolResult]]
+        self, assistant_turn: Message, tool_results: Sequence[tuple[str, ToolResult]]
     ) -> tuple[str, str] | None:
         """Return the end token of an assistant turn, and the text after it, in which the tool results are rendered;
         None if the chat template renders the assistant turn differently when tool results follow."""
-        call_ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral's template requires ids of nine characters
+        call_ids = [f"call{i:05d}" for i in range(len(tool_results))]  # Mistral's template needs ids of nine characters
         tool_calls = [
             {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
-            for call_id, (name, _) in zip(call_ids, results, strict=True)
+            for call_id, (name, _) in zip(call_ids, tool_results, strict=True)
         ]
         turn = assistant_turn if assistant_turn["content"] else {**assistant_turn, "tool_calls": tool_calls}
         tool_turns = [
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": self._escape_special_tokens(result.text)}
-            for call_id, (name, result) in zip(call_ids, results, strict=True)
+            for call_id, (name, result) in zip(call_ids, tool_results, strict=True)
         ]
         text_without_results = self._render_template([_EXAMPLE_USER_TURN, turn], add_generation_prompt=False)
         text_with_results = self._render_template(
@@ -208,23 +208,23 @@ class ToolResultTokens:
 
     def _render_template(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         template_kwargs = replace(self._render_settings, continue_final_message=False).template_kwargs
-        text: Any = self._tokenizer.apply_chat_template(
+        rendered_text: Any = self._tokenizer.apply_chat_template(
             messages,
             tools=list(self._render_settings.tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **template_kwargs,
         )
-        return str(text)
+        return str(rendered_text)
 
     def _escape_special_tokens(self, text: str) -> str:
         """Insert a space into each special token in the text of a tool result, so that no special token ends a turn."""
-        return self._special_regex.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        return self._escape_regex.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
 def _make_changed_turn_error(tokenizer: PreTrainedTokenizerBase, failure_reason: str = "") -> ModelError:
     return ModelError(
-        f"{_MULTI_TURN_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
+        f"{_CONFIG_KEY}: the chat template of {tokenizer.name_or_path!r} does not keep what it has written of an "
         f"assistant's turn, up to its end token, when a tool result follows{failure_reason}; give another with "
         "custom_chat_template_path"
     )

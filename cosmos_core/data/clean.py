@@ -84,12 +84,12 @@ def _find_repeated_texts(
     benchmark_index = BenchmarkIndex(clean_config.decontaminate_against, clean_config.ngram)
     minhash = MinHashBands(clean_config.near_duplicates) if clean_config.near_duplicates else None
     row_numbers, hash_keys = array("Q"), array("Q")
-    held_out_rows, held_out_index = list[RowFingerprint](), _HashKeyIndex()
+    held_out_rows, held_out_key_index = list[RowFingerprint](), _HashKeyIndex()
     for held_out_set in held_out_sets:
         for _, location, row_texts, has_images in _iterate_readable_rows(stage, held_out_set, apply_packer):
             if not has_images:
                 fingerprint, _ = _make_row_fingerprint(location, row_texts)
-                held_out_index.add(len(held_out_rows), enumerate(fingerprint.compute_hash_keys(minhash)))
+                held_out_key_index.add(len(held_out_rows), enumerate(fingerprint.compute_hash_keys(minhash)))
                 held_out_rows.append(fingerprint)
     with tempfile.TemporaryFile(dir=stage.path) as fingerprint_file:
         fingerprints = RowFingerprintFile(fingerprint_file)
@@ -100,15 +100,15 @@ def _find_repeated_texts(
                 yield row_number, should_drop, {"row": location, **match}
                 if should_drop:
                     continue
-            if has_images:  # skip the search for duplicates: rows with equal text may show different images
+            if has_images:  # do not search rows with images for duplicates: their images may differ
                 continue
-            row_keys = fingerprint.compute_hash_keys(minhash)
-            candidates = map(held_out_rows.__getitem__, held_out_index.find_rows(enumerate(row_keys)))
+            row_hash_keys = fingerprint.compute_hash_keys(minhash)
+            candidates = map(held_out_rows.__getitem__, held_out_key_index.find_rows(enumerate(row_hash_keys)))
             if match := fingerprint.find_match(candidates, clean_config.near_duplicates):
                 yield row_number, False, {**match, "match": "held_out_row"}
             fingerprints.add(fingerprint)
             row_numbers.append(row_number)
-            hash_keys.extend(row_keys)
+            hash_keys.extend(row_hash_keys)
         key_table = np.frombuffer(hash_keys, dtype=np.uint64).reshape(-1, 1 + (minhash.num_bands if minhash else 0))
         for row_position, match in find_duplicates(key_table, fingerprints, clean_config.near_duplicates):
             yield row_numbers[row_position], True, match
@@ -118,7 +118,7 @@ def _iterate_readable_rows(
     stage: Stage, rows: Rows, apply_packer: _PackerFn | None
 ) -> Iterator[tuple[int, str, list[str], bool]]:
     """Yield number, location and texts of each row, and whether it shows images; unreadable rows are skipped."""
-    policy, row_kind = stage.recipe.train.train_policy, load_tokenised_kind(stage.recipe.train.train_policy.rows)
+    algorithm, row_kind = stage.recipe.train.train_policy, load_tokenised_kind(stage.recipe.train.train_policy.rows)
     for row_number, (location, row) in enumerate(rows):
         if row_number % 256 == 0:
             stage.progress.beat()
@@ -129,7 +129,7 @@ def _iterate_readable_rows(
             if packed_row.get(TOKENS_COLUMN) is not None:
                 problem = f"train.train_policy.clean compares texts, and {location} has only {TOKENS_COLUMN}"
                 raise ConfigError(f"{problem}; leave clean out, or let the data packer return turns")
-            row_content = row_kind.read(packed_row, location, policy)
+            row_content = row_kind.read(packed_row, location, algorithm)
             yield row_number, location, list(iterate_texts(row_content)), _shows_images(packed_row, row_content)
 
 
@@ -239,55 +239,56 @@ class RowFingerprintFile:
 
 
 def find_duplicates(
-    hash_keys: np.ndarray, fingerprints: RowFingerprintFile, threshold: float
+    hash_keys: np.ndarray, fingerprints: RowFingerprintFile, min_similarity: float
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the match of each row whose text is equal to that of an earlier row, or has a similarity
-    of at least `threshold` to it (0: equal texts only). Earlier rows that are duplicates themselves are not compared.
+    """Yield the position and the match of each row whose text is equal to the text of an earlier row, or has at least
+    `min_similarity` to it (0: equal texts only). Earlier rows that are duplicates themselves are not compared.
     `hash_keys`, shape (rows, keys), are the hash keys of the rows; rows with an equal key in a column are compared."""
-    is_key_shared = np.zeros(hash_keys.shape, dtype=bool)
-    for key_index in range(hash_keys.shape[1]):
-        _, inverse_indices, key_counts = np.unique(hash_keys[:, key_index], return_inverse=True, return_counts=True)
-        is_key_shared[:, key_index] = key_counts[inverse_indices] > 1
+    has_shared_key = np.zeros(hash_keys.shape, dtype=bool)
+    for key_column in range(hash_keys.shape[1]):
+        _, inverse_indices, key_counts = np.unique(hash_keys[:, key_column], return_inverse=True, return_counts=True)
+        has_shared_key[:, key_column] = key_counts[inverse_indices] > 1
     hash_key_index = _HashKeyIndex()
-    for row_position in np.flatnonzero(is_key_shared.any(axis=1)).tolist():
-        shared_key_indices = np.flatnonzero(is_key_shared[row_position]).tolist()
-        row_keys = [(key_index, int(hash_keys[row_position, key_index])) for key_index in shared_key_indices]
-        candidates = map(fingerprints.__getitem__, hash_key_index.find_rows(row_keys))
-        if match := fingerprints[row_position].find_match(candidates, threshold):
+    for row_position in np.flatnonzero(has_shared_key.any(axis=1)).tolist():
+        shared_key_columns = np.flatnonzero(has_shared_key[row_position]).tolist()
+        row_hash_keys = [(key_column, int(hash_keys[row_position, key_column])) for key_column in shared_key_columns]
+        candidates = map(fingerprints.__getitem__, hash_key_index.find_rows(row_hash_keys))
+        if match := fingerprints[row_position].find_match(candidates, min_similarity):
             yield row_position, match
         else:
-            hash_key_index.add(row_position, row_keys)
+            hash_key_index.add(row_position, row_hash_keys)
 
 
 class BenchmarkIndex:
     """Index of the n-grams of the texts of benchmarks, held in memory."""
 
     def __init__(self, benchmark_configs: Sequence[BenchmarkRowsConfig], ngram_size: int) -> None:
-        self._ngram_size, self._min_text_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
-        self._located_texts: list[tuple[str, str]] = []
+        self._ngram_size, self._min_benchmark_words = ngram_size, min(ngram_size, _MIN_BENCHMARK_WORDS)
+        self._benchmark_texts: list[tuple[str, str]] = []
         ngram_hashes, text_indices = array("Q"), array("I")
         self._ngram_sizes: set[int] = set()
         for benchmark_number, benchmark_config in enumerate(benchmark_configs):
-            num_earlier_texts = len(self._located_texts)
+            num_earlier_texts = len(self._benchmark_texts)
             for location, row in load_rows(benchmark_config.dataset, f"{BENCHMARKS_KEY}.{benchmark_number}"):
                 for text in iterate_texts(row):
-                    if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_text_words:
+                    if len(words := remove_operators(split_words(normalise_text(text)))) >= self._min_benchmark_words:
                         self._ngram_sizes.add(min(ngram_size, len(words)))
                         ngram_hashes.extend(hash_ngrams(hash_words(words), ngram_size).tolist())
-                        text_indices.extend([len(self._located_texts)] * (len(ngram_hashes) - len(text_indices)))
-                        self._located_texts.append((location, text))
-            if len(self._located_texts) == num_earlier_texts:
-                problem = f"no text of at least {self._min_text_words} words"
+                        text_indices.extend([len(self._benchmark_texts)] * (len(ngram_hashes) - len(text_indices)))
+                        self._benchmark_texts.append((location, text))
+            if len(self._benchmark_texts) == num_earlier_texts:
+                problem = f"no text of at least {self._min_benchmark_words} words"
                 raise DataError(f"{BENCHMARKS_KEY}.{benchmark_number}: {problem}; name rows of text")
-        all_hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
-        sorted_indices = np.argsort(all_hashes, kind="stable")
-        self._hashes, self._text_indices = all_hashes[sorted_indices], np.frombuffer(text_indices, "I")[sorted_indices]
+        unsorted_hashes = np.frombuffer(ngram_hashes, dtype=np.uint64)
+        hash_order = np.argsort(unsorted_hashes, kind="stable")
+        self._sorted_ngram_hashes = unsorted_hashes[hash_order]
+        self._ngram_text_indices = np.frombuffer(text_indices, "I")[hash_order]
 
     def find_match(self, words_by_turn: Sequence[list[str]]) -> dict[str, Any] | None:
         """Return the match of a row, whose turns are lists of words, with the benchmark text that it repeats most; None
         if it repeats no text. In the match, `similarity` is the fraction of the benchmark's words that are in common
         n-grams, and `text` is the longest common passage."""
-        words_by_turn = [remove_operators(words) for words in words_by_turn] if self._located_texts else []
+        words_by_turn = [remove_operators(words) for words in words_by_turn] if self._benchmark_texts else []
         word_hashes_by_turn = [*map(hash_words, words_by_turn)]
         ngram_hashes = [
             hash_ngrams(word_hashes, ngram_size)
@@ -298,31 +299,32 @@ class BenchmarkIndex:
         if not ngram_hashes:
             return None
         row_ngram_hashes = np.concatenate(ngram_hashes)
-        sorted_positions = np.minimum(np.searchsorted(self._hashes, row_ngram_hashes), len(self._hashes) - 1)
-        hit_counts: Counter[int] = Counter()
-        for start in sorted_positions[self._hashes[sorted_positions] == row_ngram_hashes].tolist():
+        hashes, text_indices = self._sorted_ngram_hashes, self._ngram_text_indices
+        hash_positions = np.minimum(np.searchsorted(hashes, row_ngram_hashes), len(hashes) - 1)
+        shared_ngram_counts: Counter[int] = Counter()
+        for start in hash_positions[hashes[hash_positions] == row_ngram_hashes].tolist():
             end = start + _MAX_CANDIDATES
-            hit_counts.update(self._text_indices[start:end][self._hashes[start:end] == self._hashes[start]].tolist())
+            shared_ngram_counts.update(text_indices[start:end][hashes[start:end] == hashes[start]].tolist())
         best_match: tuple[float, int, list[str]] | None = None
-        for text_index, _ in hit_counts.most_common(_MAX_CANDIDATES):
-            benchmark_words = remove_operators(split_words(normalise_text(self._located_texts[text_index][1])))
+        for text_index, _ in shared_ngram_counts.most_common(_MAX_CANDIDATES):
+            benchmark_words = remove_operators(split_words(normalise_text(self._benchmark_texts[text_index][1])))
             overlap_fraction, common_passage = self._measure_overlap(words_by_turn, benchmark_words)
             if common_passage and (best_match is None or overlap_fraction > best_match[0]):
                 best_match = overlap_fraction, text_index, common_passage
         if best_match is None:
             return None
         overlap_fraction, text_index, common_passage = best_match
-        location, text = self._located_texts[text_index]
+        location, benchmark_text = self._benchmark_texts[text_index]
         return {"match": "benchmark_text", "similarity": round(overlap_fraction, 4), "text": " ".join(common_passage),
-                "of": location, "of_text": text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
+                "of": location, "of_text": benchmark_text[:_MAX_TEXT_CHARACTERS]}  # fmt: skip
 
     def _measure_overlap(self, turns: Sequence[list[str]], benchmark_words: list[str]) -> tuple[float, list[str]]:
         """Return the fraction of `benchmark_words` that are in an n-gram of a turn, and the longest common passage."""
         ngram_size = min(self._ngram_size, len(benchmark_words))
         turn_ngrams = {tuple(turn[i : i + ngram_size]) for turn in turns for i in range(len(turn) - ngram_size + 1)}
-        is_in_turn = np.zeros(len(benchmark_words) + 1, dtype=bool)
+        is_word_shared = np.zeros(len(benchmark_words) + 1, dtype=bool)
         for i in range(len(benchmark_words) - ngram_size + 1):
-            is_in_turn[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
-        common_spans = np.flatnonzero(np.diff(is_in_turn, prepend=False)).reshape(-1, 2).tolist()
+            is_word_shared[i : i + ngram_size] |= tuple(benchmark_words[i : i + ngram_size]) in turn_ngrams
+        common_spans = np.flatnonzero(np.diff(is_word_shared, prepend=False)).reshape(-1, 2).tolist()
         passage_start, passage_end = max(common_spans, key=lambda span: span[1] - span[0], default=(0, 0))
-        return float(is_in_turn.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]
+        return float(is_word_shared.sum() / len(benchmark_words)), benchmark_words[passage_start:passage_end]

@@ -1,4 +1,4 @@
-"""Selection of columns of a row by their values. A `ColumnTrackingRow` does not record these accesses as reads."""
+"""Functions that check the values of columns of a row; a `ColumnTrackingRow` does not record the columns as read."""
 
 from collections.abc import Iterable
 from typing import Any

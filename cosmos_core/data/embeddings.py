@@ -55,9 +55,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 def _read_pickled_array(path: Path) -> np.ndarray:
     """Return the array in a pickle, even inside lists of one element; raise an error if it holds other objects."""
     with open(path, "rb") as file:
-        content = _ArrayUnpickler(file).load()
-    while isinstance(content, list) and len(content) == 1:
-        content = content[0]
-    if not isinstance(content, np.ndarray) or not np.issubdtype(content.dtype, np.floating):
-        raise DataError(f"{path.name}: it holds {type(content).__name__}, not one array of floating-point numbers")
-    return content
+        pickle_value = _ArrayUnpickler(file).load()
+    while isinstance(pickle_value, list) and len(pickle_value) == 1:
+        pickle_value = pickle_value[0]
+    if not isinstance(pickle_value, np.ndarray) or not np.issubdtype(pickle_value.dtype, np.floating):
+        raise DataError(f"{path.name}: it holds {type(pickle_value).__name__}, not one array of floating-point numbers")
+    return pickle_value

@@ -22,7 +22,7 @@ def decode_conversation(cell: Any, location: str = "") -> Any:
     unchanged. Raise DataError if a text that begins like turns cannot be decoded; without a `location` such a text is
     returned unchanged."""
     if isinstance(cell, list) and cell and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in cell):
-        is_assistant = "assistant".__eq__  # user before assistant: columnar formats may have sorted the keys of a pair
+        is_assistant = "assistant".__eq__  # put the user first, because columnar formats may have sorted the keys
         return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant)]
     if not isinstance(cell, str) or not re.match(r"\s*\[\s*\{", cell):
         return cell
@@ -30,16 +30,16 @@ def decode_conversation(cell: Any, location: str = "") -> Any:
     if decoded_turns is None and len(cell) <= _MAX_LITERAL_CHARACTERS:
         decoded_turns = _parse_literal(cell)
     if location and _TURN_LIST_START_REGEX.match(cell) and not is_turn_list(decoded_turns):
-        text_end = " ".join(cell[-40:].split())
+        cell_ending = " ".join(cell[-40:].split())
         remedy = "spreadsheets cut a cell after 32,767 characters; write JSON Lines"
-        raise DataError(f"{location}: turns that end with {text_end!r} cannot be decoded, {remedy}")
+        raise DataError(f"{location}: turns that end with {cell_ending!r} cannot be decoded, {remedy}")
     return decoded_turns if is_turn_list(decoded_turns) else cell
 
 
 def is_turn_list(cell: Any) -> bool:
     """Return whether a value is a list of turns: every element has a role, and at least one element has a content."""
-    have_roles = isinstance(cell, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in cell)
-    return have_roles and any(_CONTENT_KEYS & turn.keys() for turn in cell)
+    has_all_roles = isinstance(cell, list) and all(isinstance(turn, dict) and _ROLE_KEYS & turn.keys() for turn in cell)
+    return has_all_roles and any(_CONTENT_KEYS & turn.keys() for turn in cell)
 
 
 def decode_history(cell: Any, location: str) -> list[dict[str, Any]]:
@@ -52,10 +52,11 @@ def decode_history(cell: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _parse_literal(literal_text: str) -> Any:
-    """Return the value of a Python literal, even without commas between dictionaries, as NumPy writes it; else None."""
+    """Return the value of a Python literal; NumPy's form without commas between dictionaries is allowed. Return None if
+    the text is no literal."""
     try:
         python_tokens = [token.string for token in tokenize.generate_tokens(StringIO(literal_text.strip()).readline)]
-        adjacent_tokens = pairwise([*filter(str.strip, python_tokens), ""])
-        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in adjacent_tokens))
+        token_pairs = pairwise([*filter(str.strip, python_tokens), ""])
+        return ast.literal_eval(" ".join("}," if pair == ("}", "{") else pair[0] for pair in token_pairs))
     except (ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
         return None

@@ -53,17 +53,17 @@ class NoiseSampler:
     max_conditioning_frames: int = 0
     """Maximum number of conditioning frames that the model supports, in latent frames; 0: no conditioning."""
 
-    def sample(self, row: MediaRow, seed: int, *, dropout: float | None = None) -> FlowSample:
+    def sample(self, row: MediaRow, seed: int, *, prompt_dropout: float | None = None) -> FlowSample:
         """Return the sample of a row, with noise, noise level, text and conditioning frames sampled from `seed`.
-        `dropout` overrides the configured probability of dropping the prompt."""
+        `prompt_dropout` overrides the configured probability of dropping the prompt."""
         generator = torch.Generator().manual_seed(seed)
         config = self.config
         sigma_1 = sample_noise_levels(
             1, config.weighting_scheme, generator, logit_mean=config.logit_mean, logit_std=config.logit_std,
             shift=self.timestep_shift,
         )  # fmt: skip
-        dropout_probability = config.prompt_dropout if dropout is None else dropout
-        text = self.null_text if torch.rand((), generator=generator).item() < dropout_probability else row.text
+        dropout_probability = config.prompt_dropout if prompt_dropout is None else prompt_dropout
+        embedding = self.null_text if torch.rand((), generator=generator).item() < dropout_probability else row.text
         num_frames = self._sample_num_conditioning_frames(row, generator)
         latents = row.mean
         if row.logvar is not None:
@@ -71,7 +71,7 @@ class NoiseSampler:
             latents = row.mean + posterior_std * torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         noise = torch.randn(row.mean.shape, generator=generator, dtype=row.mean.dtype)
         weight = loss_weights(sigma_1, config.weighting_scheme).item()
-        return FlowSample(latents, sigma_1.item(), text, noise, num_conditioning_frames=num_frames, weight=weight)
+        return FlowSample(latents, sigma_1.item(), embedding, noise, num_conditioning_frames=num_frames, weight=weight)
 
     def _sample_num_conditioning_frames(self, row: MediaRow, generator: torch.Generator) -> int:
         """Return a random number of conditioning frames, at least one fewer than the row's latent frames."""

@@ -34,7 +34,7 @@ from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_machine_error
 
-_BLOCK_CHARACTERS = 1 << 20  # number of characters per read from a file
+_CHARACTERS_PER_READ = 1 << 20  # number of characters per read from a file
 _ROWS_PER_BATCH = 1024
 _JSON_DECODER = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 """Decoder that reads NaN as null, because Python writes missing values of pandas as NaN."""
@@ -94,10 +94,10 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
 
 def _read_json_lines(path: Path) -> Iterator[LocatedRow]:
     with _open_text(path, "\n") as file:
-        for line_number, text in enumerate(file, start=1):
-            if text.strip():
+        for line_number, line in enumerate(file, start=1):
+            if line.strip():
                 location = f"{path.name}:{line_number}"
-                yield location, _parse_object(text, location)
+                yield location, _parse_object(line, location)
 
 
 def _parse_object(json_text: str, location: str) -> Row:
@@ -113,22 +113,22 @@ def _parse_object(json_text: str, location: str) -> Row:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location}: malformed JSON, {first_line(error)}") from None
     if not isinstance(json_value, dict):
-        expected_line = 'a line must be a JSON object such as {"prompt": "..."}'
-        raise DataError(f"{location}: {expected_line}, not {json_text.strip()[:40]!r}")
+        line_rule = 'a line must be a JSON object such as {"prompt": "..."}'
+        raise DataError(f"{location}: {line_rule}, not {json_text.strip()[:40]!r}")
     return json_value
 
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of a JSON array of objects, alone or as in `{"data": [...]}`; read other files as JSON Lines."""
     with _open_text(path, "\n") as file:
-        first_block = file.read(_BLOCK_CHARACTERS)
+        first_block = file.read(_CHARACTERS_PER_READ)
         if not first_block.lstrip().startswith("["):
             first_row_values = [list(row.values()) for _, row in islice(_read_json_lines(path), 2)]
-            only_value = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
-            is_object_list = isinstance(only_value, list) and all(isinstance(element, dict) for element in only_value)
+            sole_value = first_row_values[0][0] if [len(values) for values in first_row_values] == [1] else None
+            is_object_list = isinstance(sole_value, list) and all(isinstance(element, dict) for element in sole_value)
             # A single object with a list of turns, as in `{"messages": [{"role": ...}]}`, is one row, not several.
-            if only_value and is_object_list and not {"role", "from"} & only_value[0].keys():
-                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(only_value))
+            if sole_value and is_object_list and not {"role", "from"} & sole_value[0].keys():
+                yield from ((f"{path.name} row {row_index}", element) for row_index, element in enumerate(sole_value))
             else:
                 yield from _read_json_lines(path)
             return
@@ -148,22 +148,22 @@ def _iterate_json_array(file: TextIO, buffer: str) -> Iterator[Any]:
     """Yield each element of a JSON array that begins with `buffer` and continues in `file`, with at most one block and
     one element in memory; raise ValueError if the text is not an array, or ends too early."""
     parse_position = buffer.index("[") + 1
-    next_character, block_characters = ",", _BLOCK_CHARACTERS
+    next_character, read_size = ",", _CHARACTERS_PER_READ
     while next_character == ",":
         try:
             element, element_end = _JSON_DECODER.raw_decode(buffer, WHITESPACE.match(buffer, parse_position).end())
             element_end = WHITESPACE.match(buffer, element_end).end()
             next_character = buffer[element_end]
         except (ValueError, IndexError):
-            next_block = file.read(block_characters)
+            next_block = file.read(read_size)
             if not next_block:
                 raise ValueError("the array does not end") from None
-            buffer, parse_position, block_characters = buffer[parse_position:] + next_block, 0, 2 * block_characters
+            buffer, parse_position, read_size = buffer[parse_position:] + next_block, 0, 2 * read_size
             continue
         if next_character not in ",]":
             raise ValueError(f"{next_character!r} between two elements")
         yield element
-        parse_position, block_characters = element_end + 1, _BLOCK_CHARACTERS
+        parse_position, read_size = element_end + 1, _CHARACTERS_PER_READ
     if buffer[parse_position:].strip() or file.read().strip():
         raise ValueError("text behind the array")
 
@@ -188,8 +188,8 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
     with _open_text(path, "") as file:
         header_line = file.readline()
         separator = _detect_separator(path, header_line)
-        reader = csv.reader(chain([header_line], file), strict=True, delimiter=separator)
-        csv_rows = filter(any, reader)  # skip rows without values: spreadsheets write separators for cleared rows
+        csv_reader = csv.reader(chain([header_line], file), strict=True, delimiter=separator)
+        csv_rows = filter(any, csv_reader)  # skip rows without values: spreadsheets write separators for cleared rows
         try:
             header = next(csv_rows, [])
             if repeated_names := [name for name in header if name and header.count(name) > 1]:
@@ -197,12 +197,12 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
             for fields in csv_rows:
                 if len(fields) != len(header):
                     raise DataError(
-                        f"{path.name}:{reader.line_num}: the line does not have the {len(header)} fields of the "
+                        f"{path.name}:{csv_reader.line_num}: the line does not have the {len(header)} fields of the "
                         f"header; quote fields that contain {_CSV_SEPARATORS[separator]}"
                     )
-                yield f"{path.name}:{reader.line_num}", dict(zip(header, fields, strict=True))
+                yield f"{path.name}:{csv_reader.line_num}", dict(zip(header, fields, strict=True))
         except csv.Error as error:
-            raise DataError(f"{path.name}:{reader.line_num}: malformed CSV, {error}") from None
+            raise DataError(f"{path.name}:{csv_reader.line_num}: malformed CSV, {error}") from None
 
 
 def _detect_separator(path: Path, header_line: str) -> str:
@@ -231,7 +231,7 @@ def _open_parquet(path: Path) -> RowReader:
                 if record_batch is None:
                     return
                 record_batch.validate(full=True)
-                if "map<" in str(record_batch.schema.types):  # `datasets` cannot read map columns, written by Spark
+                if "map<" in str(record_batch.schema.types):  # `datasets` cannot read map columns of Spark
                     batch_rows = record_batch.to_pylist(maps_as_pydicts="strict")
                 else:
                     batch_rows = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))
@@ -272,9 +272,9 @@ def _read_undecoded_rows(dataset: Any) -> Iterator[Row]:
         return
     media_tables = dataset.select_columns(media_columns).with_format("arrow").iter(_ROWS_PER_BATCH)
     media_rows = chain.from_iterable(media_table.to_pylist() for media_table in media_tables)
-    other_rows = chain(dataset.remove_columns(media_columns), repeat({}))
-    for media_row, other_row in zip(media_rows, other_rows, strict=False):
-        row = media_row | other_row
+    non_media_rows = chain(dataset.remove_columns(media_columns), repeat({}))
+    for media_row, non_media_row in zip(media_rows, non_media_rows, strict=False):
+        row = media_row | non_media_row
         yield {name: row[name] for name in dataset.column_names}
 
 

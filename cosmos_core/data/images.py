@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _IMAGE_SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
 _IMAGE_COLUMNS = ("images", "image")
-_OTHER_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
+_MORE_IMAGE_COLUMNS = ("img", "image_path", "image_paths", "img_path")
 """Columns of images that are read only if no part of a turn names the source of its image."""
 _IMAGE_SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _IMAGE_PLACEHOLDER = {"type": "image"}
@@ -49,23 +49,23 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
         raise DataError(f"{location}: the row has a video, and this version reads images and text; leave such rows out")
     content_parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
     are_sources_in_parts = any(part.get(key) is not None for part in content_parts for key in _IMAGE_SOURCE_KEYS)
-    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if are_sources_in_parts else _OTHER_IMAGE_COLUMNS)):
+    if column_images := get_column_images(row, _IMAGE_COLUMNS + (() if are_sources_in_parts else _MORE_IMAGE_COLUMNS)):
         turns = [{**turn, "content": _split_at_image_marks(turn["content"])} for turn in turns]
     list_contents = [turn["content"] for turn in turns if isinstance(turn["content"], list)]
     if column_images and not any(part["type"] == "image" for content in list_contents for part in content):
         turns = _insert_images(turns, len(column_images), location)
-    unused_images: Iterator[Any] = iter(column_images)
+    images_of_column: Iterator[Any] = iter(column_images)
     image_sources: list[Any] = []
     turns_with_placeholders = []
     for turn in turns:
         content = turn["content"]
         if isinstance(content, list):
-            image_sources += [_take_image_source(part, unused_images) for part in content if part["type"] == "image"]
+            image_sources += [_take_image_source(part, images_of_column) for part in content if part["type"] == "image"]
             content = [_IMAGE_PLACEHOLDER if part["type"] == "image" else part for part in content]
         turns_with_placeholders.append({**turn, "content": content})
-    num_missing_images, unshown_images = sum(source is None for source in image_sources), list(unused_images)
-    is_repetition = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
-    if num_missing_images or (unshown_images and not is_repetition):  # a column may repeat the sources in the turns
+    num_missing_images, unshown_images = sum(source is None for source in image_sources), list(images_of_column)
+    repeats_turns = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
+    if num_missing_images or (unshown_images and not repeats_turns):  # allow a column that repeats the sources in turns
         raise DataError(
             f"{location}: the turns show {len(image_sources)} images and the row has "
             f"{len(image_sources) - num_missing_images + len(unshown_images)}; write <image> once for each image"
@@ -91,7 +91,7 @@ def read_image(source: Any, image_root: Path, location: str, stored_root: Path |
         image_ref = ImageRef(None, content_bytes, hashlib.sha256(content_bytes).hexdigest())
         return image_ref, _decode_image(content_bytes, f"{location}: the image in the row")
     assert source_path is not None
-    # os.path.expanduser keeps the name of an unknown user, for which Path.expanduser raises.
+    # Use os.path, because Path.expanduser raises an error for the name of an unknown user.
     image_path = Path(os.path.expanduser(source_path))
     image_path = image_path if image_path.is_absolute() else image_root / image_path
     file_bytes = _read_file(image_path, f"{location}: image {source_path!r}")
@@ -114,7 +114,7 @@ def open_image(image_ref: ImageRef) -> Image:
     return _decode_image(image_bytes, f"image {image_ref.path}")
 
 
-def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _OTHER_IMAGE_COLUMNS) -> list[Any]:
+def get_column_images(row: Row, columns: tuple[str, ...] = _IMAGE_COLUMNS + _MORE_IMAGE_COLUMNS) -> list[Any]:
     """Return the images in the first of `columns` that holds an image; empty if there is no such column."""
     for column_value in map(row.get, columns):
         images = list(column_value) if isinstance(column_value, (list, tuple)) else [column_value]
@@ -148,8 +148,8 @@ def _insert_images(turns: list[Message], num_images: int, location: str) -> list
         raise DataError(f"{location}: {problem}; write <image> in one")
     user_content = turns[first_user_index]["content"]
     text_parts = [{"type": "text", "text": user_content}] if isinstance(user_content, str) else user_content
-    placeholders = [dict(_IMAGE_PLACEHOLDER) for _ in range(num_images)]
-    image_turn = {**turns[first_user_index], "content": placeholders + text_parts}
+    image_placeholders = [dict(_IMAGE_PLACEHOLDER) for _ in range(num_images)]
+    image_turn = {**turns[first_user_index], "content": image_placeholders + text_parts}
     return [*turns[:first_user_index], image_turn, *turns[first_user_index + 1 :]]
 
 
@@ -163,8 +163,8 @@ def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
     if isinstance(source, dict):  # image keys: `url` of OpenAI, `image` of verl, `bytes` and `path` of Hugging Face
         image_bytes = source.get("bytes")
-        image_reference = source.get("url") or source.get("path") or source.get("image")
-        source = image_reference if image_bytes is None else image_bytes
+        path_or_url = source.get("url") or source.get("path") or source.get("image")
+        source = path_or_url if image_bytes is None else image_bytes
     if isinstance(source, (bytes, bytearray)):
         return None, bytes(source)
     if is_pillow_image(source):
@@ -185,9 +185,9 @@ def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     return source, None
 
 
-def is_pillow_image(value: Any) -> bool:
+def is_pillow_image(image_value: Any) -> bool:
     """Return whether a value is an image of Pillow, without importing Pillow."""
-    return hasattr(value, "getexif")
+    return hasattr(image_value, "getexif")
 
 
 def _encode_image(image: Image, location: str) -> bytes:
@@ -211,15 +211,15 @@ def _decode_data_uri(data_uri: str, location: str) -> bytes:
         raise DataError(f"{location}: the image {data_uri[:30]!r}... cannot be decoded: {error}") from error
 
 
-def _read_file(path: Path, description: str) -> bytes:
+def _read_file(path: Path, image_label: str) -> bytes:
     try:
         if not S_ISREG(path.stat().st_mode):
-            raise DataError(f"{description}: {path} is no regular file, and a device or a pipe may be read without end")
+            raise DataError(f"{image_label}: {path} is no regular file, and a device or a pipe may be read without end")
         return path.read_bytes()
     except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        read_problem = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
         remedy = "check the path, or set custom.dataset.media_path"
-        raise DataError(f"{description}: {reason} ({path}); {remedy}") from error
+        raise DataError(f"{image_label}: {read_problem} ({path}); {remedy}") from error
 
 
 def convert_to_rgb(image: Image) -> Image:
@@ -235,7 +235,7 @@ def convert_to_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _decode_image(content: bytes, description: str) -> Image:
+def _decode_image(content: bytes, image_label: str) -> Image:
     """Decode an image as the processors of transformers do, in RGB and rotated by its EXIF orientation; raise DataError
     if it is no image, is truncated, or exceeds the size limit of Pillow."""
     from PIL import Image as pillow  # imported only for images, since rows of text do not need Pillow
@@ -245,8 +245,8 @@ def _decode_image(content: bytes, description: str) -> Image:
         with pillow.open(BytesIO(content)) as image:
             return convert_to_rgb(ImageOps.exif_transpose(image))
     except pillow.DecompressionBombError as error:
-        raise DataError(f"{description} is too large ({error}); make it smaller") from error
+        raise DataError(f"{image_label} is too large ({error}); make it smaller") from error
     except pillow.UnidentifiedImageError as error:
-        raise DataError(f"{description} is no image ({len(content)} bytes that begin with {content[:8]!r})") from error
+        raise DataError(f"{image_label} is no image ({len(content)} bytes that begin with {content[:8]!r})") from error
     except _DECODER_ERRORS as error:
-        raise DataError(f"{description} is damaged ({error}); replace it") from error
+        raise DataError(f"{image_label} is damaged ({error}); replace it") from error

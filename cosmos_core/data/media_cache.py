@@ -28,11 +28,11 @@ from cosmos_core.run.files import apply_umask, read_json, remove_temporary_files
 
 logger = logging.getLogger(__name__)
 
-_TEXT_VERSION, _MEDIA_VERSION = 2, 3  # increase a version to invalidate the cached texts or media
-_MIN_LEFTOVER_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
+_TEXT_CACHE_VERSION, _MEDIA_CACHE_VERSION = 2, 3  # increase a version to invalidate the cached texts or media
+_LEFTOVER_AGE_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
-Encoding = dict[str, Tensor]
+EncoderOutput = dict[str, Tensor]
 ItemT = TypeVar("ItemT")
 
 
@@ -43,9 +43,9 @@ class KeyedItem(NamedTuple, Generic[ItemT]):
     item: ItemT
 
 
-def compute_digest(*values: object) -> str:
+def compute_digest(*json_values: object) -> str:
     """Return the first 32 hexadecimal digits of the SHA-256 digest of values that JSON can represent."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(json_values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
 def group_into_shards(keyed_items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedItem[ItemT]]]:
@@ -73,11 +73,12 @@ class MediaCache:
         self._encoders_digest = encoders_digest
         self.folder.mkdir(parents=True, exist_ok=True)
         # Keep recent temporary files, because processes on other machines may be writing them.
-        remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _MIN_LEFTOVER_SECONDS)
+        remove_temporary_files(self.folder, lambda path: time.time() - path.lstat().st_mtime < _LEFTOVER_AGE_SECONDS)
 
     def compute_shard_key(self, entry_keys: Sequence[str], *, is_media: bool) -> str:
         """Return the key of the shard of texts or media whose entries have the keys `entry_keys`."""
-        return compute_digest(_MEDIA_VERSION if is_media else _TEXT_VERSION, self._encoders_digest, list(entry_keys))
+        cache_version = _MEDIA_CACHE_VERSION if is_media else _TEXT_CACHE_VERSION
+        return compute_digest(cache_version, self._encoders_digest, list(entry_keys))
 
     def has_shard(self, shard_key: str) -> bool:
         """Return whether a shard exists and is intact; a damaged shard is logged and removed from the cache."""
@@ -95,7 +96,7 @@ class MediaCache:
         shard_record = read_json(self._get_record_path(shard_key))
         return dict(shard_record.get("refused", {})) if isinstance(shard_record, dict) else {}
 
-    def write_shard(self, shard_key: str, entry_by_key: Mapping[str, Encoding | str]) -> None:
+    def write_shard(self, shard_key: str, entry_by_key: Mapping[str, EncoderOutput | str]) -> None:
         """Write the tensors of a shard, then the record that marks the shard as complete. An entry is an encoding, or
         the reason why there is none."""
         shard_path = self.get_shard_path(shard_key)
@@ -121,8 +122,8 @@ class MediaCache:
         shape_by_entry = {}
         with safe_open(str(self.get_shard_path(shard_key)), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - a safetensors file cannot be iterated
-                entry_key, _, key_tensor_name = key.partition(".")
-                if key_tensor_name == tensor_name:
+                entry_key, _, name_in_entry = key.partition(".")
+                if name_in_entry == tensor_name:
                     shape_by_entry[entry_key] = list(file.get_slice(key).get_shape())
         return shape_by_entry
 

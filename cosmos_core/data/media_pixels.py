@@ -65,8 +65,8 @@ def list_bucket_sizes(size: Size, size_multiple: int) -> tuple[Size, ...]:
     bucket_sizes = []
     for bucket_index in range(-_NUM_BUCKET_STEPS, _NUM_BUCKET_STEPS + 1):
         side_ratio = 2.0 ** (bucket_index / _NUM_BUCKET_STEPS / 2)
-        exact_sides = square_side * side_ratio, square_side / side_ratio
-        height, width = (max(size_multiple, round(side / size_multiple) * size_multiple) for side in exact_sides)
+        unrounded_sides = square_side * side_ratio, square_side / side_ratio
+        height, width = (max(size_multiple, round(side / size_multiple) * size_multiple) for side in unrounded_sides)
         bucket_sizes.append((height, width))
     return tuple(dict.fromkeys(bucket_sizes))
 
@@ -151,10 +151,11 @@ def _decode_clip(media_content: MediaContent, frame_settings: FrameSettings, cli
     frame_indices = _select_frame_indices(num_video_frames, frame_settings, clip_position)
     frames: list[np.ndarray] = []
     with _open_container(media_content) as container:
-        stream = container.streams.video[0]
-        for frame_index, frame in enumerate(container.decode(stream)):
+        video_stream = container.streams.video[0]
+        for frame_index, frame in enumerate(container.decode(video_stream)):
             if frame_index == frame_indices[len(frames)]:
-                display_width = round(frame.width * (stream.sample_aspect_ratio or 1))  # correct for non-square pixels
+                # Correct the width for non-square pixels.
+                display_width = round(frame.width * (video_stream.sample_aspect_ratio or 1))
                 image = frame.to_image(width=display_width).rotate(frame.rotation, expand=True)
                 frames.append(_resize_and_crop(image, frame_settings))
             if len(frames) == len(frame_indices):
@@ -166,10 +167,10 @@ def _select_frame_indices(num_video_frames: int, frame_settings: FrameSettings, 
     num_frames = frame_settings.num_frames
     if frame_settings.sampling == "uniform":
         return np.linspace(0, num_video_frames - 1, num_frames).round().astype(int).tolist()
-    max_start_index = num_video_frames - num_frames
-    random_start_index = min(max_start_index, int(clip_position * (max_start_index + 1)))
-    start_index = {"first": 0, "middle": max_start_index // 2}.get(frame_settings.sampling, random_start_index)
-    return list(range(start_index, start_index + num_frames))
+    last_start_index = num_video_frames - num_frames
+    random_start_index = min(last_start_index, int(clip_position * (last_start_index + 1)))
+    first_frame_index = {"first": 0, "middle": last_start_index // 2}.get(frame_settings.sampling, random_start_index)
+    return list(range(first_frame_index, first_frame_index + num_frames))
 
 
 def _count_frames(media_content: MediaContent) -> int:
@@ -181,7 +182,7 @@ def _count_frames(media_content: MediaContent) -> int:
         video_stream = container.streams.video[0]
         num_header_frames, header_seconds = video_stream.frames, _read_header_duration(container, video_stream)
         frame_seconds = float(1 / video_stream.average_rate) if video_stream.average_rate else 0.0
-        num_shown_frames, end = 0, 0.0
+        num_shown_frames, end_seconds = 0, 0.0
         for packet in container.demux(video_stream):
             if not packet.size or packet.is_corrupt or packet.is_discard:  # do not count packets that players skip
                 continue
@@ -189,17 +190,18 @@ def _count_frames(media_content: MediaContent) -> int:
             if packet.pts is not None:
                 packet_start_seconds = float((packet.pts - (video_stream.start_time or 0)) * packet.time_base)
                 packet_seconds = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
-                end = max(end, packet_start_seconds + packet_seconds)
+                end_seconds = max(end_seconds, packet_start_seconds + packet_seconds)
     min_end_seconds = header_seconds - 0.75 * frame_seconds
     if num_header_frames:  # compare times too: the header's number of frames includes frames that players skip
-        is_truncated = num_shown_frames < num_header_frames and end < min_end_seconds
+        is_truncated = num_shown_frames < num_header_frames and end_seconds < min_end_seconds
     else:
         min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_end_seconds)
-        is_truncated = end < min_end_seconds and (end > 0 or not num_shown_frames)
+        is_truncated = end_seconds < min_end_seconds and (end_seconds > 0 or not num_shown_frames)
     if is_truncated:
-        length_text = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
+        header_length = f"{num_header_frames} frames" if num_header_frames else f"{header_seconds:g} s"
         raise DataError(
-            f"it is cut off: its head says {length_text}, and it ends after {num_shown_frames} frames, {end:.3g} s"
+            f"it is cut off: its head says {header_length}, and it ends after {num_shown_frames} frames, "
+            f"{end_seconds:.3g} s"
         )
     return num_shown_frames
 

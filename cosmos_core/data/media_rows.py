@@ -102,10 +102,10 @@ class MediaRows(_MediaTable[MediaRow]):
             latent = self._read_tensors(self._read_cell("media", index))
             text_tensors = self._read_tensors(self._read_cell("text", index))
             row = MediaRow(index, self._read_cell("prompt", index), text_tensors, latent["mean"], latent.get("logvar"))
-            row_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text_tensors.values()))
-            if row_bytes <= self._cache_bytes_left:
+            num_row_bytes = sum(tensor.nbytes for tensor in (*latent.values(), *text_tensors.values()))
+            if num_row_bytes <= self._cache_bytes_left:
                 self._cached_rows[index] = row
-                self._cache_bytes_left -= row_bytes
+                self._cache_bytes_left -= num_row_bytes
         return row
 
 
@@ -116,19 +116,19 @@ class MediaPrompts(_MediaTable[Prompt]):
         """Wrap a table of prompts; for `reference_key` see `find_reference_response`. `clips` are the clips of the same
         rows, for rollouts that are conditioned on first frames."""
         super().__init__(table, folder)
-        self._reference_key, self._clips = reference_key, clips
+        self._reference_key, self._latent_clips = reference_key, clips
 
     def read_item(self, index: int) -> Prompt:
         metadata = json.loads(self._read_cell("metadata", index))
         return Prompt(
             index, (), self._read_cell("prompt", index), find_reference_response(metadata, self._reference_key),
             embedding=self._read_tensors(self._read_cell("text", index)), metadata=metadata,
-            conditioning_clip=self._clips[index].mean.float() if self._clips is not None else None,
+            conditioning_clip=self._latent_clips[index].mean.float() if self._latent_clips is not None else None,
         )  # fmt: skip
 
 
 def find_reference_response(metadata: Mapping[str, Any], reference_key: str) -> str:
-    """Return the reference for rewards: the metadata value of `reference_key`, by default of `_REFERENCE_KEYS`."""
+    """Return the reference for rewards: the value of `reference_key`; by default the first of `_REFERENCE_KEYS`."""
     reference_keys = (reference_key,) if reference_key else _REFERENCE_KEYS
     return next((str(metadata[name]) for name in reference_keys if metadata.get(name) is not None), "")
 

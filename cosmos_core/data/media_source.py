@@ -39,7 +39,7 @@ CAPTION_SUFFIXES = (".txt", ".caption", ".prompt")
 EMBEDDING_SUFFIXES = (".safetensors", ".pickle", ".pkl")
 PROMPT_KEYS = ("prompt", "caption", "text")
 _MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
-_PAIR_SUFFIXES = (*_MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
+_KNOWN_SUFFIXES = (*_MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".json", ".npz")
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
 _PATH_KEYS = ("image_path", "img_path", "images", "video_path")
 """Columns that contain the media of a row if it has no column of `_MEDIA_KEYS`; otherwise they are metadata."""
@@ -83,7 +83,7 @@ class MediaItem:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Values that the data set's row has in addition to the prompt, for reward functions."""
     content: MediaContent | None = None
-    embedding: Path | None = None
+    embedding_path: Path | None = None
     """File with the embedding of the prompt; None if the text encoder computes it."""
     missing_media_reason: str = ""
     """Reason why the item has no image or clip, for error messages; empty: the media file does not exist."""
@@ -102,12 +102,12 @@ ReadItemsFn = Callable[[], Iterator[MediaItem]]
 def open_media_items(dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
     """Return a function that iterates over the items of all splits of a data set, in order; `config_key` names the data
     set's table in messages. Raise DataError if the data set is missing, or its format is not supported."""
-    name = dataset.local_dir or dataset.name
-    if not name.strip():
+    dataset_name = dataset.local_dir or dataset.name
+    if not dataset_name.strip():
         raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; give a folder of media, or prompts")
-    path = Path(os.path.expanduser(name))
+    path = Path(os.path.expanduser(dataset_name))
     if not os.path.exists(path):
-        path = find_prompt_set(name, f"{config_key}.name") or path
+        path = find_prompt_set(dataset_name, f"{config_key}.name") or path
     item_readers = [_make_item_reader(path, split, dataset, config_key) for split in dataset.split]
     return lambda: (item for reader in item_readers for item in reader())
 
@@ -201,7 +201,7 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
     stems_without_media = caption_file_by_stem.keys() - media_by_stem.keys()
     for file in visible_files:
         suffix = file.suffix.lower()
-        is_unknown_media = file.stem in stems_without_media and suffix not in _PAIR_SUFFIXES and file.is_file()
+        is_unknown_media = file.stem in stems_without_media and suffix not in _KNOWN_SUFFIXES and file.is_file()
         if suffix in _UNSUPPORTED_SUFFIXES or is_unknown_media:
             yield _make_error_item(file.name, f"{file.suffix} is not read; convert it to png or mp4")
     table_files = [file for file in visible_files if data_suffix(file.name) and file.suffix.lower() != ".json"]
@@ -219,14 +219,14 @@ def _read_paired_files(folder: Path) -> Iterator[MediaItem]:
         for path in media_by_stem.get(file.stem, [None]):  # one JSON file may describe several media files
             yield _make_item(json_value, file.name, _make_file_content(path), embedding_by_stem.get(file.stem))
     for stem in sorted(media_by_stem.keys() - {file.stem for file in json_files}):
-        caption, embedding = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
+        caption, embedding_path = _read_caption(caption_file_by_stem.get(stem)), embedding_by_stem.get(stem)
         for path in media_by_stem[stem]:
             if caption is None:
                 yield _make_error_item(path.name, f"there is no {stem}.txt, .caption or .json with its prompt{remedy}")
-            elif not caption and embedding is None:
+            elif not caption and embedding_path is None:
                 yield _make_error_item(path.name, "its caption file is empty or not UTF-8; write its prompt there")
             else:
-                yield _make_item({"prompt": caption}, path.name, _make_file_content(path), embedding)
+                yield _make_item({"prompt": caption}, path.name, _make_file_content(path), embedding_path)
 
 
 def _read_caption(caption_file: Path | None) -> str | None:
@@ -259,12 +259,12 @@ def _read_metas_folder(folder: Path) -> Iterator[MediaItem]:
         except (OSError, ValueError) as error:
             yield _make_error_item(location, describe_error(error))
             continue
-        embedding = embedding_by_stem.get(file.stem)
-        if not prompt and embedding is None:
+        embedding_path = embedding_by_stem.get(file.stem)
+        if not prompt and embedding_path is None:
             yield _make_error_item(location, "it is empty; write its prompt there")
             continue
         for media_file in media_by_stem.get(file.stem, [None]):  # one text may describe several media files
-            yield _make_item({"prompt": prompt}, location, _make_file_content(media_file), embedding)
+            yield _make_item({"prompt": prompt}, location, _make_file_content(media_file), embedding_path)
     for stem in sorted(media_by_stem.keys() - {file.stem for file in text_files}):
         location = "/".join(media_by_stem[stem][0].parts[-2:])
         yield _make_error_item(location, f"there is no metas/{stem}.txt with its prompt")
@@ -316,16 +316,16 @@ def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
         raise DataError(f"{path}: damaged tar file, {reason}; make it again, or remove it from the folder") from error
 
 
-def _check_tar_end(tar_path: Path, offset: int) -> None:
-    """Raise tarfile.ReadError unless the block at `offset`, where reading a tar file stopped, is the block of zeros
+def _check_tar_end(tar_path: Path, end_offset: int) -> None:
+    """Raise tarfile.ReadError unless the block at `end_offset`, where reading a tar file stopped, is the block of zeros
     that follows the last member: `tarfile` also stops silently at a damaged header."""
     with open(tar_path, "rb") as file:
-        file.seek(offset)
+        file.seek(end_offset)
         header_block = file.read(tarfile.BLOCKSIZE)
     if len(header_block) < tarfile.BLOCKSIZE:
         raise tarfile.ReadError("unexpected end of data")
     if any(header_block):
-        raise tarfile.ReadError(f"the header at byte {offset} is damaged, and nothing behind it can be read")
+        raise tarfile.ReadError(f"the header at byte {end_offset} is damaged, and nothing behind it can be read")
 
 
 def _make_item_from_members(tar_file: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
@@ -368,8 +368,8 @@ def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
     location, row = location_and_row
     media_column = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
     if media_column is None:
-        missing_reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
-        return replace(_make_item(row, location, None, None), missing_media_reason=missing_reason)
+        no_media_reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
+        return replace(_make_item(row, location, None, None), missing_media_reason=no_media_reason)
     media_source = row[media_column]
     media_source = media_source[0] if isinstance(media_source, list) and len(media_source) == 1 else media_source
     content, media_problem = None, ""
@@ -384,7 +384,7 @@ def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
     return replace(item, problem=media_problem or item.problem)
 
 
-def _make_item(json_object: Any, location: str, content: MediaContent | None, embedding: Path | None) -> MediaItem:
+def _make_item(json_object: Any, location: str, content: MediaContent | None, embedding_path: Path | None) -> MediaItem:
     if not isinstance(json_object, dict):
         return _make_error_item(location, 'it must be an object such as {"prompt": "..."}; name a file of rows itself')
     # The prompt is the first non-empty text of `PROMPT_KEYS`, or the first text if all are empty.
@@ -393,7 +393,7 @@ def _make_item(json_object: Any, location: str, content: MediaContent | None, em
         return _make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
     prompt_key = next((name for name in present_prompt_keys if json_object[name].strip()), present_prompt_keys[0])
     metadata = {name: field_value for name, field_value in json_object.items() if name != prompt_key}
-    return MediaItem(location, json_object[prompt_key].strip(), metadata, content, embedding)
+    return MediaItem(location, json_object[prompt_key].strip(), metadata, content, embedding_path)
 
 
 def _has_prompt(json_object: dict[str, Any]) -> bool:

@@ -66,7 +66,7 @@ class MediaSplit(NamedTuple):
     """Rows of the split, one entry per item of the data set; None: the item is in another split or is left out."""
     skip_reasons: list[str]
     num_items: int
-    config: DatasetConfig
+    dataset_config: DatasetConfig
 
     def read_rows(self) -> Iterator[tuple[MediaItemRow, MediaItem]]:
         """Read the data set again, and yield the rows of this split with their items; raise DataError if it changed."""
@@ -74,8 +74,8 @@ class MediaSplit(NamedTuple):
         for row in self.rows:
             item = next(items, None)
             if item is None or (row and row[:2] != (_replace_lone_surrogates(item.location), item.prompt)):
-                name = self.config.local_dir or self.config.name
-                raise DataError(f"{name} changed while it was prepared; run the stage again when it is complete")
+                dataset_id = self.dataset_config.local_dir or self.dataset_config.name
+                raise DataError(f"{dataset_id} changed while it was prepared; run the stage again when it is complete")
             if row is not None:
                 yield row, item
 
@@ -102,16 +102,16 @@ def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
     splits, max_rows = _read_full_splits(stage, encoders), stage.recipe.validation.max_rows
     if VALIDATION_SPLIT in splits and max_rows is not None:
         held_out_rows, remaining_row_slots = splits[VALIDATION_SPLIT].rows, iter(range(max_rows))
-        limited_rows = [row if row and next(remaining_row_slots, None) is not None else None for row in held_out_rows]
-        splits[VALIDATION_SPLIT] = splits[VALIDATION_SPLIT]._replace(rows=limited_rows)
+        kept_rows = [row if row and next(remaining_row_slots, None) is not None else None for row in held_out_rows]
+        splits[VALIDATION_SPLIT] = splits[VALIDATION_SPLIT]._replace(rows=kept_rows)
     return splits
 
 
 def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
-    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
+    algorithm, validation = stage.recipe.train.train_policy, stage.recipe.validation
     config_key = f"stage {stage.name!r}: data" if stage.data else "train.train_policy.dataset"
     stage_data_fields = {"name": str(stage.data), "local_dir": "", "subset": ""} if stage.data else {}
-    dataset_config = policy.dataset.copy_with(**stage_data_fields)
+    dataset_config = algorithm.dataset.copy_with(**stage_data_fields)
     train_split = _read_split(stage, encoders, dataset_config, config_key, needs_media=True)
     held_out_config: DatasetConfig | None = None
     if validation.dataset.name or validation.dataset.local_dir:
@@ -121,11 +121,11 @@ def _read_full_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]
     if held_out_config is not None:
         held_out_split = _read_split(stage, encoders, held_out_config, config_key, needs_media=False)
         return {TRAIN_SPLIT: train_split, VALIDATION_SPLIT: held_out_split}
-    if policy.dataset.test_size is None:
+    if algorithm.dataset.test_size is None:
         return {TRAIN_SPLIT: train_split}
-    is_held_out = sample_held_out_mask(len(train_split.rows), policy.dataset.test_size, stage.seed)
-    held_out_rows = [row if is_held_out[i] else None for i, row in enumerate(train_split.rows)]
-    train_rows = [None if is_held_out[i] else row for i, row in enumerate(train_split.rows)]
+    held_out_mask = sample_held_out_mask(len(train_split.rows), algorithm.dataset.test_size, stage.seed)
+    held_out_rows = [row if held_out_mask[i] else None for i, row in enumerate(train_split.rows)]
+    train_rows = [None if held_out_mask[i] else row for i, row in enumerate(train_split.rows)]
     held_out_split = train_split._replace(rows=held_out_rows, skip_reasons=[])
     return {TRAIN_SPLIT: train_split._replace(rows=train_rows), VALIDATION_SPLIT: held_out_split}
 
@@ -151,19 +151,19 @@ def _read_split(
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
-            names_location = row_or_reason.startswith(item.location)
+            has_location = row_or_reason.startswith(item.location)
             skip_reasons.append(
-                _replace_lone_surrogates(row_or_reason if names_location else f"{item.location}: {row_or_reason}")
+                _replace_lone_surrogates(row_or_reason if has_location else f"{item.location}: {row_or_reason}")
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")
     no_media_reasons = [f"{row.location}: {_NO_MEDIA_REASON}" for row in rows if row and not row.media_key]
-    # Leave out a few rows without media, because the validation loss needs media in all rows. Keep many such rows as
-    # prompts if validation completes prompts; RL keeps all of them.
+    # If few rows have no media, leave these rows out, because the validation loss needs media in all rows. If many have
+    # none and validation completes prompts, keep them as prompts. RL keeps all rows.
     are_few_without_media = len(no_media_reasons) <= config.max_skipped_fraction * len(rows)
     has_rollouts = stage.recipe.train.train_policy.has_rollouts
-    keeps_bare_prompts = has_rollouts or (stage.recipe.has_validation_completions and not are_few_without_media)
-    if not keeps_bare_prompts and any(row and row.media_key for row in rows):
+    keeps_lone_prompts = has_rollouts or (stage.recipe.has_validation_completions and not are_few_without_media)
+    if not keeps_lone_prompts and any(row and row.media_key for row in rows):
         skip_reasons += no_media_reasons
         rows = [row if row and row.media_key else None for row in rows]
     return MediaSplit(read_items, rows, skip_reasons, len(rows), config)
@@ -183,8 +183,8 @@ def _make_media_item_row(
         return f"it is an image, and rollouts start from frames of clips; leave images out, or set {config_key} to 0"
     try:
         text_key = compute_digest("text", item.prompt)
-        if item.embedding is not None:
-            text_key = compute_digest("embedding", MediaContent(False, item.embedding).digest())
+        if item.embedding_path is not None:
+            text_key = compute_digest("embedding", MediaContent(False, item.embedding_path).digest())
         media_key = ""
         if frame_settings and item.content is not None:
             media_key = compute_digest("media", item.content.digest(), item.content.is_video, repr(frame_settings))

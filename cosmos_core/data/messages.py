@@ -80,10 +80,10 @@ class ColumnTrackingRow(Row):
         self._read_columns.add(name)
         return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default_value: Any = None) -> Any:
         """Return a value and record its column as read; the function `has_column_value` does not record it."""
         self._read_columns.add(name)
-        return super().get(name, default)
+        return super().get(name, default_value)
 
     @property
     def unread_columns(self) -> list[str]:
@@ -136,7 +136,7 @@ def read_conversation(
         turns = prompt_turns + response_turns[num_turns - overlap_start :]
         return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response_column(row):  # such a row may have the whole conversation in one column
+    if not _has_response_column(row):  # one column may hold the conversation
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
@@ -150,8 +150,8 @@ def _find_pair_columns(row: Row) -> tuple[str, ...]:
 
 def omits_response(row: Row, column: str) -> bool:
     """Return whether training on the plain text in `column` leaves out a response in another column."""
-    is_text = column not in {"", "text"} and isinstance(decode_conversation(row.get(column)), str)
-    return is_text and _has_response_column(row, column)
+    is_plain_text = column not in {"", "text"} and isinstance(decode_conversation(row.get(column)), str)
+    return is_plain_text and _has_response_column(row, column)
 
 
 def _has_response_column(row: Row, ignored_column: str = "") -> bool:
@@ -218,7 +218,7 @@ def _extract_prompt(turns: list[Message], reference_response: str | None, locati
 
 def _read_reference_response(row: Row, column: str, location: str) -> str | None:
     column = column or find_column(row, REFERENCE_COLUMNS)
-    reward_model = None if column else row.get("reward_model")  # verl's column with the reference answer
+    reward_model = None if column else row.get("reward_model")  # verl's column of reference answers
     cell = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if cell is None:
         return None
@@ -243,8 +243,8 @@ def read_column_turns(row: Row, column: str, role: str, location: str, with_imag
     return [{**turn, "content": read_content(turn["content"], location, with_images)} for turn in turns]
 
 
-def _is_column_named(row: Row, column: str, *names: str) -> bool:
-    return (row.column_names if isinstance(row, ColumnTrackingRow) else {}).get(column, column) in names
+def _is_column_named(row: Row, column: str, *column_names: str) -> bool:
+    return (row.column_names if isinstance(row, ColumnTrackingRow) else {}).get(column, column) in column_names
 
 
 def _read_column(row: Row, column: str, location: str) -> Any:
@@ -260,7 +260,7 @@ def _read_column(row: Row, column: str, location: str) -> Any:
 
 
 def _get_text(row: Row, column: str) -> str:
-    """Return the text of a column and record the column as read; empty, without a record, if it holds no text."""
+    """Return the text of a column, and record the column as read unless it holds no text; empty if it has no words."""
     text = str(row[column]) if isinstance(dict.get(row, column), str) else ""
     return text if text.strip() else ""
 
@@ -367,8 +367,8 @@ def merge_turns(turns: list[Message]) -> list[Message]:
     merged_turns: list[Message] = []
     for turn in turns:
         previous_turn = merged_turns[-1] if merged_turns else {}
-        has_same_keys = previous_turn.keys() == turn.keys() <= {"role", "content", "weight"}
-        if has_same_keys and previous_turn["role"] == turn["role"] != "tool":
+        has_plain_keys = previous_turn.keys() == turn.keys() <= {"role", "content", "weight"}
+        if has_plain_keys and previous_turn["role"] == turn["role"] != "tool":
             merged_turns[-1] = {**turn, "content": _join_contents(previous_turn["content"], turn["content"])}
         else:
             merged_turns.append(turn)

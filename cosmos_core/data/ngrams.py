@@ -64,11 +64,11 @@ class MinHashBands:
     """Keys of a set of n-grams in locality-sensitive hashing (MinHash): two sets share a key with a probability that
     grows with their Jaccard similarity, and is at least 99 % at the threshold."""
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, min_jaccard: float) -> None:
         from datasketch import MinHash  # datasketch is optional, so import it only if it is used
 
         band_size = _NUM_PERMUTATIONS
-        while band_size > 1 and 1 - (1 - threshold**band_size) ** (_NUM_PERMUTATIONS // band_size) < _TARGET_RECALL:
+        while band_size > 1 and 1 - (1 - min_jaccard**band_size) ** (_NUM_PERMUTATIONS // band_size) < _TARGET_RECALL:
             band_size -= 1
         self._band_size = band_size
         self.num_bands = _NUM_PERMUTATIONS // self._band_size

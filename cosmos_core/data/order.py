@@ -1,7 +1,6 @@
 """Order of the training rows: a pure function of seed and step, so that a resumed run needs no saved iterator.
 
-An iterator has state that must be saved and restored together with the weights; a function of the step number has no
-state. Nothing here reads data.
+An iterator would have a state to save with the weights. No function of this module reads data.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ class Mixture:
         row_batches, relative_positions, row_offset = [], [], 0
         epoch_rows_by_source = divide_in_proportion(sum(self.sizes), self.weights)
         for source_index, (size, rows_per_epoch) in enumerate(zip(self.sizes, epoch_rows_by_source, strict=True)):
-            epoch_indices = np.arange(rows_per_epoch, dtype=np.int64)
-            pass_indices, positions_in_pass = np.divmod(epoch_indices + epoch * rows_per_epoch, size)
-            for pass_number in np.unique(pass_indices).tolist():
+            epoch_positions = np.arange(rows_per_epoch, dtype=np.int64)
+            pass_numbers, positions_in_pass = np.divmod(epoch_positions + epoch * rows_per_epoch, size)
+            for pass_number in np.unique(pass_numbers).tolist():
                 pass_order = shuffled_indices(size, seed, pass_number, source_index) if shuffle else np.arange(size)
-                row_batches.append(row_offset + pass_order[positions_in_pass[pass_indices == pass_number]])
-            relative_positions.append((epoch_indices + 0.5) / max(1, rows_per_epoch))
+                row_batches.append(row_offset + pass_order[positions_in_pass[pass_numbers == pass_number]])
+            relative_positions.append((epoch_positions + 0.5) / max(1, rows_per_epoch))
             row_offset += size
         return np.concatenate(row_batches)[np.argsort(np.concatenate(relative_positions), kind="stable")]
 
@@ -81,11 +80,11 @@ def mixture_or_num_rows(rows: Any) -> int | Mixture:
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order, int64, read-only (see `Mixture.epoch_order`)."""
     if isinstance(rows, Mixture):
-        order = rows.epoch_order(seed, epoch, shuffle)
+        row_order = rows.epoch_order(seed, epoch, shuffle)
     else:
-        order = shuffled_indices(rows, seed, epoch) if shuffle else np.arange(rows, dtype=np.int64)
-    order.flags.writeable = False
-    return order
+        row_order = shuffled_indices(rows, seed, epoch) if shuffle else np.arange(rows, dtype=np.int64)
+    row_order.flags.writeable = False
+    return row_order
 
 
 def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) -> int:
@@ -101,21 +100,21 @@ def batches_per_epoch(batch_size: int, num_rows: int, drop_last: bool = True) ->
 
 def unused_rows_notice(train_config: TrainConfig, batch_size: int, num_rows: int) -> str:
     """Return a notice about rows that fill no batch at the end of an epoch; raise DataError if no batch is filled."""
-    policy = train_config.train_policy
-    if policy.has_token_based_batches or batch_size < 1:
+    algorithm = train_config.train_policy
+    if algorithm.has_token_based_batches or batch_size < 1:
         return ""
-    batches_per_epoch(batch_size, num_rows, policy.drops_last_rows)
-    num_unused_rows = num_rows % batch_size if policy.drops_last_rows else 0
+    batches_per_epoch(batch_size, num_rows, algorithm.drops_last_rows)
+    num_unused_rows = num_rows % batch_size if algorithm.drops_last_rows else 0
     if not num_unused_rows or (train_config.max_num_steps or math.inf) * batch_size <= num_rows - num_unused_rows:
         return ""
-    is_reshuffled_each_epoch = policy.dataloader_shuffle and train_config.epoch > 1
-    repetition_note = "others in each epoch" if is_reshuffled_each_epoch else "the same ones"
+    is_reshuffled_each_epoch = algorithm.dataloader_shuffle and train_config.epoch > 1
+    left_out_rows_note = "others in each epoch" if is_reshuffled_each_epoch else "the same ones"
     remedy = "lower train.train_batch_per_replica"
-    if not policy.has_rollouts:
+    if not algorithm.has_rollouts:
         remedy = "train.train_policy.dataloader_drop_last = false learns them in a smaller batch"
     return (
         f"{num_unused_rows:,} of {num_rows:,} rows fill no batch of {batch_size} and are left out of an epoch "
-        f"({repetition_note}); {remedy}"
+        f"({left_out_rows_note}); {remedy}"
     )
 
 

@@ -26,7 +26,7 @@ from cosmos_core.data.spans import common_prefix_length
 from cosmos_core.errors import DataError, MissingColumn
 
 _PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem")
-_TURNS_COLUMNS = ("messages", "conversations")
+_CONVERSATION_COLUMNS = ("messages", "conversations")
 _SWIFT_REJECTED_COLUMNS = ("rejected_messages", "rejected_response")
 _LABEL_BY_TEXT = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -60,7 +60,7 @@ def read_preference(
     has_prompt_turns = "user" in chosen_roles or (is_swift_conversation and chosen_roles[0] != "assistant")
     # If the completions contain the prompt, ignore columns of turns, which would repeat the prompt and a completion.
     # Read `input` as a prompt only if the row has no `instruction`, which `input` would continue.
-    fallback_columns = () if has_prompt_turns else (*_TURNS_COLUMNS, "input")
+    fallback_columns = () if has_prompt_turns else (*_CONVERSATION_COLUMNS, "input")
     prompt_column = find_column(row, (column, *_PROMPT_COLUMNS, *fallback_columns)) or None
     if prompt_column is None and isinstance(chosen_value, str) and isinstance(rejected_value, str):
         if any(name in row for name in (column, *_PROMPT_COLUMNS)):
@@ -142,8 +142,8 @@ def _select_longer_prompt(
         [(turn["role"], IMAGE_MARK_REGEX.sub(" ", " ".join(get_turn_texts(turn))).split()) for turn in turns]
         for turns in (prompt, shared_turns)
     )
-    is_prompt_empty, num_prompt_turns = not any(words for _, words in prompt_words), len(prompt_words)
-    if is_prompt_empty or any(shared_words[i : i + num_prompt_turns] == prompt_words for i in range(len(shared_words))):
+    has_no_prompt, num_prompt_turns = not any(words for _, words in prompt_words), len(prompt_words)
+    if has_no_prompt or any(shared_words[i : i + num_prompt_turns] == prompt_words for i in range(len(shared_words))):
         return shared_turns
     if prompt_words[-len(shared_words) :] == shared_words:
         return prompt
@@ -164,7 +164,7 @@ def _read_completions(row: Row, location: str, with_images: bool) -> list[list[M
     if isinstance(outputs, list) and len(outputs) == 2 and all(isinstance(output_text, str) for output_text in outputs):
         return [read_content(output_text, location) for output_text in outputs]
     rejected_column = find_column(row, _SWIFT_REJECTED_COLUMNS)
-    chosen_column = find_column(row, (*_TURNS_COLUMNS, "response"))
+    chosen_column = find_column(row, (*_CONVERSATION_COLUMNS, "response"))
     if has_column_value(row, "chosen") or not (rejected_column and chosen_column):
         return [_read_completion(row, name, location, with_images) for name in ("chosen", "rejected")]
     column_names = (chosen_column, rejected_column)

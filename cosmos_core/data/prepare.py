@@ -52,7 +52,7 @@ from cosmos_core.types import JsonValue, Outcome
 
 logger = logging.getLogger(__name__)
 
-_NUM_COMPARED_ROWS = 32  # number of rows per data set in which text that the tokenizer loses is searched for
+_NUM_CHECKED_ROWS = 32  # number of rows per data set that are checked for text that the tokenizer loses
 _ROWS_PER_CHUNK = 256  # number of rows per record batch, on which the bytes of the prepared files depend
 
 
@@ -133,12 +133,12 @@ class _RowSource:
 
 
 def _read_first_texts(stage: Stage, source: _RowSource) -> Iterator[str]:
-    policy = source.recipe.train.train_policy
+    algorithm = source.recipe.train.train_policy
     apply_packer = _make_dataset_loader(stage, source.recipe).make_packer()
-    for location, row in islice(source.rows, _NUM_COMPARED_ROWS):
+    for location, row in islice(source.rows, _NUM_CHECKED_ROWS):
         with suppress(DataError):
             packed_row = apply_packer(row, location) if apply_packer else row
-            yield from iterate_texts(load_tokenised_kind(policy.rows).read(packed_row, location, policy))
+            yield from iterate_texts(load_tokenised_kind(algorithm.rows).read(packed_row, location, algorithm))
 
 
 def _add_prompt_rendering(
@@ -219,7 +219,7 @@ def _make_mixture_statistics(sources: list[_RowSource], counts_by_source: list[S
 
 def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
     """Return the rows of each split: training rows and, if any, held-out rows and rows of a supervised loss."""
-    policy, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
+    algorithm, validation, splits = stage.recipe.train.train_policy, stage.recipe.validation, {}
     train_sources, held_out_sources = _load_train_and_held_out(stage)
     splits[TRAIN_SPLIT] = train_sources
     if held_out_sources:
@@ -229,8 +229,8 @@ def _load_splits(stage: Stage) -> dict[str, list[_RowSource]]:
                 replace(each, rows=each.rows.take(n)) for each, n in zip(held_out_sources, row_limits, strict=True) if n
             ]
         splits |= dict.fromkeys(_get_held_out_row_kinds(stage.recipe), held_out_sources)
-    if policy.supervised_rows is not None:
-        dataset = policy.supervised_rows.dataset
+    if algorithm.supervised_rows is not None:
+        dataset = algorithm.supervised_rows.dataset
         rows = load_rows(dataset, "train.train_policy.data_term")
         splits[DATA_TERM_SPLIT] = [_RowSource(rows, stage.recipe, dataset)]
     return splits
@@ -240,11 +240,11 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
     """Return the training rows and the held-out rows of each data set; the second list may be empty."""
     recipe, validation = stage.recipe, stage.recipe.validation
     train_sources: list[_RowSource] = []
-    for config_key, policy in get_policies_by_dataset(stage).items():
+    for config_key, algorithm in get_policies_by_dataset(stage).items():
         source_recipe, mixture_fields = recipe, dict[str, Any]()
-        dataset: RowsConfig = policy.dataset
+        dataset: RowsConfig = algorithm.dataset
         if isinstance(dataset, SourceConfig):
-            source_recipe = recipe.copy_with(train=recipe.train.copy_with(train_policy=policy))
+            source_recipe = recipe.copy_with(train=recipe.train.copy_with(train_policy=algorithm))
             mixture_fields = {"label": dataset.label, "weight": dataset.weight}
         dataset_loader = None if stage.data is not None else _make_dataset_loader(stage, source_recipe)
         rows = load_rows(dataset, config_key, dataset_loader)
@@ -257,16 +257,16 @@ def _load_train_and_held_out(stage: Stage) -> tuple[list[_RowSource], list[_RowS
         return train_sources, [_RowSource(rows, recipe, _remove_pass_rates(train_sources[0].dataset))]
     held_out_sources = []
     for source_index, source in enumerate(train_sources):
-        policy = source.recipe.train.train_policy
-        if policy.dataset.test_size is None:
+        algorithm = source.recipe.train.train_policy
+        if algorithm.dataset.test_size is None:
             continue
         try:
-            rows, held_out_rows = split_rows(source.rows, policy.dataset.test_size, stage.seed)
+            rows, held_out_rows = split_rows(source.rows, algorithm.dataset.test_size, stage.seed)
         except DataError:
-            if not policy.data_packer:  # report an unreadable first row instead of too few rows
+            if not algorithm.data_packer:  # report an unreadable first row instead of too few rows
                 location, row = next(iter(source.rows))
                 with suppress(SkippedRow):
-                    load_tokenised_kind(policy.rows).read(row, location, policy)
+                    load_tokenised_kind(algorithm.rows).read(row, location, algorithm)
             raise
         train_sources[source_index] = replace(source, rows=rows)
         held_out_sources.append(
@@ -295,15 +295,15 @@ def read_stop_tokens(model: str, revision: str | None, tokenizer: PreTrainedToke
     generation_config = load_generation_config(model, revision)
     stop_ids: Any = generation_config and generation_config.eos_token_id
     stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    # Some published models have the token id -1, which means none.
+    # Some published models have the token id -1, which means that there is no such token.
     return tuple(token_id for token_id in (tokenizer.eos_token_id, *stop_ids) if token_id is not None and token_id >= 0)
 
 
 def _make_record_spec(stage: Stage, split: str, source: _RowSource) -> RecordSpec:
     recipe, validation = source.recipe, source.recipe.validation
     max_length = recipe.policy.model_max_length
-    is_data_term, policy = split == DATA_TERM_SPLIT, recipe.train.train_policy
-    row_kind_name = "sequences" if is_data_term else _get_held_out_row_kinds(recipe).get(split, policy.rows)
+    is_data_term, algorithm = split == DATA_TERM_SPLIT, recipe.train.train_policy
+    row_kind_name = "sequences" if is_data_term else _get_held_out_row_kinds(recipe).get(split, algorithm.rows)
     row_kind = load_tokenised_kind(row_kind_name)
     pass_rates = read_pass_rates(Path(source.dataset.pass_rates)) if source.dataset.pass_rates else None
     image_root = find_image_root(recipe, stage.model, source.rows.folder)
@@ -328,13 +328,13 @@ def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[
         yield from map(partial(convert_rows, _load_tokenizer(model, policy_config), row_spec), row_chunks)
         return
     convert_chunk = partial(_convert_in_worker, model, policy_config, row_spec)
-    spawn_context = multiprocessing.get_context("spawn")  # forking would copy locks that other threads hold
+    spawn_context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
     process_pool = ProcessPoolExecutor(num_workers, spawn_context, initialise_process)
-    pending_chunks = deque(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 2 * num_workers))
+    pending_futures = deque(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 2 * num_workers))
     try:
-        while pending_chunks:
-            yield pending_chunks.popleft().result()
-            pending_chunks.extend(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 1))
+        while pending_futures:
+            yield pending_futures.popleft().result()
+            pending_futures.extend(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 1))
     finally:
         process_pool.shutdown(cancel_futures=True)
 

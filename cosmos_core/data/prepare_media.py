@@ -24,7 +24,7 @@ import torch
 from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
-from cosmos_core.data.media_cache import Encoding, KeyedItem, MediaCache, compute_digest, group_into_shards
+from cosmos_core.data.media_cache import EncoderOutput, KeyedItem, MediaCache, compute_digest, group_into_shards
 from cosmos_core.data.media_pixels import FrameSettings, decode_media, is_upscaled, list_bucket_sizes, read_frame_rate
 from cosmos_core.data.media_rows import NULL_TEXT_KEY, TENSORS_FOLDER
 from cosmos_core.data.media_source import MediaContent
@@ -56,7 +56,7 @@ _MAX_LISTED_ROWS = 5
 _MAX_DECODED_MEDIA = 1000  # maximum number of images or clips of a split that `preview` decodes
 
 T = TypeVar("T")
-_Encodings = list[Encoding | str]
+_EncoderOutputs = list[EncoderOutput | str]
 """Encoding of each item, or the reason why the item could not be encoded."""
 _SplitPreview = tuple[str, int, list[JsonValue]]
 _EncodedItem = tuple[dict[str, str], list[int]] | str
@@ -65,7 +65,7 @@ _EncodedItem = tuple[dict[str, str], list[int]] | str
 
 def preview(stage: Stage, encoders: Encoders | None = None) -> dict[str, _SplitPreview]:
     """Return a description, the number of rows and the first prompts of each split, for `cosmos check`; errors are
-    those of `prepare`. Nothing is encoded. Media to learn are decoded; of more than 1000, an evenly spaced sample."""
+    those of `prepare`. Nothing is encoded. Media to learn are decoded, at most an evenly spaced sample of 1000."""
     encoders = encoders or open_encoders(stage)
     return {name: _preview_split(stage, encoders, name, split) for name, split in read_splits(stage, encoders).items()}
 
@@ -74,19 +74,19 @@ def _preview_split(stage: Stage, encoders: Encoders, split_name: str, split: Med
     skip_reasons, clip_fps, num_usable_rows = list(split.skip_reasons), set[float](), len(split.kept_rows)
     details = ""
     if encodes_media(stage, split_name, split):
-        frame_settings = make_frame_settings(stage.recipe, split.config, encoders)
+        frame_settings = make_frame_settings(stage.recipe, split.dataset_config, encoders)
         sample_stride = -(-num_usable_rows // _MAX_DECODED_MEDIA) or 1
         sampled_media = islice(((row, item.content) for row, item in split.read_rows()), 0, None, sample_stride)
-        num_enlarged = 0
+        num_upscaled = 0
         for row, frame_rate, decode_error, is_image_enlarged in map_in_threads(
             stage, lambda row_and_content: _try_to_decode(*row_and_content, frame_settings), sampled_media
         ):
             stage.progress.beat()
             clip_fps |= {frame_rate} if frame_rate else set()
-            num_enlarged += is_image_enlarged
+            num_upscaled += is_image_enlarged
             skip_reasons += [f"{row.location}: {decode_error}"] if decode_error else []
         details = f" (of which {-(-num_usable_rows // sample_stride):,} were decoded)" if sample_stride > 1 else ""
-        details += f", {num_enlarged:,} images smaller than inference_size, which are enlarged" * bool(num_enlarged)
+        details += f", {num_upscaled:,} images smaller than inference_size, which are enlarged" * bool(num_upscaled)
     num_usable_rows -= len(skip_reasons) - len(split.skip_reasons)
     _check_skip_reasons(split_name, skip_reasons, split, num_usable_rows)
     if clip_fps:
@@ -157,9 +157,9 @@ def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
                 notices.append(f"{name}: {num_cut_prompts} prompts have more tokens than {max_tokens}, and are cut")
                 logger.warning("%s", notices[-1])
             if skip_reasons:
-                num_unlisted_rows = len(skip_reasons) - _MAX_LISTED_ROWS
+                num_unlisted_reasons = len(skip_reasons) - _MAX_LISTED_ROWS
                 reasons_text = "; ".join(skip_reasons[:_MAX_LISTED_ROWS])
-                reasons_text += f" and {num_unlisted_rows} more" if num_unlisted_rows > 0 else ""
+                reasons_text += f" and {num_unlisted_reasons} more" if num_unlisted_reasons > 0 else ""
                 notices.append(f"{name}: {len(skip_reasons)} of {split.num_items} rows skipped: {reasons_text}")
                 logger.warning("%s", notices[-1])
         write_json(data_folder / STATISTICS_FILE, metrics)
@@ -181,22 +181,22 @@ class _SplitEncoder:
         self, split_name: str, split: MediaSplit, null_text: dict[str, str], data_folder: Path
     ) -> tuple[int, list[str]]:
         """Write a split; return the number of its rows, and a reason per row left out. For errors see `prepare`."""
-        has_encoded_media = encodes_media(self._stage, split_name, split)
+        has_latents = encodes_media(self._stage, split_name, split)
         with self._encoders.model.component_offload.keep_on_device():
-            encoded_texts = self._encode_items(split, is_media=False, folder=data_folder)
+            encoded_texts = self._encode_items(split, is_media=False, data_folder=data_folder)
         with self._encoders.model.component_offload.keep_on_device():
-            encoded_media = self._encode_items(split, is_media=True, folder=data_folder) if has_encoded_media else {}
+            encoded_media = self._encode_items(split, is_media=True, data_folder=data_folder) if has_latents else {}
         skip_reasons = list(split.skip_reasons)
         records = []
         for row in split.kept_rows:
             encoded_text = encoded_texts[row.text_key]
-            media = encoded_media[row.media_key] if has_encoded_media else ()
-            if isinstance(encoded_text, str) or isinstance(media, str):
-                skip_reasons.append(f"{row.location}: {encoded_text if isinstance(encoded_text, str) else media}")
+            media_entry = encoded_media[row.media_key] if has_latents else ()
+            if isinstance(encoded_text, str) or isinstance(media_entry, str):
+                skip_reasons.append(f"{row.location}: {encoded_text if isinstance(encoded_text, str) else media_entry}")
             else:
-                records.append((row.prompt, row.metadata, encoded_text[0], *media, row.location))
+                records.append((row.prompt, row.metadata, encoded_text[0], *media_entry, row.location))
         _check_skip_reasons(split_name, skip_reasons, split, len(records))
-        schema = load_row_kind("media" if has_encoded_media else "media_prompts").schema
+        schema = load_row_kind("media" if has_latents else "media_prompts").schema
         schema = schema.with_metadata({**schema.metadata, NULL_TEXT_KEY: json.dumps(null_text).encode()})
         columns = [pa.array([row_values[i] for row_values in records], field.type) for i, field in enumerate(schema)]
         with pa.ipc.new_file(get_split_path(data_folder, split_name), schema) as file:
@@ -212,7 +212,7 @@ class _SplitEncoder:
         limit_description = f"policy.diffusers.max_prompt_length = {max_length}"
         if tokenizer_name in model_folder.components:
             tokenizer = model_folder.load(tokenizer_name)
-        else:  # Stable Diffusion 3 without its T5 encoder: the CLIP encoders have a fixed maximum length
+        else:  # this is Stable Diffusion 3 without T5: the CLIP encoders have a fixed maximum length
             tokenizer = model_folder.load("tokenizer")
             max_length = tokenizer.model_max_length
             limit_description = f"the {max_length} of the pipeline's text encoders"
@@ -225,28 +225,29 @@ class _SplitEncoder:
         key = compute_digest("text", "")
         return {"shard": self._copy_shard([KeyedItem(key, "")], self._encode_texts, data_folder, False), "entry": key}
 
-    def _encode_items(self, split: MediaSplit, *, is_media: bool, folder: Path) -> dict[str, _EncodedItem]:
+    def _encode_items(self, split: MediaSplit, *, is_media: bool, data_folder: Path) -> dict[str, _EncodedItem]:
         """Encode the texts or the media of a split shard by shard; return the location of each output by cache key."""
         encoded_items_by_key: dict[str, _EncodedItem] = {}
         if is_media:
-            frame_settings = make_frame_settings(self._stage.recipe, split.config, self._encoders)
+            frame_settings = make_frame_settings(self._stage.recipe, split.dataset_config, self._encoders)
             encode_fn: Any = partial(self._encode_media, frame_settings=frame_settings)
             keyed_items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.read_rows())
         else:
             encode_fn = self._encode_texts
-            keyed_items = (KeyedItem[Any](r.text_key, item.embedding or r.prompt) for r, item in split.read_rows())
+            keyed_items = (KeyedItem[Any](r.text_key, item.embedding_path or r.prompt) for r, item in split.read_rows())
         for shard in group_into_shards(keyed_items):
-            shard_key = self._copy_shard(shard, encode_fn, folder, is_media)
+            shard_key = self._copy_shard(shard, encode_fn, data_folder, is_media)
             skip_reasons = self._cache.read_skip_reasons(shard_key)
             latent_shapes = self._cache.read_tensor_shapes(shard_key, "mean") if is_media else {}
             for key, _ in shard:
-                location = {"shard": shard_key, "entry": key}
-                encoded_items_by_key[key] = skip_reasons.get(key) or (location, latent_shapes.get(key, []))
+                tensor_location = {"shard": shard_key, "entry": key}
+                encoded_items_by_key[key] = skip_reasons.get(key) or (tensor_location, latent_shapes.get(key, []))
         return encoded_items_by_key
 
     def _copy_shard(
-        self, shard: Sequence[KeyedItem[T]], encode_fn: Callable[[list[T]], _Encodings], folder: Path, is_media: bool
-    ) -> str:
+        self, shard: Sequence[KeyedItem[T]], encode_fn: Callable[[list[T]], _EncoderOutputs], data_folder: Path,
+        is_media: bool,
+    ) -> str:  # fmt: skip
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its key."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
@@ -255,29 +256,29 @@ class _SplitEncoder:
         # Retry media that could not be decoded, because a codec may have been installed since.
         undecodable_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
         retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in undecodable_keys]
-        can_decode_more = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
-        if can_decode_more or not self._cache.has_shard(shard_key):
+        has_new_output = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
+        if has_new_output or not self._cache.has_shard(shard_key):
             encodings = encode_fn([keyed_item.item for keyed_item in shard])
             self._cache.write_shard(shard_key, dict(zip(item_keys, encodings, strict=True)))
             self.encoded_counts[is_media] += len(item_keys)
-        if not (target_path := folder / TENSORS_FOLDER / f"{shard_key}.safetensors").exists():
+        if not (target_path := data_folder / TENSORS_FOLDER / f"{shard_key}.safetensors").exists():
             copy_file(self._cache.get_shard_path(shard_key), target_path)
         self._stage.progress.beat()
         return shard_key
 
-    def _encode_texts(self, texts: Sequence[str | Path]) -> _Encodings:
+    def _encode_texts(self, texts: Sequence[str | Path]) -> _EncoderOutputs:
         """Return the embedding of each text, or why it cannot be read; a `Path` is a file with an embedding."""
         prompts = [text for text in texts if isinstance(text, str)]
-        encodings: list[Encoding] = []
+        encodings: list[EncoderOutput] = []
         for batch_start in range(0, len(prompts), _TEXT_BATCH_SIZE):
             prompt_batch = prompts[batch_start : batch_start + _TEXT_BATCH_SIZE]
             with torch.no_grad():
                 batch_embeddings = self._encoders.model.text_embedding(prompt_batch)
             encodings += [{name: x[i] for name, x in batch_embeddings.items()} for i in range(len(prompt_batch))]
-        encoding_iter = iter(encodings)
-        return [next(encoding_iter) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
+        next_encodings = iter(encodings)
+        return [next(next_encodings) if isinstance(text, str) else self._read_embedding_file(text) for text in texts]
 
-    def _read_embedding_file(self, embedding_path: Path) -> Encoding | str:
+    def _read_embedding_file(self, embedding_path: Path) -> EncoderOutput | str:
         """Return the text embedding in a file of the data set, or the reason why it does not fit the text encoder."""
         try:
             embedding = read_embedding(embedding_path, tuple(self._reference_embedding))
@@ -295,32 +296,32 @@ class _SplitEncoder:
         return embedding
 
     @cached_property
-    def _reference_embedding(self) -> Encoding:
+    def _reference_embedding(self) -> EncoderOutput:
         """Embedding of the empty text, as a reference for the shapes that the encoder returns."""
         with torch.no_grad():
             return {name: values[0] for name, values in self._encoders.model.text_embedding([""]).items()}
 
     def _encode_media(
         self, items: Sequence[tuple[str, MediaContent | None]], frame_settings: FrameSettings
-    ) -> _Encodings:
+    ) -> _EncoderOutputs:
         """Return the latent of each image or clip, or why it cannot be decoded; a batch has media of one shape."""
-        latent_by_index: dict[int, Encoding | str] = {}
+        latent_by_index: dict[int, EncoderOutput | str] = {}
         batches_by_shape: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         decoded_media = map_in_threads(self._stage, lambda item: _decode_pixels(*item, frame_settings), items)
-        for index, pixels in enumerate(decoded_media):
+        for item_index, pixels in enumerate(decoded_media):
             self._stage.progress.beat()
             if isinstance(pixels, str):
-                latent_by_index[index] = pixels
+                latent_by_index[item_index] = pixels
                 continue
             shape_batch = batches_by_shape.setdefault(pixels.shape, [])
-            shape_batch.append((index, pixels))
+            shape_batch.append((item_index, pixels))
             if len(shape_batch) == self._batch_size:
                 latent_by_index |= self._encode_latents(batches_by_shape.pop(pixels.shape))
         for shape_batch in batches_by_shape.values():
             latent_by_index |= self._encode_latents(shape_batch)
         return [latent_by_index[i] for i in range(len(items))]
 
-    def _encode_latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, Encoding | str]:
+    def _encode_latents(self, batch: Sequence[tuple[int, np.ndarray]]) -> dict[int, EncoderOutput | str]:
         pixels = torch.from_numpy(np.stack([item_pixels for _, item_pixels in batch])).float().div_(127.5).sub_(1)
         with torch.no_grad():
             mean, logvar = self._encoders.model.visual_embedding(pixels.movedim(-1, 1).contiguous())
@@ -337,11 +338,11 @@ def _decode_pixels(content_key: str, content: MediaContent | None, frame_setting
 
 
 def _check_skip_reasons(split_name: str, skip_reasons: Sequence[str], split: MediaSplit, num_usable_rows: int) -> None:
-    max_fraction = split.config.max_skipped_fraction
-    if len(skip_reasons) > max_fraction * split.num_items:
+    max_skipped_fraction = split.dataset_config.max_skipped_fraction
+    if len(skip_reasons) > max_skipped_fraction * split.num_items:
         raise DataError(
             f"{skip_reasons[0]}; {len(skip_reasons)} of {split.num_items} rows of {split_name} cannot be used, "
-            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=not num_usable_rows)
+            + make_unusable_rows_remedy(max_skipped_fraction, is_every_row_unusable=not num_usable_rows)
         )
     if not num_usable_rows:
         raise DataError(f"{split_name}: no row is left of {split.num_items}; give others")

@@ -60,8 +60,8 @@ def has_split(folder: Path, split: str) -> bool:
 
 def read_mixture(split_path: Path) -> Mixture | None:
     """Return the mixture of data sets in the file of a split; None if all rows are from one data set."""
-    statistics = read_json_object(split_path.with_name(STATISTICS_FILE)).get(split_path.stem) or {}
-    if not (mixture_sources := statistics.get("sources")):
+    split_statistics = read_json_object(split_path.with_name(STATISTICS_FILE)).get(split_path.stem) or {}
+    if not (mixture_sources := split_statistics.get("sources")):
         return None
     return Mixture(*(tuple(source[name] for source in mixture_sources) for name in ("source", "rows", "weight")))
 
@@ -127,10 +127,10 @@ def check_token_ids(folder: Path, num_embeddings: int) -> None:
             )
 
 
-def find_longest_row_length(folder: Path, suffix: str = "_ids", split: str = "*") -> int:
-    """Return the number of tokens of the longest prepared row of text in the columns whose name ends with `suffix`, of
-    one split or of all; raise DataError if a file is damaged."""
-    id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(suffix))
+def find_longest_row_length(folder: Path, column_suffix: str = "_ids", split: str = "*") -> int:
+    """Return the number of tokens of the longest prepared row of text, of one split or of all, in columns whose names
+    end with `column_suffix`. Raise DataError if a file is damaged."""
+    id_columns = (table[name] for table, name in _iterate_id_columns(folder, split) if name.endswith(column_suffix))
     longest_lengths = (pc.max(pc.list_value_length(column)).as_py() for column in id_columns)
     return max((length or 0 for length in longest_lengths), default=0)
 
@@ -153,11 +153,11 @@ def require_held_out_rows(folder: Path) -> None:
         raise DataError(f"{folder} has no held-out rows; {HELD_OUT_REMEDY}")
 
 
-def open_held_out(folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOutSet:
+def open_held_out(folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any = None) -> HeldOutSet:
     """Return the held-out rows of a data folder; `adapter`, the model adapter, is needed only for diffusion models.
     Raise DataError if no rows are held out, or a file is damaged."""
     require_held_out_rows(folder)
-    return load_row_kind(read_row_kind(folder, VALIDATION_SPLIT)).open_held_out(folder, policy, model, adapter)
+    return load_row_kind(read_row_kind(folder, VALIDATION_SPLIT)).open_held_out(folder, algorithm, model, adapter)
 
 
 def _open_arrow_table(table_path: Path, *row_kinds: RowKind) -> pa.Table:
@@ -183,9 +183,9 @@ def _open_arrow_reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
 def _find_row_kind(path: Path, schema: pa.Schema, *row_kinds: RowKind) -> RowKind:
     row_kind_name = (schema.metadata or {}).get(b"rows", b"").decode()
     if row_kind_name not in ([row_kind.name for row_kind in row_kinds] or list_row_kind_names()):
-        expected_rows = f"{row_kinds[0].name} {row_kinds[0].rows_purpose}" if row_kinds else "known ones"
+        expected_kind = f"{row_kinds[0].name} {row_kinds[0].rows_purpose}" if row_kinds else "known ones"
         raise DataError(
-            f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_rows} are needed; "
+            f"{path} holds {row_kind_name or 'unknown rows'}, but {expected_kind} are needed; "
             "prepare the data with the recipe of the stage that reads it"
         )
     return load_row_kind(row_kind_name)
@@ -194,14 +194,14 @@ def _find_row_kind(path: Path, schema: pa.Schema, *row_kinds: RowKind) -> RowKin
 def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[str]:
     """Return lines that show the first training rows: a line for each run of consecutive learned or masked tokens."""
     table = open_table(folder, TRAIN_SPLIT)
-    columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
+    shown_columns = [name for name in table.column_names if name not in {"images", "prompt_text"}]
     preview_lines = []
-    for row in table.select(columns).slice(0, num_rows).to_pylist():
+    for row in table.select(shown_columns).slice(0, num_rows).to_pylist():
         preview_lines.append(f"{row[LOCATION_COLUMN]}:")
-        for sequence_name in [name.removesuffix("_ids") for name in columns if name.endswith("_ids")]:
-            has_one_sequence, ids = sequence_name == "input", row[f"{sequence_name}_ids"]
-            mask = row.get("loss_mask" if has_one_sequence else f"{sequence_name}_mask") or [0] * len(ids)
-            for is_learned, token_run in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
+        for sequence_name in [name.removesuffix("_ids") for name in shown_columns if name.endswith("_ids")]:
+            has_one_sequence, token_ids = sequence_name == "input", row[f"{sequence_name}_ids"]
+            loss_mask = row.get("loss_mask" if has_one_sequence else f"{sequence_name}_mask") or [0] * len(token_ids)
+            for is_learned, token_run in groupby(zip(loss_mask, token_ids, strict=True), key=itemgetter(0)):
                 decoded_text = str(tokenizer.decode([token_id for _, token_id in token_run]))
                 sequence_prefix = "" if has_one_sequence else f"{sequence_name} "
                 preview_lines.append(f"  {sequence_prefix}{'learned' if is_learned else 'masked'}: {decoded_text!r}")
@@ -209,6 +209,6 @@ def preview_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int
     return preview_lines
 
 
-def make_damaged_file_error(path: Path, reason: str) -> DataError:
+def make_damaged_file_error(path: Path, damage: str) -> DataError:
     """Return the error for a prepared file that is damaged."""
-    return DataError(f"{path} is damaged ({reason}); delete it and run the prepare stage again")
+    return DataError(f"{path} is damaged ({damage}); delete it and run the prepare stage again")

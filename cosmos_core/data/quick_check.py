@@ -25,25 +25,25 @@ _MAX_READ_ROWS, _MAX_GENERATED_ROWS = 200, 8
 
 def run(stage: Stage) -> Outcome:
     """Read the first rows of each split; raise DataError if `prepare` would fail because of them."""
-    policy, validation = stage.recipe.train.train_policy, stage.recipe.validation
-    row_kind = load_tokenised_kind(policy.rows)
-    for config_key, source_policy in get_policies_by_dataset(stage).items():
-        _check_first_rows(source_policy.dataset, config_key, partial(row_kind.read, policy=source_policy))
-    if data_term_config := policy.supervised_rows:
-        column, system_prompt = data_term_config.conversation_column_name, getattr(policy, "system_prompt", "")
+    algorithm, validation = stage.recipe.train.train_policy, stage.recipe.validation
+    row_kind = load_tokenised_kind(algorithm.rows)
+    for config_key, source_algorithm in get_policies_by_dataset(stage).items():
+        _check_first_rows(source_algorithm.dataset, config_key, partial(row_kind.read, algorithm=source_algorithm))
+    if data_term_config := algorithm.supervised_rows:
+        column, system_prompt = data_term_config.conversation_column_name, getattr(algorithm, "system_prompt", "")
         read_data_term_row = partial(read_conversation, column=column, system_prompt=system_prompt, with_images=True)
         _check_first_rows(data_term_config.dataset, "train.train_policy.data_term", read_data_term_row)
     if validation.dataset.name:
         row_kind_names = row_kind.held_out_row_kinds(has_rewards=bool(validation.reward_function))
-        held_out_row_kind = load_tokenised_kind(row_kind_names[VALIDATION_SPLIT])
-        _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_row_kind.read, policy=policy))
+        held_out_kind = load_tokenised_kind(row_kind_names[VALIDATION_SPLIT])
+        _check_first_rows(validation.dataset, "validation.dataset", partial(held_out_kind.read, algorithm=algorithm))
     return Outcome()
 
 
 def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[Row, str], object]) -> None:
     """Read the first rows of a data set, and raise DataError if too many of them cannot be used; `config_key` is the
     name of the data set's table in the TOML, for messages."""
-    rows, max_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
+    rows, max_skipped_fraction = load_rows(dataset, config_key), dataset.max_skipped_fraction
     row_errors: list[DataError] = []
     num_checked_rows = min(len(rows), _MAX_GENERATED_ROWS if reasoning_gym_generator(dataset.name) else _MAX_READ_ROWS)
     for location, row in islice(rows, num_checked_rows):
@@ -53,8 +53,8 @@ def _check_first_rows(dataset: RowsConfig, config_key: str, read_row: Callable[[
             continue
         except DataError as error:
             row_errors.append(error)
-    if len(row_errors) > max_fraction * len(rows):
+    if len(row_errors) > max_skipped_fraction * len(rows):
         raise DataError(
             f"{row_errors[0]}; {len(row_errors)} of the first {num_checked_rows} rows cannot be used, "
-            + make_unusable_rows_remedy(max_fraction, is_every_row_unusable=len(row_errors) == num_checked_rows)
+            + make_unusable_rows_remedy(max_skipped_fraction, is_every_row_unusable=len(row_errors) == num_checked_rows)
         )

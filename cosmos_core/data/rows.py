@@ -49,9 +49,9 @@ _SHARD_REGEX = re.compile(r"(.+)-\d{5}-of-(\d{5})\b")
 """Pattern of the files that `datasets` writes for a split; its groups are the split and the number of files."""
 _FilesBySplit = dict[str, list[Path]]
 """Files of each split as declared in the README.md of a data set; if empty, file names determine the splits."""
-_INFO_FILES = ("dataset_info.json", "dataset_infos.json")
+_DATASET_INFO_FILES = ("dataset_info.json", "dataset_infos.json")
 """Names of JSON files that describe a data set; they are in the folders of data files, but have no rows."""
-_UNREAD_COMPRESSIONS = (".zst", ".zstd", ".lz4", ".zip")
+_UNREAD_SUFFIXES = (".zst", ".zstd", ".lz4", ".zip")
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -62,10 +62,10 @@ class Rows:
         """Join the rows of `readers`, or those that `selection_mask` selects; media paths are relative to `folder`."""
         self.folder = folder
         self._readers, self._selection_mask = readers, selection_mask
-        self._num_all_rows = sum(reader.num_rows for reader in readers)
+        self._num_reader_rows = sum(reader.num_rows for reader in readers)
 
     def __len__(self) -> int:
-        return self._num_all_rows if self._selection_mask is None else int(self._selection_mask.sum())
+        return self._num_reader_rows if self._selection_mask is None else int(self._selection_mask.sum())
 
     def __iter__(self) -> Iterator[LocatedRow]:
         rows = chain.from_iterable(reader.read() for reader in self._readers)
@@ -119,15 +119,15 @@ def load_rows(
 def get_policies_by_dataset(stage: Stage) -> dict[str, AlgorithmConfig]:
     """Return the training settings of each training data set, by the configuration key of the data set. If the stage
     has the key `data`, it replaces the data sets of the recipe."""
-    policy = stage.recipe.train.train_policy
+    algorithm = stage.recipe.train.train_policy
     dataset_path, config_key = str(stage.data), f"stage {stage.name!r}: data"
     if stage.data is None:
         dataset_path, config_key = image_settings(stage.recipe).annotation_path, "custom.dataset.annotation_path"
     if not dataset_path:
-        return dict(policy.tables_by_dataset)
+        return dict(algorithm.tables_by_dataset)
     kept_setting_names = ("test_size", "max_skipped_fraction", "keep", "pass_rates")
-    dataset_settings = {name: getattr(policy.dataset, name) for name in kept_setting_names}
-    return {config_key: policy.copy_with(datasets=(), dataset=DatasetConfig(name=dataset_path, **dataset_settings))}
+    dataset_settings = {name: getattr(algorithm.dataset, name) for name in kept_setting_names}
+    return {config_key: algorithm.copy_with(datasets=(), dataset=DatasetConfig(name=dataset_path, **dataset_settings))}
 
 
 def has_local_split(path: Path, split: str) -> bool:
@@ -145,8 +145,8 @@ def has_local_split(path: Path, split: str) -> bool:
 
 def split_rows(rows: Rows, test_size: int | float, seed: int) -> tuple[Rows, Rows]:
     """Divide rows into training rows and held-out rows, both in their order; see `sample_held_out_mask`."""
-    is_held_out = sample_held_out_mask(len(rows), test_size, seed)
-    return rows.select(~is_held_out), rows.select(is_held_out)
+    held_out_mask = sample_held_out_mask(len(rows), test_size, seed)
+    return rows.select(~held_out_mask), rows.select(held_out_mask)
 
 
 def sample_held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np.ndarray:
@@ -155,9 +155,9 @@ def sample_held_out_mask(num_rows: int, test_size: int | float, seed: int) -> np
     num_held_out = math.ceil(num_rows * test_size) if isinstance(test_size, float) else test_size
     if num_held_out >= num_rows:
         raise DataError(f"test_size = {test_size} of {num_rows} rows leaves none to train on; lower dataset.test_size")
-    is_held_out = np.zeros(num_rows, dtype=bool)
-    is_held_out[shuffled_indices(num_rows, seed)[:num_held_out]] = True
-    return is_held_out
+    held_out_mask = np.zeros(num_rows, dtype=bool)
+    held_out_mask[shuffled_indices(num_rows, seed)[:num_held_out]] = True
+    return held_out_mask
 
 
 def _open_split(path: Path, split: str, config_key: str, declared_files: _FilesBySplit) -> list[RowReader]:
@@ -222,7 +222,7 @@ def _find_data_files(folder: Path) -> list[Path]:
     files = (file for file in folder.iterdir() if data_suffix(file.name) and not file.name.startswith("."))
     # Keep links to missing files: reading one raises an error, whereas rows of a skipped link would be lost silently.
     files = (file for file in files if file.is_file() or (file.is_symlink() and not file.exists()))
-    return sorted(file for file in files if file.name not in _INFO_FILES)
+    return sorted(file for file in files if file.name not in _DATASET_INFO_FILES)
 
 
 def _has_split_name(file: Path, split: str) -> bool:
@@ -235,8 +235,8 @@ def _has_split_name(file: Path, split: str) -> bool:
 
 def has_split_word(file: Path, split: str) -> bool:
     """Return whether a file name is the name of a split or contains it as a word, like "gsm8k_train.jsonl"."""
-    is_shard, split_name_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
-    return _has_split_name(file, split) or (not is_shard and bool(re.search(split_name_regex, file.name)))
+    is_shard_file, split_name_regex = bool(_SHARD_REGEX.match(file.name)), rf"[._-]{re.escape(split)}[._-]"
+    return _has_split_name(file, split) or (not is_shard_file and bool(re.search(split_name_regex, file.name)))
 
 
 def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
@@ -260,7 +260,7 @@ def _find_split_files(folder: Path, split: str, config_key: str) -> list[Path]:
     _check_file_names(split_files, config_key)
     _warn_of_missing_files(split_files, config_key)
     for file in split_files[0].parent.iterdir():
-        if file.suffix in _UNREAD_COMPRESSIONS and data_suffix(file.stem):
+        if file.suffix in _UNREAD_SUFFIXES and data_suffix(file.stem):
             remedy = "only .gz, .bz2 and .xz are decompressed; decompress it"
             logger.warning("%s.name: %s in %s is not read: %s", config_key, file.name, file.parent, remedy)
     return split_files
@@ -271,17 +271,17 @@ def _check_file_names(files: list[Path], config_key: str) -> None:
     read twice."""
     file_by_stem: dict[str, Path] = {}
     for file in files:
-        other_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
-        if other_file is not file:
+        first_file = file_by_stem.setdefault(file.name[: -len(data_suffix(file.name))], file)
+        if first_file is not file:
             raise DataError(
-                f"{config_key}.name: {file.parent} has {other_file.name} and {file.name}, and one is probably a copy "
+                f"{config_key}.name: {file.parent} has {first_file.name} and {file.name}, and one is probably a copy "
                 "of the other; remove or rename one"
             )
 
 
 def _warn_of_missing_files(files: list[Path], config_key: str) -> None:
-    file_counts = Counter(match.groups() for file in files if (match := _SHARD_REGEX.match(file.name)))
-    for (name, total), count in file_counts.items():
+    counts_by_shard_name = Counter(match.groups() for file in files if (match := _SHARD_REGEX.match(file.name)))
+    for (name, total), count in counts_by_shard_name.items():
         if count < int(total):
             logger.warning(
                 "%s: %s has %d of its %d files; the rows of the others are missing", config_key, name, count, int(total)

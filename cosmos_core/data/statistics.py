@@ -77,7 +77,7 @@ class SplitCounts:
         self._row_lengths: list[np.ndarray] = []
         self._row_counts, self._unread_column_counts = Counter[str](), Counter[str]()
         self._skipped_by_reason: dict[str, _FirstItemCounter] = {}
-        self._error_counter, self._merge_counter = _FirstItemCounter(), _FirstItemCounter()
+        self._error_counter, self._merged_counter = _FirstItemCounter(), _FirstItemCounter()
 
     def add(self, chunk: RowChunk) -> None:
         """Add the rows of the next chunk."""
@@ -86,7 +86,7 @@ class SplitCounts:
         self._row_counts += chunk.counts
         self._unread_column_counts += chunk.unread_column_counts
         for location in chunk.locations_with_merged_turns:
-            self._merge_counter.add(location)
+            self._merged_counter.add(location)
         for skipped_row in chunk.skipped_rows:
             self._skipped_by_reason.setdefault(skipped_row.reason, _FirstItemCounter()).add(skipped_row.location)
             if skipped_row.error:
@@ -153,10 +153,10 @@ class SplitCounts:
                 f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "
                 f"{self._max_completion_tokens} tokens of max_response_length: their completions end earlier"
             )
-        if self._merge_counter.count:
+        if self._merged_counter.count:
             lines.append(
-                f"turns put together in {self._merge_counter.count} of {self.num_rows} rows (first: "
-                f"{self._merge_counter.first_description}): the chat template refuses a system turn, or turns of one "
+                f"turns put together in {self._merged_counter.count} of {self.num_rows} rows (first: "
+                f"{self._merged_counter.first_description}): the chat template refuses a system turn, or turns of one "
                 "role in a row"
             )
         if not self._has_learned_end_token:
@@ -183,7 +183,7 @@ class SplitCounts:
             "skipped_rows": self.num_skipped,
             "skipped": {reason: {"rows": counter.count, "first": counter.first_description}
                         for reason, counter in self._skipped_by_reason.items()},
-            "merged_rows": self._merge_counter.count,
+            "merged_rows": self._merged_counter.count,
             **{name: self._row_counts[name] for name in ("images", "image_tokens") if self._row_counts["images"]},
             **{name: self._row_counts[name] for name in ("plain_rows", "continued_rows") if self._row_counts[name]},
             **({"unread_columns": sorted(self._unread_column_counts)} if self._unread_column_counts else {}),

@@ -53,12 +53,14 @@ def parse_sharegpt_calls(text: Any) -> tuple[str, list[Any]] | None:
     `function_call`, which has the calls as JSON; None if the text holds no calls."""
     if not isinstance(text, str):
         return None
-    json_starts = (0, *(match.end() for match in re.finditer("</think>", text)))  # a call's arguments may hold </think>
-    start, value = next(((i, value) for i in json_starts if (value := parse_json(text[i:])) is not None), (0, None))
-    calls = value if isinstance(value, list) else [value]
+    # Try the text after each </think>, because the arguments of a call may contain this tag.
+    json_starts = (0, *(match.end() for match in re.finditer("</think>", text)))
+    start_and_json = ((i, json_value) for i in json_starts if (json_value := parse_json(text[i:])) is not None)
+    json_start, json_value = next(start_and_json, (0, None))
+    calls = json_value if isinstance(json_value, list) else [json_value]
     if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
-    return text[:start], decode_arguments([{"type": "function", "function": call} for call in calls])
+    return text[:json_start], decode_arguments([{"type": "function", "function": call} for call in calls])
 
 
 def decode_arguments(calls: list[Any]) -> list[Any]:

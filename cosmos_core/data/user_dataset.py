@@ -66,26 +66,26 @@ class UserDatasetLoader:
     def make_packer(self) -> Callable[[Row, str], Row] | None:
         """Return a function that applies the recipe's packer to a row; None if the recipe names no packer. Raise
         ConfigError if the packer has methods that would never be called, or lacks the required method."""
-        policy = self._recipe.train.train_policy
-        if not policy.data_packer:
+        algorithm = self._recipe.train.train_policy
+        if not algorithm.data_packer:
             return None
-        setting = f"train.train_policy.data_packer = {policy.data_packer!r}"
-        user_object = import_user_code(policy.data_packer)
+        setting = f"train.train_policy.data_packer = {algorithm.data_packer!r}"
+        user_object = import_user_code(algorithm.data_packer)
         defined_methods = vars(user_object if inspect.isclass(user_object) else type(user_object))
         if unsupported_methods := [name for name in _UNSUPPORTED_METHODS if name in defined_methods]:
             raise ConfigError(
                 f"{setting} has {', '.join(unsupported_methods)}, which nothing calls here: batches are made by the "
                 "model's adapter; remove it, or write an algorithm of your own"
             )
-        method_name = load_tokenised_kind(policy.rows).packer_method
+        method_name = load_tokenised_kind(algorithm.rows).packer_method
         with convert_user_code_errors(setting, user_object):
             packer = _instantiate_user_object(user_object, self._recipe)
             self._call_setup(packer)
-        method = getattr(packer, method_name, None) if method_name else None
-        if method is None:
-            method_text = f"{method_name}, which it does not have" if method_name else "none; leave it out"
-            raise ConfigError(f"{setting}: a training on {policy.rows} calls {method_text}")
-        return partial(_apply_packer, method, policy)
+        packer_method = getattr(packer, method_name, None) if method_name else None
+        if packer_method is None:
+            method_problem = f"{method_name}, which it does not have" if method_name else "none; leave it out"
+            raise ConfigError(f"{setting}: a training on {algorithm.rows} calls {method_problem}")
+        return partial(_apply_packer, packer_method, algorithm)
 
     def _call_setup(self, user_object: Any) -> None:
         if not hasattr(user_object, "setup"):
@@ -107,64 +107,64 @@ def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:
     return user_object(recipe) if should_pass_recipe else user_object()
 
 
-def _iterate_items(dataset: Any, name: str, num_items: int, policy: AlgorithmConfig) -> Iterator[LocatedRow]:
+def _iterate_items(dataset: Any, name: str, num_items: int, algorithm: AlgorithmConfig) -> Iterator[LocatedRow]:
     """Yield each item of a user's data set as a row with its location and its reference answer."""
-    get_reference_fn = getattr(dataset, "get_reference_answer", None) if isinstance(policy, RlConfig) else None
+    get_reference_fn = getattr(dataset, "get_reference_answer", None) if isinstance(algorithm, RlConfig) else None
     for index in range(num_items):
         location = f"{name} item {index}"
         with convert_user_code_errors(location, getattr(type(dataset), "__getitem__", None)):
-            row = _convert_item(dataset[index], policy, location)
+            row = _convert_item(dataset[index], algorithm, location)
             if get_reference_fn is not None:
-                row |= _make_reference_row(get_reference_fn(index), policy)
+                row |= _make_reference_row(get_reference_fn(index), algorithm)
         yield location, row
 
 
-def _apply_packer(packer_method: Callable[[Any], Any], policy: AlgorithmConfig, row: Row, location: str) -> Row:
+def _apply_packer(packer_method: Callable[[Any], Any], algorithm: AlgorithmConfig, row: Row, location: str) -> Row:
     """Convert a row with a method of a data packer; a prompt keeps the columns of its reference answer."""
     with convert_user_code_errors(location, packer_method):
         packed_item = packer_method(row)
-    packed_row = _convert_item(packed_item, policy, location)
-    if isinstance(packed_item, dict) or not isinstance(policy, RlConfig):
+    packed_row = _convert_item(packed_item, algorithm, location)
+    if isinstance(packed_item, dict) or not isinstance(algorithm, RlConfig):
         return packed_row
-    kept_columns = {*_REFERENCE_COLUMNS, _get_reference_column(policy)}
+    kept_columns = {*_REFERENCE_COLUMNS, _get_reference_column(algorithm)}
     return {name: value for name, value in row.items() if name in kept_columns} | packed_row
 
 
 _REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth", "reference_answer")
 
 
-def _get_reference_column(policy: AlgorithmConfig) -> str:
-    return (isinstance(policy, RlConfig) and policy.response_column_name) or "answer"
+def _get_reference_column(algorithm: AlgorithmConfig) -> str:
+    return (isinstance(algorithm, RlConfig) and algorithm.response_column_name) or "answer"
 
 
-def _convert_item(item: Any, policy: AlgorithmConfig, location: str) -> Row:
+def _convert_item(item: Any, algorithm: AlgorithmConfig, location: str) -> Row:
     """Convert an item of a user's data set or packer to a row with the columns that the recipe reads."""
-    is_prompt = isinstance(policy, RlConfig)
-    column = (policy.prompt_column_name or "prompt") if isinstance(policy, RlConfig) else "messages"
+    is_prompt = isinstance(algorithm, RlConfig)
+    text_column = (algorithm.prompt_column_name or "prompt") if isinstance(algorithm, RlConfig) else "messages"
     if isinstance(item, dict):
         return {name: _convert_array(value) for name, value in item.items()}
     if isinstance(item, str):
-        return {RENDERED_COLUMN: item, column: item} if is_prompt else {"text": item}
+        return {RENDERED_COLUMN: item, text_column: item} if is_prompt else {"text": item}
     if isinstance(item, list | tuple):
-        return {column: list(item)}
-    prompt_or_conversation = getattr(item, "conversation", None) or getattr(item, "prompt", None)
-    if prompt_or_conversation is None:
+        return {text_column: list(item)}
+    prompt_or_turns = getattr(item, "conversation", None) or getattr(item, "prompt", None)
+    if prompt_or_turns is None:
         raise DataError(
             f"{location} is a {type(item).__name__}; the rule is a dict, a list of turns, a string, or an object with "
             "prompt or conversation"
         )
     reference_response = getattr(item, "reference_answer", None)
-    return _convert_item(prompt_or_conversation, policy, location) | _make_reference_row(reference_response, policy)
+    return _convert_item(prompt_or_turns, algorithm, location) | _make_reference_row(reference_response, algorithm)
 
 
 def _convert_array(value: Any) -> Any:
-    """Return a number or row of numbers of NumPy, pandas or torch as Python numbers, NaN as None; else `value`."""
+    """Convert a number or 1D array of NumPy, pandas or torch to Python numbers, and NaN to None; else return it."""
     if getattr(value, "ndim", 2) < 2 and hasattr(value, "tolist"):
         value = value.tolist()
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _make_reference_row(response: Any, policy: AlgorithmConfig) -> Row:
+def _make_reference_row(response: Any, algorithm: AlgorithmConfig) -> Row:
     """Return a row with the reference answer as text, or as JSON if it is no text; an empty row if there is none."""
     response = _convert_array(response)
     if response is None:
@@ -173,7 +173,7 @@ def _make_reference_row(response: Any, policy: AlgorithmConfig) -> Row:
         reference_text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
     except (TypeError, ValueError):  # the value has no JSON form, such as a set
         reference_text = str(response)
-    return {_get_reference_column(policy): reference_text}
+    return {_get_reference_column(algorithm): reference_text}
 
 
 def convert_user_code_errors(

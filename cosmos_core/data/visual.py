@@ -48,8 +48,8 @@ def tokenise_images_and_text(
 
     Raise DataError if the chat template leaves out an image or the processor refuses one, ModelError if the processor's
     tokenizer returns no offsets of tokens, and the errors of `find_learned_spans`."""
-    rendered_text, spans = find_learned_spans(processor, turns, location, tools, stop_ids)
-    return _expand_images(processor, rendered_text, spans, images, location)
+    rendered_text, learned_spans = find_learned_spans(processor, turns, location, tools, stop_ids)
+    return _expand_images(processor, rendered_text, learned_spans, images, location)
 
 
 def tokenise_visual_prompt(
@@ -62,15 +62,15 @@ def tokenise_visual_prompt(
 ) -> tuple[ImageTextTokens, str]:
     """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image;
     raise SkippedRow if it is longer than `max_length`, and the errors of `tokenise_images_and_text`."""
-    _, text = render(
+    _, rendered_text = render(
         processor, turns, location, add_generation_prompt=render_settings.add_generation_prompt,
         tools=list(render_settings.tools) or None,
         template_kwargs=render_settings.template_kwargs,
     )  # fmt: skip
-    tokens = _expand_images(processor, text, [], images, location)
+    tokens = _expand_images(processor, rendered_text, [], images, location)
     if len(tokens.ids) > max_length:
         raise SkippedRow(location, PROMPT_TOO_LONG_REASON)
-    return tokens, text
+    return tokens, rendered_text
 
 
 def truncate_visual_tokens(tokens: ImageTextTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
@@ -81,7 +81,7 @@ def truncate_visual_tokens(tokens: ImageTextTokens, max_length: int, location: s
 
 
 def _expand_images(
-    processor: ProcessorMixin, rendered_text: str, spans: list[Span], images: list[Image], location: str
+    processor: ProcessorMixin, rendered_text: str, learned_spans: list[Span], images: list[Image], location: str
 ) -> ImageTextTokens:
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
@@ -110,18 +110,18 @@ def _expand_images(
         np.asarray(processor_output["offset_mapping"][0], dtype=np.int64).reshape(-1, 2).T
     )
 
-    mask, is_image = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
+    mask, image_mask = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
     # A processor that writes an image's tokens itself, such as that of Idefics2, may not return where they are.
-    if spans and token_end_offsets.max(initial=0) > _map_to_expanded_text(len(rendered_text), image_spans):
+    if learned_spans and token_end_offsets.max(initial=0) > _map_to_expanded_text(len(rendered_text), image_spans):
         problem = f"{type(processor).__name__} does not return where it writes the tokens of an image"
         raise ModelError(f"{location}: {problem}, so what is learned cannot be found; take a model of another family")
-    for start, end in spans:
+    for start, end in learned_spans:
         expanded_learned_span = _map_to_expanded_text(start, image_spans), _map_to_expanded_text(end, image_spans)
         mask |= make_span_token_mask(expanded_learned_span, token_start_offsets, token_end_offsets)
     for _, expanded_span in image_spans:
-        is_image |= make_span_token_mask(expanded_span, token_start_offsets, token_end_offsets)
-    end_of_last_image = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
-    return ImageTextTokens(ids, (mask & ~is_image).astype(int).tolist(), int(is_image.sum()), end_of_last_image)
+        image_mask |= make_span_token_mask(expanded_span, token_start_offsets, token_end_offsets)
+    end_of_last_image = int(np.flatnonzero(image_mask)[-1]) + 1 if image_mask.any() else 0
+    return ImageTextTokens(ids, (mask & ~image_mask).astype(int).tolist(), int(image_mask.sum()), end_of_last_image)
 
 
 def _find_image_spans(

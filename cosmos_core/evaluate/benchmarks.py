@@ -70,20 +70,20 @@ def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
     raise ConfigError(f"evaluate.tasks: lm-eval and evaluate.include_path have no task {pattern!r}{name_suggestions}")
 
 
-def _load_tasks(task_manager: TaskManager, name: str) -> dict[str, Any]:
-    """Load the tasks with the name, group or tag `name`, with their rows, and return the tasks by name."""
+def _load_tasks(task_manager: TaskManager, task_name: str) -> dict[str, Any]:
+    """Load the tasks with the name, group or tag `task_name`, with their rows, and return the tasks by name."""
     try:
-        tasks: dict[str, Any] = task_manager.load([name])["tasks"]
+        tasks: dict[str, Any] = task_manager.load([task_name])["tasks"]
         for task in tasks.values():
             len(task.eval_docs)
         return tasks
     except ImportError as error:
-        raise ConfigError(f"evaluate.tasks: {name!r} needs a package that is not installed: {error}") from error
+        raise ConfigError(f"evaluate.tasks: {task_name!r} needs a package that is not installed: {error}") from error
     except _DATASET_ERRORS as error:
-        entry = task_manager.task_index[name]
+        entry = task_manager.task_index[task_name]
         dataset_text = f", {entry.cfg['dataset_path']}," if entry.cfg and entry.cfg.get("dataset_path") else ""
-        read_problem = f"the rows of {name!r}{dataset_text} cannot be read ({first_line(error)})"
+        read_problem = f"the rows of {task_name!r}{dataset_text} cannot be read ({first_line(error)})"
         raise DataError(f"evaluate.tasks: {read_problem}; {_MISSING_ROWS_HINT}") from error
     except Exception as error:  # lm-eval raises any error for a mistake in the file of a task
-        problem = f"lm-eval cannot load {name!r} ({error_on_one_line(error)})"
+        problem = f"lm-eval cannot load {task_name!r} ({error_on_one_line(error)})"
         raise ConfigError(f"evaluate.tasks: {problem}; correct its YAML file or its rows") from error

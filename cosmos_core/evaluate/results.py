@@ -25,10 +25,10 @@ def convert_metrics(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float
     for task, task_metrics in results.items():
         first_filter = next((metric_key.partition(",")[2] for metric_key in task_metrics if "," in metric_key), "")
         for metric_key, value in task_metrics.items():
-            name, separator, filter_name = metric_key.partition(",")
+            metric, separator, filter_name = metric_key.partition(",")
             if separator and isinstance(value, Real):
-                metric_name = _qualify_metric_name(name.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
-                stderr_suffix = _STDERR_SUFFIX if name.endswith(_STDERR_SUFFIX) else ""
+                metric_name = _qualify_metric_name(metric.removesuffix(_STDERR_SUFFIX), filter_name, first_filter)
+                stderr_suffix = _STDERR_SUFFIX if metric.endswith(_STDERR_SUFFIX) else ""
                 metrics[f"evaluation/{task}/{metric_name}{stderr_suffix}"] = float(value)
     return metrics
 
@@ -41,34 +41,34 @@ def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
         for sample in task_samples:
             text_columns = {name: sample.get(name) or _get_response_text(sample) for name in _TEXT_COLUMNS}
             row = rows.setdefault((task, sample["doc_id"]), {"task": task, "doc_id": sample["doc_id"], **text_columns})
-            for metric in sample["metrics"]:
-                if isinstance(sample[metric], Real):
-                    name = _qualify_metric_name(metric, sample["filter"], task_samples[0]["filter"])
-                    row[name] = float(sample[metric])
+            for metric_name in sample["metrics"]:
+                if isinstance(sample[metric_name], Real):
+                    name = _qualify_metric_name(metric_name, sample["filter"], task_samples[0]["filter"])
+                    row[name] = float(sample[metric_name])
     return build_table(list(rows.values())).sort_by([("task", "ascending"), ("doc_id", "ascending")])
 
 
-def build_table(rows: list[dict[str, Any]]) -> pa.Table:
+def build_table(item_rows: list[dict[str, Any]]) -> pa.Table:
     """Return a table of items with the columns of `_COLUMN_TYPES` and one column per metric, null if it is missing."""
-    column_names = dict.fromkeys([*_COLUMN_TYPES, *(name for row in rows for name in row)])
+    column_names = dict.fromkeys([*_COLUMN_TYPES, *(name for row in item_rows for name in row)])
     schema = pa.schema([(name, _COLUMN_TYPES.get(name, pa.float64())) for name in column_names])
-    return pa.Table.from_pylist(rows, schema=schema)
+    return pa.Table.from_pylist(item_rows, schema=schema)
 
 
 def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_records: int) -> list[dict[str, JsonValue]]:
     """Return the first `max_records` generated texts of each task, as lines of `samples.jsonl`: prompt, reference,
     completion and, as reward, the first metric that is a number."""
-    records: list[dict[str, JsonValue]] = []
+    sample_records: list[dict[str, JsonValue]] = []
     for task_samples in samples.values():
         first_filter = task_samples[0]["filter"]
         text_samples = [each for each in task_samples if each["filter"] == first_filter and _is_generated_text(each)]
         for sample in text_samples[:max_records]:
-            metric_values = (sample[metric] for metric in sample["metrics"])
+            metric_values = (sample[metric_name] for metric_name in sample["metrics"])
             reward = next((float(value) for value in metric_values if isinstance(value, Real)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
             text_fields = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
-            records.append({"step": 0, **text_fields, "reward": reward})
-    return records
+            sample_records.append({"step": 0, **text_fields, "reward": reward})
+    return sample_records
 
 
 def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
@@ -82,8 +82,8 @@ def describe_tasks(results: Mapping[str, Any]) -> dict[str, JsonValue]:
     return task_descriptions
 
 
-def _qualify_metric_name(metric: str, filter_name: str, first_filter: str) -> str:
-    return metric if filter_name == first_filter else f"{metric}_{filter_name}"
+def _qualify_metric_name(metric_name: str, filter_name: str, first_filter: str) -> str:
+    return metric_name if filter_name == first_filter else f"{metric_name}_{filter_name}"
 
 
 def _get_response_text(sample: Mapping[str, Any]) -> str:

@@ -87,13 +87,13 @@ def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
 
 def to_item_table(scored_prompts: Sequence[ScoredPrompt], prompt_sets: Mapping[str, Sequence[Prompt]]) -> pa.Table:
     """Return a table of items with one row per prompt: its prompt set as the task, and its mean rewards as metrics."""
-    rows: list[dict[str, Any]] = []
+    item_rows: list[dict[str, Any]] = []
     for scored_prompt in scored_prompts:
         prompt = prompt_sets[scored_prompt.set_name][scored_prompt.id]
         item_hashes = {"doc_hash": _hash_json([prompt.text, prompt.metadata]), "prompt_hash": _hash_json(prompt.text)}
         item_id_columns = {"task": scored_prompt.set_name, "doc_id": scored_prompt.id}
-        rows.append({**scored_prompt.mean_rewards(), **item_id_columns, **item_hashes, "response": ""})
-    return build_table(rows)
+        item_rows.append({**scored_prompt.mean_rewards(), **item_id_columns, **item_hashes, "response": ""})
+    return build_table(item_rows)
 
 
 def _hash_json(json_value: object) -> str:

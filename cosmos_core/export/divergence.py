@@ -47,9 +47,9 @@ class Divergence(NamedTuple):
 
 
 def load_text_rows(folder: Path, max_length: int) -> tuple[str, list[TokenIds]]:
-    """Return the name of a split, the held-out split if it exists, and the token ids of its first rows without images.
-    Rows are truncated to fewer tokens than `max_length`, the model's maximum. Raise `DataError` if the folder has no
-    prepared rows of text."""
+    """Return the name of the held-out split, or of the training split if no rows are held out, and the token ids of the
+    split's first rows without images. Rows are truncated to fewer tokens than `max_length`, the model's maximum. Raise
+    `DataError` if the folder has no prepared rows of text."""
     split_name = VALIDATION_SPLIT if has_split(folder, VALIDATION_SPLIT) else TRAIN_SPLIT
     rows_table = open_table(folder, split_name)
     names = [name for name in rows_table.column_names if name.endswith("_ids")]

@@ -48,8 +48,8 @@ _BENCHMARK_PREFIX = "evaluation/"
 class QuantPlan(NamedTuple):
     """Plan for quantising a model to one format, and for comparing the result with the unquantised model."""
 
-    name: str
-    scheme: Any
+    format_name: str
+    quant_scheme: Any
     """Scheme of compressed-tensors; None: the format is GGUF."""
     linear_layers: LinearLayers | None
     unsupported_reason: str
@@ -64,8 +64,8 @@ class QuantPlan(NamedTuple):
     def description(self) -> str:
         """Return one line about the format and its layers, for `check` and the model card."""
         if self.linear_layers is None:
-            return f"{self.name}: one file in bfloat16"
-        return describe_format(self.name, self.scheme, self.linear_layers)
+            return f"{self.format_name}: one file in bfloat16"
+        return describe_format(self.format_name, self.quant_scheme, self.linear_layers)
 
 
 def run(stage: Stage) -> Outcome:
@@ -78,7 +78,7 @@ def run(stage: Stage) -> Outcome:
         StageFailed: a quantised model cannot be loaded, or its divergence is that of a broken model.
         Preempted: a stop was requested; finished weight files are kept.
     """
-    export_plans = plan_quantized_formats(stage)
+    quant_plans = plan_quantized_formats(stage)
     text_config = load_config(stage.model, stage.recipe.policy.model_revision).get_text_config()
     max_length = getattr(text_config, "max_position_embeddings", None) or divergence.MAX_COMPARED_TOKENS + 1
     split_name, rows = divergence.load_text_rows(_find_prepared_rows(stage), max_length)
@@ -88,17 +88,17 @@ def run(stage: Stage) -> Outcome:
     logprobs_folder.mkdir()
     output_paths, metrics = list(unquantized_outcome.outputs), dict(unquantized_outcome.metrics)
     folder_by_format: dict[str, JsonValue] = {UNQUANTIZED_FORMAT: unquantized_outcome.info["model"]}
-    for plan in export_plans:
+    for plan in quant_plans:
         write_model = partial(_write_quantized_model, stage, plan, unquantized_outcome)
-        quantized_outcome = _load_outcome_or_run(stage, plan.name, write_model)
+        quantized_outcome = _load_outcome_or_run(stage, plan.format_name, write_model)
         folder = stage.path / quantized_outcome.outputs[0]
         verify_model = partial(_verify_quantized_model, stage, plan, unquantized_outcome, folder, rows)
-        verification = _load_outcome_or_run(stage, f"{plan.name}-proof", verify_model)
+        verification = _load_outcome_or_run(stage, f"{plan.format_name}-proof", verify_model)
         model_card = (stage.path / str(unquantized_outcome.info["model"]) / "README.md").read_text(encoding="utf-8")
         write_text(folder / "README.md", model_card + _build_card_section(plan, verification, split_name, len(rows)))
         output_paths += quantized_outcome.outputs
         metrics |= quantized_outcome.metrics | verification.metrics
-        folder_by_format[plan.name] = quantized_outcome.outputs[0]
+        folder_by_format[plan.format_name] = quantized_outcome.outputs[0]
     shutil.rmtree(logprobs_folder)
     return Outcome(tuple(output_paths), metrics, {**unquantized_outcome.info, "formats": folder_by_format})
 
@@ -125,7 +125,7 @@ def plan_quantized_formats(stage: Stage) -> list[QuantPlan]:
     for plan in vllm_plans:
         if plan.unsupported_reason and not config.unproven:
             remedy = "leave it out, or set export.unproven = true"
-            raise ConfigError(f"export.formats has {plan.name!r}, but {plan.unsupported_reason}; {remedy}")
+            raise ConfigError(f"export.formats has {plan.format_name!r}, but {plan.unsupported_reason}; {remedy}")
     return vllm_plans + gguf_plans
 
 
@@ -168,7 +168,7 @@ def _load_outcome_or_run(stage: Stage, operation_name: str, operation: Callable[
 
 def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome) -> Outcome:
     """Write the quantised model of a plan to a temporary folder, and rename the folder when it is complete."""
-    relative_target = f"{plan.name}/step_{unquantized_outcome.info['step']}"
+    relative_target = f"{plan.format_name}/step_{unquantized_outcome.info['step']}"
     target_folder = stage.path / relative_target
     incomplete_folder = target_folder.with_name(f".{stage.fingerprint[:16]}.partial")
     shutil.rmtree(target_folder, ignore_errors=True)
@@ -178,26 +178,26 @@ def _write_quantized_model(stage: Stage, plan: QuantPlan, unquantized_outcome: O
         stage.progress.advance(num_finished_files, num_files)
         if stage.stop_requested and num_finished_files < num_files:
             progress_text = f"{num_finished_files} of {num_files} files"
-            raise Preempted(f"stage {stage.name!r}: {progress_text} of {plan.name} are written")
+            raise Preempted(f"stage {stage.name!r}: {progress_text} of {plan.format_name} are written")
 
     def report_progress() -> None:
         stage.progress.beat()
         if stage.stop_requested:
-            raise Preempted(f"stage {stage.name!r}: stopped while {plan.name} was written")
+            raise Preempted(f"stage {stage.name!r}: stopped while {plan.format_name} was written")
 
     unquantized_folder = stage.path / str(unquantized_outcome.info["model"])
     if plan.linear_layers is None:
         shutil.rmtree(incomplete_folder, ignore_errors=True)
         write_gguf(unquantized_folder, incomplete_folder, report_progress)
     else:
-        quantize_folder(unquantized_folder, incomplete_folder, plan.scheme, plan.linear_layers, on_file_quantized)
+        quantize_folder(unquantized_folder, incomplete_folder, plan.quant_scheme, plan.linear_layers, on_file_quantized)
     incomplete_folder.rename(target_folder)
     num_bytes = sum(file.stat().st_size for file in target_folder.iterdir() if file.suffix in {".safetensors", ".gguf"})
-    return Outcome((relative_target,), {f"export/{plan.name}/bytes": float(num_bytes)})
+    return Outcome((relative_target,), {f"export/{plan.format_name}/bytes": float(num_bytes)})
 
 
 def _verify_quantized_model(
-    stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome, folder: Path, rows: list[divergence.TokenIds]
+    stage: Stage, plan: QuantPlan, unquantized_outcome: Outcome, quantized_folder: Path, rows: list[divergence.TokenIds]
 ) -> Outcome:
     """Load a quantised model in separate Python processes, and return its divergence and benchmarks as metrics."""
     unquantized_folder = stage.path / str(unquantized_outcome.info["model"])
@@ -207,15 +207,15 @@ def _verify_quantized_model(
     if not reference_folder.exists():
         _run_in_fresh_interpreter(stage, divergence.save_logprobs, unquantized_folder, *divergence_arguments)
     result: divergence.Divergence = _run_in_fresh_interpreter(
-        stage, divergence.measure_divergence, folder, *divergence_arguments
+        stage, divergence.measure_divergence, quantized_folder, *divergence_arguments
     )
-    metric_prefix = f"export/{plan.name}/"
+    metric_prefix = f"export/{plan.format_name}/"
     metrics = {"kl": result.kl, "kl_stderr": result.standard_error, "same_top_token": result.top_token_agreement}
     metrics["proven"] = float(not plan.unsupported_reason)
     benchmark_result = _find_benchmarks(stage)
     if benchmark_result is not None and plan.is_loaded_by_vllm:
-        scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.name}-{_BENCHMARK_PREFIX}"
-        benchmark_arguments = (folder, find_source_stage(Path(benchmark_result["path"])), scratch_folder)
+        scratch_folder = stage.path / _LOGPROBS_FOLDER / f"{plan.format_name}-{_BENCHMARK_PREFIX}"
+        benchmark_arguments = (quantized_folder, find_source_stage(Path(benchmark_result["path"])), scratch_folder)
         scores = _run_in_fresh_interpreter(stage, _run_benchmarks, *benchmark_arguments, progress_file=scratch_folder)
         for name, score in scores.items():
             metrics[name] = score
@@ -268,30 +268,30 @@ def _run_benchmarks(model_folder: Path, stage_path: Path, scratch_folder: Path) 
     return evaluate_program.run(replace(load_stage(stage_path), path=scratch_folder, model=str(model_folder))).metrics
 
 
-def _build_card_section(plan: QuantPlan, verification_outcome: Outcome, split_name: str, num_rows: int) -> str:
-    metric_prefix = f"export/{plan.name}/"
-    metrics = {name.removeprefix(metric_prefix): value for name, value in verification_outcome.metrics.items()}
+def _build_card_section(quant_plan: QuantPlan, verification_outcome: Outcome, split_name: str, num_rows: int) -> str:
+    metric_prefix = f"export/{quant_plan.format_name}/"
+    plan_metrics = {name.removeprefix(metric_prefix): value for name, value in verification_outcome.metrics.items()}
     split_text = "held-out" if split_name == VALIDATION_SPLIT else "training"
     quantization_method_text = f"rounded to nearest, by compressed-tensors {version('compressed-tensors')}"
     loading_text, engine_text = f"Loaded by vLLM {vllm_version()}", ""
-    if plan.linear_layers is None:
+    if quant_plan.linear_layers is None:
         quantization_method_text = "converted by llama.cpp"
         loading_text = f"Loaded by transformers {version('transformers')}"
-    elif plan.unsupported_reason:
-        loading_text, engine_text = f"**Unproven**: {plan.unsupported_reason}", ", by transformers"
+    elif quant_plan.unsupported_reason:
+        loading_text, engine_text = f"**Unproven**: {quant_plan.unsupported_reason}", ", by transformers"
     card_lines = [
-        "", f"## Quantised: `{plan.name}`", "",
-        f"- {plan.description}, {quantization_method_text}",
+        "", f"## Quantised: `{quant_plan.format_name}`", "",
+        f"- {quant_plan.description}, {quantization_method_text}",
         f"- {loading_text}",
-        f"- Divergence KL(bf16 || {plan.name}): {metrics['kl']:.3g} nats per token (standard error "
-        f"{metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_text} "
+        f"- Divergence KL(bf16 || {quant_plan.format_name}): {plan_metrics['kl']:.3g} nats per token (standard error "
+        f"{plan_metrics['kl_stderr']:.2g}) on {verification_outcome.info['tokens']} tokens of {num_rows} {split_text} "
         f"rows{engine_text}",
-        f"- The most likely token is that of bf16 for {metrics['same_top_token']:.2%} of them", "",
+        f"- The most likely token is that of bf16 for {plan_metrics['same_top_token']:.2%} of them", "",
     ]  # fmt: skip
-    if score_drops := {name: value for name, value in metrics.items() if name.startswith("lost/")}:
-        card_lines += [f"| benchmark | bf16 | {plan.name} | lost |", "|---|---|---|---|"]
+    if score_drops := {name: value for name, value in plan_metrics.items() if name.startswith("lost/")}:
+        card_lines += [f"| benchmark | bf16 | {quant_plan.format_name} | lost |", "|---|---|---|---|"]
     for name, score_drop in score_drops.items():
-        benchmark_score = metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
+        benchmark_score = plan_metrics[_BENCHMARK_PREFIX + name.removeprefix("lost/")]
         table_cells = f"{benchmark_score + score_drop:.4g} | {benchmark_score:.4g} | {score_drop:.4g}"
         card_lines.append(f"| {name.removeprefix('lost/')} | {table_cells} |")
     return "\n".join([*card_lines, ""])

@@ -32,10 +32,10 @@ def write_gguf(source_folder: Path, target_folder: Path, on_poll: Callable[[], N
     """Write the model in `source_folder` as `target/model.gguf` in bfloat16. Call `on_poll` every second until the
     converter has ended; if `on_poll` raises, stop the converter. Raise `StageFailed` if the converter failed."""
     target_folder.mkdir(parents=True)
-    command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source_folder), "--outtype", "bf16"]
+    converter_command = [sys.executable, str(shutil.which(CONVERTER_PROGRAM)), str(source_folder), "--outtype", "bf16"]
     with tempfile.TemporaryFile() as log_file:
         converter = subprocess.Popen(
-            [*command, "--outfile", str(target_folder / GGUF_FILE)], stdout=log_file, stderr=log_file
+            [*converter_command, "--outfile", str(target_folder / GGUF_FILE)], stdout=log_file, stderr=log_file
         )
         try:
             while converter.poll() is None:
@@ -48,5 +48,5 @@ def write_gguf(source_folder: Path, target_folder: Path, on_poll: Callable[[], N
         log_file.seek(0)
         log_lines = log_file.read().decode(errors="replace").split("\n")
     if converter.returncode or not (target_folder / GGUF_FILE).is_file():
-        last_line = next((line.strip() for line in reversed(log_lines) if line.strip()), "it wrote no file")
-        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {converter.returncode}: {last_line}")
+        last_log_line = next((line.strip() for line in reversed(log_lines) if line.strip()), "it wrote no file")
+        raise StageFailed(f"{CONVERTER_PROGRAM} failed with exit code {converter.returncode}: {last_log_line}")

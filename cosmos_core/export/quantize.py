@@ -49,7 +49,7 @@ class LinearLayers(NamedTuple):
 
     module_names: dict[str, str]
     """Name of each module to quantise, by the name of its weight in the exported files."""
-    shapes: dict[str, tuple[int, ...]]
+    weight_shapes: dict[str, tuple[int, ...]]
     """Shape (outputs, inputs) of each weight to quantise, by the name of the weight in the exported files."""
     ignored_modules: list[str]
     """Names of the linear modules that keep their weights: the output layer, and layers outside the decoder blocks."""
@@ -75,8 +75,8 @@ def find_layers(model: PreTrainedModel) -> LinearLayers:
     saved_tensors = revert_weight_conversion(model, dict(model.state_dict(keep_vars=True)))
     key_by_tensor_id = {id(tensor): key for key, tensor in saved_tensors.items()}
     module_names = {key_by_tensor_id[id(module.weight)]: name for name, module in block_layers.items()}
-    shapes = {key: tuple(block_layers[name].weight.shape) for key, name in module_names.items()}
-    return LinearLayers(module_names, shapes, [name for name in linear_modules if name not in block_layers])
+    weight_shapes = {key: tuple(block_layers[name].weight.shape) for key, name in module_names.items()}
+    return LinearLayers(module_names, weight_shapes, [name for name in linear_modules if name not in block_layers])
 
 
 def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> QuantizationScheme:
@@ -87,14 +87,14 @@ def make_quant_scheme(format_name: str, linear_layers: LinearLayers) -> Quantiza
     scheme.format = tensor_layout
     if scheme.weights.group_size is None:
         return scheme
-    for key, shape in linear_layers.shapes.items():
+    for key, shape in linear_layers.weight_shapes.items():
         if any(dimension % _WEIGHT_SIZE_MULTIPLE for dimension in shape):
             raise ModelError(
                 f"{format_name}: {key} has the shape {list(shape)}, and both sizes must be multiples of "
                 f"{_WEIGHT_SIZE_MULTIPLE}; leave {format_name!r} out of export.formats"
             )
-    common_divisor = math.gcd(*(shape[-1] for shape in linear_layers.shapes.values()))
-    scheme.weights.group_size = next(size for size in _GROUP_SIZES if common_divisor % size == 0)
+    input_size_divisor = math.gcd(*(shape[-1] for shape in linear_layers.weight_shapes.values()))
+    scheme.weights.group_size = next(size for size in _GROUP_SIZES if input_size_divisor % size == 0)
     return scheme
 
 
@@ -142,7 +142,7 @@ def quantize_folder(
 
 def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, linear_layers: LinearLayers) -> None:
     """Write one weight file with its linear layers quantised, under a temporary name until the file is complete."""
-    tensors: dict[str, Tensor] = {}
+    output_tensors: dict[str, Tensor] = {}
     with safe_open(file, framework="pt") as reader:
         tensor_names = list(reader.keys())
     for tensor_name in tensor_names:
@@ -150,15 +150,15 @@ def _quantize_file(file: Path, target_file: Path, scheme: QuantizationScheme, li
         with safe_open(file, framework="pt") as reader:
             tensor = reader.get_tensor(tensor_name)
             if tensor_name not in linear_layers.module_names:
-                tensors[tensor_name] = tensor.clone()
+                output_tensors[tensor_name] = tensor.clone()
                 continue
             quantized_tensors = quantize_weight(tensor, scheme)
         for quantized_name, quantized_tensor in quantized_tensors.items():
-            tensors[f"{tensor_name.removesuffix('weight')}{quantized_name}"] = quantized_tensor
+            output_tensors[f"{tensor_name.removesuffix('weight')}{quantized_name}"] = quantized_tensor
         del tensor
     partial_file = target_file.with_suffix(".partial")
     with open(partial_file, "wb") as output_file:
-        for block in safetensors_blocks(tensors, {"format": "pt"}):
+        for block in safetensors_blocks(output_tensors, {"format": "pt"}):
             output_file.write(block)
     partial_file.rename(target_file)
 
@@ -174,10 +174,10 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
     for weight_rows in weight.split(rows_per_chunk):
         float_rows = weight_rows.float()
         weight_groups = float_rows.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
-        scale, zero_point = calculate_qparams(weight_groups.amin(-1), weight_groups.amax(-1), scheme.weights)
-        scale = scale.to(weight.dtype)
-        unpacked_tensors = {"weight": float_rows, "weight_scale": scale.float(), "weight_zero_point": zero_point}
-        packed_chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": scale})
+        weight_scale, zero_point = calculate_qparams(weight_groups.amin(-1), weight_groups.amax(-1), scheme.weights)
+        weight_scale = weight_scale.to(weight.dtype)
+        unpacked_tensors = {"weight": float_rows, "weight_scale": weight_scale.float(), "weight_zero_point": zero_point}
+        packed_chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": weight_scale})
     packed_tensors = {name: torch.cat([chunk[name] for chunk in packed_chunks]) for name in packed_chunks[0]}
     return packed_tensors | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in packed_tensors else {})
 

@@ -44,10 +44,12 @@ class WorkPool:
     """JSON file with the base job template of the work pool; None: the default template of its type."""
 
 
-def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+def bootstrap_server(
+    pools: Sequence[WorkPool], address_by_channel: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
     """Create or update work pools, automations and block types on the Prefect server; yield one line of text for each.
-    Notifications are sent to the addresses `channels`; see `launch.notify`. Raises `ConfigError` if there is no server,
-    a template is no JSON, or the name or type of a pool is invalid."""
+    Notifications go to the addresses in `address_by_channel`. Raises `ConfigError` if there is no server, a template
+    is no JSON, or the name or type of a pool is invalid."""
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
 
@@ -64,7 +66,7 @@ def bootstrap_server(pools: Sequence[WorkPool], channels: Mapping[str, str] = Ma
         for pool in pools:
             yield _save_work_pool(prefect_client, pool)
         yield _save_automation(prefect_client, _make_crash_automation())
-        for channel, address in channels.items():
+        for channel, address in address_by_channel.items():
             for automation in make_notification_automations(channel, address):
                 yield _save_automation(prefect_client, automation)
         yield _describe_credentials_block(prefect_client)
@@ -82,8 +84,8 @@ def _check_pool_name(name: str) -> None:
 
 def _check_pool_type(prefect_client: Any, pool: WorkPool) -> None:
     """Check that Prefect knows the type of a work pool that has no template file."""
-    types_by_package = prefect_client.read_worker_metadata()
-    pool_types = {str(each["type"]) for types in types_by_package.values() for each in types.values()}
+    worker_types_by_package = prefect_client.read_worker_metadata()
+    pool_types = {str(each["type"]) for types in worker_types_by_package.values() for each in types.values()}
     if pool.type not in pool_types:
         raise ConfigError(
             f"work pool {pool.name!r}: there is no type {pool.type!r}; known: {', '.join(sorted(pool_types))}. Of "
@@ -95,7 +97,7 @@ def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectNotFound
 
-    max_runs, job_template = pool.concurrency_limit, dict[str, Any]()
+    run_limit, job_template = pool.concurrency_limit, dict[str, Any]()
     if pool.template is not None:
         try:
             job_template = json.loads(pool.template.read_text(encoding="utf-8"))
@@ -104,15 +106,15 @@ def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     try:
         existing_pool = prefect_client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != WorkPool.type:  # every Prefect server has this type
+        if not job_template and pool.type != WorkPool.type:  # a Prefect server always has the type "process"
             _check_pool_type(prefect_client, pool)
-        pool_options = {"concurrency_limit": max_runs} | ({"base_job_template": job_template} if job_template else {})
-        prefect_client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_options))
-        return f"work pool {pool.name}: made ({pool.type}{_format_limit(max_runs)})"
+        pool_settings = {"concurrency_limit": run_limit} | ({"base_job_template": job_template} if job_template else {})
+        prefect_client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_settings))
+        return f"work pool {pool.name}: made ({pool.type}{_format_limit(run_limit)})"
     if existing_pool.type != pool.type:
         type_mismatch_text = f"is of type {existing_pool.type}, not {pool.type}"
         raise ConfigError(f"work pool {pool.name!r} {type_mismatch_text}; delete it, or take another name")
-    requested_settings = {"concurrency_limit": max_runs, "base_job_template": job_template or None}
+    requested_settings = {"concurrency_limit": run_limit, "base_job_template": job_template or None}
     changed_settings: dict[str, Any] = {
         key: value for key, value in requested_settings.items() if value not in (None, getattr(existing_pool, key))
     }
@@ -131,16 +133,16 @@ def _make_crash_automation() -> Any:
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    flow_run_end_events = {f"prefect.flow-run.{name}" for name in (*_FINAL_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
+    heartbeat_end_events = {f"prefect.flow-run.{name}" for name in (*_FINAL_STATES, *FLOW_STATE_NAMES, *_IDLE_STATES)}
     return AutomationCore(
         name=CRASH_AUTOMATION_NAME,
         description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
-            # Flow runs of deployments without this tag may send heartbeats only every 180 s.
+            # Require the tag, because other flow runs may send heartbeats only every 180 s.
             match_related={"prefect.resource.id": "prefect.tag.cosmos"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *flow_run_end_events},
+            expect={"prefect.flow-run.heartbeat", *heartbeat_end_events},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
@@ -160,9 +162,9 @@ def _save_automation(prefect_client: Any, automation: Any) -> str:
         return f"automation {automation.name!r}: there"
     automation = automation.model_copy(update={"enabled": saved_automation.enabled})
     # Send the request directly: the update method of Prefect's client omits the types of triggers and actions.
-    request_body = automation.model_dump(mode="json", exclude={"owner_resource"})
+    automation_json = automation.model_dump(mode="json", exclude={"owner_resource"})
     path_params = {"id": saved_automation.id}
-    prefect_client.request("PUT", "/automations/{id}", path_params=path_params, json=request_body).raise_for_status()
+    prefect_client.request("PUT", "/automations/{id}", path_params=path_params, json=automation_json).raise_for_status()
     return f"automation {automation.name!r}: changed"
 
 

@@ -56,21 +56,20 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             check_arguments["recipe"] = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
             check_arguments["model"] = base_stage.model or base_policy.model_name_or_path
             model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
-        result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **check_arguments)
-        prompts_by_stage[stage.name] = result["info"].get("prompts")
-        check_downstream_stages(pipeline, stage.name, result["info"])
-        yield f"{stage.name}: {result['info']['found']}{model_note}"
+        check_result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **check_arguments)
+        prompts_by_stage[stage.name] = check_result["info"].get("prompts")
+        check_downstream_stages(pipeline, stage.name, check_result["info"])
+        yield f"{stage.name}: {check_result['info']['found']}{model_note}"
         num_printed_rows = 0
-        for line in result["info"].get("shown", []):
+        for line in check_result["info"].get("shown", []):
             num_printed_rows += not line.startswith(" ")
             if num_printed_rows <= num_shown_rows:
                 yield line
 
 
 def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info: dict[str, JsonValue]) -> None:
-    """Check that downstream stages can use the rows of a data stage, with `check_info` from the check of that stage.
-    Raises `DataError` if the rows do not fill a train step, none are held out for validation, or a stage cannot read
-    images."""
+    """Check, with `check_info` from the check of a data stage, that downstream stages can use its rows. Raises
+    `DataError` if the rows do not fill a train step, none are held out, or a stage cannot read images."""
     for stage in (each for each in pipeline.stages if referenced_stage(each.data) == data_stage_name):
         stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         rejection_reason = check_info.get("too_few") if stage_kind.trains_model else None
@@ -88,27 +87,26 @@ def check_first_rows(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         if pipeline.stage_kind(stage).reads_data != "source" or referenced_stage(stage.data) is not None:
             continue
-        inputs = pipeline.inputs(stage)
-        has_media = pipeline.recipes[stage.name].policy.modality.is_media_decoded_by_checks
-        if has_media or any(each.role == "data_code" for each in inputs) or _has_prepared_rows(pipeline, stage):
+        run_inputs = pipeline.inputs(stage)
+        decodes_media = pipeline.recipes[stage.name].policy.modality.is_media_decoded_by_checks
+        if decodes_media or any(each.role == "data_code" for each in run_inputs) or _has_prepared_rows(pipeline, stage):
             continue
-        data_inputs = [each for each in inputs if each.role == "data"]
-        all_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
+        data_inputs = [each for each in run_inputs if each.role == "data"]
+        are_local = {each.location_type for each in data_inputs} <= {"folder", "literal"}
         data_paths = [Path(each.location) for each in data_inputs if each.location_type == "folder"]
         file_lists = [list_data_files(path, DATA_FILE_PATTERNS) if path.is_dir() else [path] for path in data_paths]
-        if not all_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
+        if not are_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
             continue
         try:
             run_check(pipeline, stage, _QUICK_CHECK_PROGRAM, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # the check crashed, which shows no error in the rows
+        except StageFailed:  # ignore a crash of the check, which shows no error in the rows
             continue
 
 
 def _has_prepared_rows(pipeline: Pipeline, stage: StageConfig) -> bool:
-    """Return True if a stage has already run on the same rows. Return False for a stage that depends on other stages,
-    because its fingerprint needs their results."""
+    """Return True if a stage without upstream stages has already run on the same rows; otherwise return False."""
     if stage.after:
         return False
     output_dir = pipeline.output_dir.expanduser().absolute()
@@ -165,9 +163,8 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 
 
 def _find_base_stage(pipeline: Pipeline, stage: StageConfig) -> StageConfig | None:
-    """Return the first stage in the chain of stages from which `stage` gets its model; the external model of the first
-    stage has the same architecture and tokenizer. Return `stage` if it starts from an external model itself, and None
-    if the architecture may differ or the external model of the first stage is not in one local folder."""
+    """Return the first stage of the chain from which `stage` gets its model, because the external model of that stage
+    has the same architecture. Return None if the architecture may differ, or that model is not in one local folder."""
     original_stage = stage
     while upstream_name := referenced_stage(stage.model):
         stage = pipeline.stage(upstream_name)

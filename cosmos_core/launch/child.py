@@ -32,12 +32,12 @@ class SupervisedProcess:
         """Start the command with `inherited_environment` and `environment`; its output is appended to `log_path`."""
         self.attempt_id = uuid.uuid4().hex
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch_lock = processes.create_scratch_folder(self.attempt_id)
+        self._scratch_lock_descriptor = processes.create_scratch_folder(self.attempt_id)
         pipe_read_end, self._pipe_write_end = os.pipe()
         supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
         supervisor_command += ["--pipe", str(pipe_read_end), "--grace", str(grace_seconds)]
         supervisor_command += [f"--inherit={descriptor}" for descriptor in inherited_descriptors]
-        added_variables = {
+        added_environment = {
             **environment, processes.ATTEMPT_VARIABLE: self.attempt_id,
             "TMPDIR": str(processes.scratch_folder(self.attempt_id)),
         }  # fmt: skip
@@ -46,8 +46,8 @@ class SupervisedProcess:
                 self._supervisor_process = subprocess.Popen(
                     [*supervisor_command, "--", *command], start_new_session=True, stdin=subprocess.DEVNULL,
                     stdout=log_file, stderr=subprocess.STDOUT,
-                    pass_fds=(pipe_read_end, self._scratch_lock, *inherited_descriptors),
-                    env=add_log_silencing_variables({**inherited_environment, **added_variables}),
+                    pass_fds=(pipe_read_end, self._scratch_lock_descriptor, *inherited_descriptors),
+                    env=add_log_silencing_variables({**inherited_environment, **added_environment}),
                 )  # fmt: skip
         finally:
             os.close(pipe_read_end)
@@ -66,7 +66,7 @@ class SupervisedProcess:
         """Send SIGTERM to the command, and SIGKILL after `grace_seconds`; None: the grace period of the constructor."""
         if self._supervisor_process.poll() is None:
             if grace_seconds is not None and self._pipe_write_end >= 0:
-                with suppress(OSError):  # the pipe is closed after the end of the supervisor
+                with suppress(OSError):  # the supervisor may have ended and closed the pipe
                     os.write(self._pipe_write_end, f"{grace_seconds}\n".encode())
             self._supervisor_process.send_signal(signal.SIGTERM)
 
@@ -79,6 +79,6 @@ class SupervisedProcess:
     def _release_resources(self) -> None:
         """Close the descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary files."""
         os.close(self._pipe_write_end)
-        os.close(self._scratch_lock)
-        self._pipe_write_end = self._scratch_lock = -1
+        os.close(self._scratch_lock_descriptor)
+        self._pipe_write_end = self._scratch_lock_descriptor = -1
         processes.remove_scratch_folder(self.attempt_id)

@@ -49,13 +49,13 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
     """Return the decision for each run in a folder, the oldest run first, without changing anything. The newest
     `num_kept_runs` runs of each pipeline are kept, and runs with activity in the last `older_than_seconds`."""
     pipeline_by_run = {output_dir / start_info.run_id: start_info.pipeline for start_info in list_runs(output_dir)}
-    paths_by_pipeline: dict[str, list[Path]] = {}
+    run_paths_by_pipeline: dict[str, list[Path]] = {}
     for path, pipeline in pipeline_by_run.items():
-        paths_by_pipeline.setdefault(pipeline, []).append(path)
-    newest_text = f"one of the newest {num_kept_runs}" if num_kept_runs > 1 else "the newest"
+        run_paths_by_pipeline.setdefault(pipeline, []).append(path)
+    newest_reason = f"one of the newest {num_kept_runs}" if num_kept_runs > 1 else "the newest"
     reasons_to_keep: dict[Path, str] = {}
-    for paths in paths_by_pipeline.values() if num_kept_runs else ():
-        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], f"{newest_text} of its pipeline")
+    for paths in run_paths_by_pipeline.values() if num_kept_runs else ():
+        reasons_to_keep |= dict.fromkeys(paths[-num_kept_runs:], f"{newest_reason} of its pipeline")
     age_by_run = {path: max(0.0, time.time() - _find_last_activity_time(path)) for path in pipeline_by_run}
     for path, age_seconds in age_by_run.items():
         if age_seconds < older_than_seconds:
@@ -88,7 +88,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
         removed_run_ids.append(decision.path.name)
         yield decision
     _move_unused_downloads(output_dir, trash_folder)
-    for folder in trash_folder.iterdir():  # also remove what an earlier, killed call has left
+    for folder in trash_folder.iterdir():  # also remove runs that an earlier, killed call has moved here
         shutil.rmtree(folder, ignore_errors=True)
     _remove_shared_entries(output_dir, set(removed_run_ids))
 
@@ -126,9 +126,11 @@ def _may_be_running(run_path: Path, *, is_run_lock_held: bool = False) -> bool:
             if not lock.try_acquire():
                 return True
     for stage_path in (run_path / "stages").glob("*"):
-        state = read_state(stage_path)
-        has_new_heartbeat = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
-        if state.state in ACTIVE_STATES and (has_new_heartbeat or is_alive(state.launcher_pid, state.launcher_started)):
+        stage_state = read_state(stage_path)
+        has_new_heartbeat = time.time() - stage_state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
+        if stage_state.state in ACTIVE_STATES and (
+            has_new_heartbeat or is_alive(stage_state.launcher_pid, stage_state.launcher_started)
+        ):
             return True
     return False
 
@@ -141,35 +143,35 @@ def _find_needed_runs(output_dir: Path, run_paths: list[Path]) -> Iterator[tuple
             yield output_dir / str(retrain_state.get("run_id")), "the next retraining goes on with it"
     for target, published_runs in _find_publication_targets(run_paths).items():
         try:
-            current_records = _read_published_records(target)
+            published_records = _read_published_records(target)
         except (CosmosError, OSError) as error:
             yield from ((path, f"{target} cannot be asked what is published: {error}") for path in published_runs)
             continue
         for path in published_runs:
-            if any(str(record.get("run_id")) == path.name for record in current_records):
+            if any(str(record.get("run_id")) == path.name for record in published_records):
                 yield path, f"its model is published at {target}"
 
 
 def _find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
     """Return the publication targets to which models were published, each with the runs that published there. A new
-    attempt of an upload removes its result, but not the record of the publication."""
+    attempt of an upload stage removes the result of the stage, so the record of the publication counts as well."""
     runs_by_target: dict[str, list[Path]] = {}
     for path in run_paths:
         for stage_table in (each for each in read_pipeline(path).get("stages", ()) if isinstance(each, dict)):
-            target, stage_name = stage_table.get("target"), str(stage_table.get("name"))
+            target_address, stage_name = stage_table.get("target"), str(stage_table.get("name"))
             result, stage_folders = read_result(path / "stages" / stage_name), list_attempt_folders(path, stage_name)
             has_published_model = result is not None and "published" in result["info"]
             has_published_model |= any((folder / PUBLICATION_FILE).is_file() for folder in stage_folders)
-            if isinstance(target, str) and target and has_published_model:
-                runs_by_target.setdefault(target, []).append(path)
+            if isinstance(target_address, str) and target_address and has_published_model:
+                runs_by_target.setdefault(target_address, []).append(path)
     return runs_by_target
 
 
-def _read_published_records(target: str) -> list[dict[str, Any]]:
+def _read_published_records(target_address: str) -> list[dict[str, Any]]:
     """Return the records of the published version of a target and of the version to which a rollback would return.
     Raise UploadError if the target has no published version although runs have published to it: its disk may not be
     mounted, or this shell may lack the credentials."""
-    publication_target: Any = open_target(target)
+    publication_target: Any = open_target(target_address)
     if (current_record := publication_target.published()) is None:
         raise UploadError("it has no published version; mount its disk, or set its credentials")
     published_records = [current_record]
@@ -182,18 +184,18 @@ def _read_published_records(target: str) -> list[dict[str, Any]]:
 
 def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str]) -> None:
     """Add reasons to keep the runs to which settings and manifests of kept runs refer, directly or indirectly."""
-    pending_paths = [path for path in run_paths if path in reasons_to_keep]
-    while pending_paths:
-        kept_run_path = pending_paths.pop()
+    unvisited_run_paths = [path for path in run_paths if path in reasons_to_keep]
+    while unvisited_run_paths:
+        kept_run_path = unvisited_run_paths.pop()
         file_patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
         settings_files = [file for pattern in file_patterns for file in kept_run_path.glob(pattern) if file.is_file()]
         run_settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
         for path in [path for path in run_paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
-            escaped_prefixes = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # paths are escaped in JSON
-            if any(escaped_prefix in run_settings_text for escaped_prefix in escaped_prefixes):
+            path_variants = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # paths are escaped in JSON
+            if any(escaped_prefix in run_settings_text for escaped_prefix in path_variants):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
-                pending_paths.append(path)
+                unvisited_run_paths.append(path)
 
 
 def _remove_shared_entries(output_dir: Path, removed_run_ids: set[str]) -> None:
@@ -210,9 +212,9 @@ def _remove_shared_entries(output_dir: Path, removed_run_ids: set[str]) -> None:
     write_run_list(output_dir)
 
 
-def _compute_total_bytes(path: Path) -> int:
+def _compute_total_bytes(run_path: Path) -> int:
     total_bytes = 0
-    for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+    for file in (Path(folder, name) for folder, _, names in os.walk(run_path) for name in names):
         with suppress(OSError):
             total_bytes += file.lstat().st_size
     return total_bytes

@@ -56,28 +56,30 @@ class StageCost:
 
 def estimate_costs(
     pipeline: Pipeline,
-    decisions: Mapping[str, StageDecision],
-    estimates: Mapping[str, StageEstimate],
-    gpu_counts: Mapping[str, int],
+    decision_by_stage: Mapping[str, StageDecision],
+    estimate_by_stage: Mapping[str, StageEstimate],
+    gpu_count_by_stage: Mapping[str, int],
     output_dir: Path,
     machine: MachineSpec | None,
 ) -> list[StageCost]:
-    """Return the cost of each stage; `estimates` of trainings and `gpu_counts`, numbers of GPUs, are by stage name."""
+    """Return the cost of each stage, from the estimates of trainings and the numbers of GPUs, both by stage name."""
     run_ids = [info.run_id for info in list_runs(output_dir) if info.pipeline == pipeline.config.name]
     earlier_runs = [read_run(output_dir / run_id) for run_id in reversed(run_ids[-_MAX_HISTORY_RUNS:])]
     stage_costs, gpu_type = [], machine.gpu_type if machine else ""
     for stage in pipeline.stages:
-        estimate = estimates.get(stage.name)
-        size_estimate = estimate if isinstance(estimate, dict) else None
+        stage_estimate = estimate_by_stage.get(stage.name)
+        size_estimate = stage_estimate if isinstance(stage_estimate, dict) else None
         time_estimate: tuple[float | None, str] = 0.0, "reused"
-        if decisions[stage.name].action not in {"reuse", "adopt"}:
+        if decision_by_stage[stage.name].action not in {"reuse", "adopt"}:
             num_steps = size_estimate["steps"] if size_estimate else None
             past_estimate = _estimate_from_history(stage, num_steps, earlier_runs, gpu_type)
-            time_estimate = past_estimate or _estimate_from_flops(pipeline, stage, size_estimate, gpu_counts, machine)
+            time_estimate = past_estimate or _estimate_from_flops(
+                pipeline, stage, size_estimate, gpu_count_by_stage, machine
+            )
         memory_verdict = _describe_memory_fit(size_estimate, machine, pipeline.recipes[stage.name].mode)
         disk_bytes = _estimate_disk_bytes(stage, size_estimate, earlier_runs)
         seconds, time_source = time_estimate
-        num_gpus = gpu_counts.get(stage.name, 0)
+        num_gpus = gpu_count_by_stage.get(stage.name, 0)
         stage_costs.append(StageCost(stage.name, seconds, num_gpus, memory_verdict, time_source, disk_bytes))
     return stage_costs
 
@@ -101,32 +103,31 @@ def render_cost_table(pipeline: Pipeline, stage_costs: Sequence[StageCost], mach
         return cell_texts
 
     for cost in stage_costs:
-        row = make_row(str(cost.gpus), cost.seconds, cost.gpu_hours)
+        cells = make_row(str(cost.gpus), cost.seconds, cost.gpu_hours)
         disk_text = "" if cost.disk_bytes is None else formatting.format_bytes(cost.disk_bytes)
-        table.add_row(cost.name, *row, disk_text, cost.memory_fit, cost.time_source)
+        table.add_row(cost.name, *cells, disk_text, cost.memory_fit, cost.time_source)
     is_minimum = any(cost.seconds is None for cost in stage_costs)
     gpu_hours = sum(cost.gpu_hours or 0.0 for cost in stage_costs)
     table.add_section()
-    row = make_row("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
-    table.add_row("all", *row, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in stage_costs)), "", "")
+    cells = make_row("", estimate_wall_seconds(pipeline, stage_costs), gpu_hours, is_minimum=is_minimum)
+    table.add_row("all", *cells, formatting.format_bytes(sum(cost.disk_bytes or 0 for cost in stage_costs)), "", "")
     if machine is not None and machine.name and not machine.gpu_type:
         table.caption = f"counted for {machine.name}; for another: --on h100"
     return table
 
 
 def estimate_wall_seconds(pipeline: Pipeline, stage_costs: Sequence[StageCost]) -> float:
-    """Return the duration of the whole run in seconds, if each stage starts once its inputs and a slot of its sweep are
-    available; unknown durations count as 0."""
+    """Return the seconds of a run whose stages start as early as inputs and sweeps allow; unknown durations are 0."""
     seconds_by_stage = {cost.name: cost.seconds or 0.0 for cost in stage_costs}
     end_time_by_stage: dict[str, float] = {}
-    slot_times_by_sweep: dict[str, list[float]] = {}
+    slot_free_times_by_sweep: dict[str, list[float]] = {}
     for stage in pipeline.stages:
         start_time = max((end_time_by_stage[name] for name in stage.after), default=0.0)
         select_stage = pipeline.find_branch_selector(stage.name)
-        sweep = select_stage.sweep if select_stage is not None else None
-        max_parallel = sweep.max_parallel if sweep is not None else None
+        branch_sweep = select_stage.sweep if select_stage is not None else None
+        max_parallel = branch_sweep.max_parallel if branch_sweep is not None else None
         if select_stage is not None and (max_parallel or not stage.work_pool):
-            slot_free_times = slot_times_by_sweep.setdefault(select_stage.name, [0.0] * (max_parallel or 1))
+            slot_free_times = slot_free_times_by_sweep.setdefault(select_stage.name, [0.0] * (max_parallel or 1))
             start_time = max(start_time, heapq.heappop(slot_free_times))
             heapq.heappush(slot_free_times, start_time + seconds_by_stage[stage.name])
         end_time_by_stage[stage.name] = start_time + seconds_by_stage[stage.name]
@@ -148,18 +149,17 @@ def _estimate_disk_bytes(
 def _estimate_from_history(
     stage: StageConfig, num_steps: int | None, earlier_runs: Sequence[RunRecord], gpu_type: str
 ) -> tuple[float, str] | None:
-    """Return the duration of a stage in seconds for `num_steps` steps, from the newest run that recorded it, with a
-    description of the source; None if there is none. A stopped or killed training counts if it completed a step; it
-    must have used GPUs of the type `gpu_type`."""
+    """Return the seconds of a stage for `num_steps` steps, from the newest run that recorded it, and a description of
+    that run; None without such a run. A training counts if it completed a step, on GPUs of the type `gpu_type`."""
     for run in earlier_runs:
-        records = (each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind)
-        if (stage_record := next(records, None)) is None or not stage_record.seconds:
+        matching_records = (each for each in run.stages if each.name == stage.name and each.kind.name == stage.kind)
+        if (stage_record := next(matching_records, None)) is None or not stage_record.seconds:
             continue
         if gpu_type and stage_record.kind.trains_model and not _has_used_gpu_type(stage_record, gpu_type):
             continue
         if pace := _measure_pace(stage_record):
-            seconds = pace.estimate_seconds(num_steps or stage_record.step_and_total[1] or pace.num_steps)
-            return seconds, f"run {run.path.name}: {pace}"
+            estimated_seconds = pace.estimate_seconds(num_steps or stage_record.step_and_total[1] or pace.num_steps)
+            return estimated_seconds, f"run {run.path.name}: {pace}"
         if stage_record.status == "done":
             return stage_record.seconds, f"run {run.path.name}"
     return None
@@ -211,7 +211,7 @@ def _estimate_from_flops(
     pipeline: Pipeline,
     stage: StageConfig,
     size_estimate: dict[str, Any] | None,
-    gpu_counts: Mapping[str, int],
+    gpu_count_by_stage: Mapping[str, int],
     machine: MachineSpec | None,
 ) -> tuple[float | None, str]:
     stage_kind = pipeline.stage_kind(stage)
@@ -224,18 +224,18 @@ def _estimate_from_flops(
     flops_per_weight = _FORWARD_FLOPS * num_forward_passes + _INPUT_GRAD_FLOPS
     flops_per_token = flops_per_weight * size_estimate["parameters"] + _WEIGHT_GRAD_FLOPS * size_estimate["trainable"]
     num_engine_gpus = recipe.num_gpus(has_rollouts=stage_kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
-    num_ranks = 1 if machine.is_device_shared else max(1, gpu_counts.get(stage.name, 1) - num_engine_gpus)
-    exclusion_note = ", without generation" if stage_kind.feed == "rollouts" else ""
+    num_ranks = 1 if machine.is_device_shared else max(1, gpu_count_by_stage.get(stage.name, 1) - num_engine_gpus)
+    generation_note = ", without generation" if stage_kind.feed == "rollouts" else ""
     seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * _FLOPS_PER_TFLOP * num_ranks)
-    return seconds, f"never run; counted at {machine.compute_rate_text}{exclusion_note}"
+    return seconds, f"never run; counted at {machine.compute_rate_text}{generation_note}"
 
 
 def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, rollout_mode: str) -> str:
     if size_estimate is None or machine is None or machine.memory_gib is None:
         return ""
     rollout_bytes = size_estimate["engine_weights"] + (size_estimate["kv_cache"] or 0)
-    have_engines_own_gpus = rollout_mode == "disaggregated" and not machine.is_device_shared
-    rollout_bytes += 0 if have_engines_own_gpus else size_estimate["memory"]["weights"]
+    engines_have_own_gpus = rollout_mode == "disaggregated" and not machine.is_device_shared
+    rollout_bytes += 0 if engines_have_own_gpus else size_estimate["memory"]["weights"]
     peak_gib, available_gib = max(size_estimate["peak"], rollout_bytes) / _BYTES_PER_GIB, machine.memory_gib
     if peak_gib > available_gib:
         return f"no: {peak_gib:,.1f} GiB"

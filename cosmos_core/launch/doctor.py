@@ -19,7 +19,7 @@ from cosmos_core.machine_properties import find_connection_error
 
 _MAX_CANCELLING_SECONDS = 60.0
 """Seconds in state Cancelling after which the worker of a flow run counts as unresponsive."""
-_MAX_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS = 1.0, 5.0
+_MAX_DATABASE_READ_SECONDS, _MAX_CLOCK_OFFSET_SECONDS = 1.0, 5.0
 _MIN_DISK_BYTES = 20 * 2**30
 
 
@@ -54,25 +54,27 @@ def _check_server(prefect_client: Any) -> Iterator[Diagnosis]:
     from prefect import __version__
 
     hello_response = prefect_client.hello()
-    server_version = prefect_client.api_version()  # needs credentials, which `hello` does not check
+    server_version = prefect_client.api_version()  # unlike `hello`, this request checks the credentials
     is_same_version = server_version.split(".")[:2] == __version__.split(".")[:2]
     yield Diagnosis("server", f"Prefect {server_version} there, {__version__} here", is_same_version)
     if "Date" in hello_response.headers:
-        clock_offset = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
-        message = f"this machine is {clock_offset:+.0f} s from the server"
-        yield Diagnosis("clock", message, abs(clock_offset) <= _MAX_CLOCK_OFFSET_SECONDS)
+        clock_offset_s = (datetime.now(UTC) - parsedate_to_datetime(hello_response.headers["Date"])).total_seconds()
+        message = f"this machine is {clock_offset_s:+.0f} s from the server"
+        yield Diagnosis("clock", message, abs(clock_offset_s) <= _MAX_CLOCK_OFFSET_SECONDS)
     start_time = time.monotonic()
     prefect_client.read_flow_runs(limit=1)
-    read_seconds = time.monotonic() - start_time
-    remedy = "" if read_seconds < _MAX_READ_SECONDS else "; PostgreSQL holds more workers than SQLite"
-    yield Diagnosis("database", f"a read takes {read_seconds:.2f} s{remedy}", read_seconds < _MAX_READ_SECONDS)
+    query_seconds = time.monotonic() - start_time
+    remedy = "" if query_seconds < _MAX_DATABASE_READ_SECONDS else "; PostgreSQL holds more workers than SQLite"
+    yield Diagnosis(
+        "database", f"a read takes {query_seconds:.2f} s{remedy}", query_seconds < _MAX_DATABASE_READ_SECONDS
+    )
 
 
 def _check_pools(prefect_client: Any) -> Iterator[Diagnosis]:
     deployed_pool_names = {deployment.work_pool_name for deployment in prefect_client.read_deployments()}
     for pool in prefect_client.read_work_pools():
-        workers = prefect_client.read_workers_for_work_pool(pool.name)
-        live_worker_names = sorted(worker.name for worker in workers if is_worker_online(worker))
+        pool_workers = prefect_client.read_workers_for_work_pool(pool.name)
+        live_worker_names = sorted(worker.name for worker in pool_workers if is_worker_online(worker))
         pool_usage_note = "its deployments wait" if pool.name in deployed_pool_names else "no deployment needs one"
         message = f"{len(live_worker_names)} live workers: {', '.join(live_worker_names)}"
         message = message if live_worker_names else f"no live worker, and {pool_usage_note}"
@@ -89,17 +91,17 @@ def _check_workers(prefect_client: Any) -> Iterator[Diagnosis]:
     local_versions, pools_with_reports = worker_report.read_versions(), set[str]()
     for report, clock_offset in worker_report.read_recent_reports(prefect_client):
         pools_with_reports.add(report["pool"])
-        problems = [
+        worker_problems = [
             f"{key} {report[key]} there, {version} here"
             for key, version in local_versions.items()
             if version and report[key] and report[key] != version
         ]
-        problems += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
-        problems += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
-        problems += ["its disk is full soon"] * (report["free_bytes"] < _MIN_DISK_BYTES)
-        free_space = f"{report['free_bytes'] / 2**30:.0f} GiB are free in {report['output_dir']}"
-        message = "; ".join([f"{free_space}, clock {clock_offset:+.0f} s", *problems])
-        yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not problems)
+        worker_problems += [f"{folder} of its deployments is missing" for folder in report["missing_folders"]]
+        worker_problems += ["its clock differs from the server's"] * (abs(clock_offset) > _MAX_CLOCK_OFFSET_SECONDS)
+        worker_problems += ["its disk is full soon"] * (report["free_bytes"] < _MIN_DISK_BYTES)
+        free_space_text = f"{report['free_bytes'] / 2**30:.0f} GiB are free in {report['output_dir']}"
+        message = "; ".join([f"{free_space_text}, clock {clock_offset:+.0f} s", *worker_problems])
+        yield Diagnosis(f"worker of {report['pool']} on {report['host']}", message, not worker_problems)
     for pool in prefect_client.read_work_pools():
         has_live_worker = any(map(is_worker_online, prefect_client.read_workers_for_work_pool(pool.name)))
         if has_live_worker and pool.type == "process" and pool.name not in pools_with_reports:
@@ -124,15 +126,15 @@ def _check_cancellation(prefect_client: Any) -> Iterator[Diagnosis]:
 def _check_deployment_folders(prefect_client: Any) -> Iterator[Diagnosis]:
     work_pools_by_folder: dict[str, list[str]] = {}
     for deployment in prefect_client.read_deployments():
-        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # a user's flow may run in any folder
+        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # user flows may run in any folder
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))
-    message = "; ".join(
+    folders_text = "; ".join(
         f"{folder} in {', '.join(sorted(set(pools)))}" for folder, pools in work_pools_by_folder.items()
     )
-    message = message or "none is deployed; prefect --no-prompt deploy --all"
-    yield Diagnosis("deployments", message, len(work_pools_by_folder) == 1)
+    folders_text = folders_text or "none is deployed; prefect --no-prompt deploy --all"
+    yield Diagnosis("deployments", folders_text, len(work_pools_by_folder) == 1)
 
 
 def _check_ray() -> Iterator[Diagnosis]:

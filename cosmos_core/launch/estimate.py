@@ -22,55 +22,55 @@ _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
 _BYTES_PER_GIB = 2**30
 
 StageEstimate = dict[str, Any] | str
-"""Estimate of a training stage: the fields of `cosmos_core.train.estimate.TrainingEstimate`, or the reason why there
-is none."""
+"""Fields of `cosmos_core.train.estimate.TrainingEstimate`, or the reason why a training stage has no estimate."""
 
 
 def estimate_stages_in_worker(
-    pipeline: Pipeline, decisions: Mapping[str, StageDecision]
+    pipeline: Pipeline, decision_by_stage: Mapping[str, StageDecision]
 ) -> Iterator[tuple[str, StageEstimate]]:
-    """Estimate each training stage in turn; yield its name and the estimate. `decisions` tell which stages are
-    finished. Raises the first error in the input as `ConfigError`, `DataError` or `ModelError`, and `StageFailed` if a
-    worker crashed."""
+    """Estimate each training stage in turn; yield its name and the estimate. `decision_by_stage` tell which stages are
+    finished. Raises `ConfigError`, `DataError` or `ModelError` for a wrong input, and `StageFailed` after a crash."""
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).trains_model:
             continue
         if not pipeline.recipes[stage.name].policy.modality.supports_cost_estimates:
             yield stage.name, "not estimated: this version estimates language models alone"
             continue
-        start_model = _find_start_model(pipeline, stage, decisions)
+        start_model = _find_start_model(pipeline, stage, decision_by_stage)
         if not start_model:
             missing_model_text = "it starts from a model that another stage will make; once that is made, ask again"
             yield stage.name, f"not estimated: {missing_model_text}"
             continue
-        data_path = _find_output_path(stage.data, "data", decisions)
-        recipe = with_dp_shard_size(_use_prepared_dataset(pipeline, stage, decisions), pipeline.config.gpus)
-        result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=start_model, data=data_path, recipe=recipe)
-        yield stage.name, result["info"]["estimate"]
+        data_path = _find_output_path(stage.data, "data", decision_by_stage)
+        recipe = with_dp_shard_size(_use_prepared_dataset(pipeline, stage, decision_by_stage), pipeline.config.gpus)
+        check_result = run_check(pipeline, stage, _ESTIMATE_PROGRAM, model=start_model, data=data_path, recipe=recipe)
+        yield stage.name, check_result["info"]["estimate"]
 
 
 def render_estimate_table(
-    estimates: Sequence[tuple[str, StageEstimate]], gpu_counts: Mapping[str, int], gpus_per_node: int
+    named_estimates: Sequence[tuple[str, StageEstimate]], gpu_count_by_stage: Mapping[str, int], gpus_per_node: int
 ) -> Table:
-    """Return the estimates as a table with notes about unknown values; `gpu_counts` are numbers of GPUs by stage."""
+    """Return the estimates as a table, with notes about unknown values."""
     table_title = "per GPU in GiB, at the peak of a train step"
-    table = Table("stage", "parameters", "trained", title=table_title, caption_justify="left")
+    estimate_table = Table("stage", "parameters", "trained", title=table_title, caption_justify="left")
     memory_columns = ("weights", "gradients", "optimizer", "activations", "peak", "rollout")
     for column in (*memory_columns, "row length", "steps", "tokens", "GPUs", "nodes"):
-        table.add_column(column, justify="right")
+        estimate_table.add_column(column, justify="right")
     caption_notes = [
         "weights: with copies in param_dtype, the reference model and the moving average; rollout: weights of the "
         "engine and KV cache"
     ]
-    for name, stage_estimate in estimates:
+    for name, stage_estimate in named_estimates:
         if isinstance(stage_estimate, str):
-            cell_texts, stage_notes = ["?"] * (len(table.columns) - 3), [stage_estimate]
+            cell_texts, stage_notes = ["?"] * (len(estimate_table.columns) - 3), [stage_estimate]
         else:
             cell_texts, stage_notes = _format_estimate_cells(stage_estimate), stage_estimate["notes"]
-        table.add_row(name, *cell_texts, str(gpu_counts[name]), str(-(-gpu_counts[name] // gpus_per_node)))
+        estimate_table.add_row(
+            name, *cell_texts, str(gpu_count_by_stage[name]), str(-(-gpu_count_by_stage[name] // gpus_per_node))
+        )
         caption_notes += [f"{name}: {note}" for note in stage_notes]
-    table.caption = "\n".join(caption_notes)
-    return table
+    estimate_table.caption = "\n".join(caption_notes)
+    return estimate_table
 
 
 def _format_estimate_cells(estimate: dict[str, Any]) -> list[str]:
@@ -92,19 +92,19 @@ def _format_gib(num_bytes: int | None) -> str:
     return "?" if num_bytes is None else f"{num_bytes / _BYTES_PER_GIB:,.1f}"
 
 
-def _format_count(number: int) -> str:
+def _format_count(count: int) -> str:
     """Return a count with two decimals and a unit: 8,190,735,360 as 8.19B."""
     for threshold, unit_suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if number >= threshold:
-            return f"{number / threshold:.2f}{unit_suffix}"
-    return f"{number:,}"
+        if count >= threshold:
+            return f"{count / threshold:.2f}{unit_suffix}"
+    return f"{count:,}"
 
 
-def _find_start_model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> str:
+def _find_start_model(pipeline: Pipeline, stage: StageConfig, decision_by_stage: Mapping[str, StageDecision]) -> str:
     """Return the model from which the stage starts. If it does not exist yet, return an upstream model of the same
     architecture, or an empty string if there is none."""
     while (upstream_name := referenced_stage(model_reference := pipeline.initial_model(stage))) is not None:
-        if model_folder := _find_output_path(model_reference, "model", decisions):
+        if model_folder := _find_output_path(model_reference, "model", decision_by_stage):
             return model_folder
         stage = pipeline.stage(upstream_name)
         if pipeline.stage_kind(stage).makes != "model":
@@ -112,14 +112,14 @@ def _find_start_model(pipeline: Pipeline, stage: StageConfig, decisions: Mapping
     return stage.model or pipeline.recipes[stage.name].policy.model_name_or_path
 
 
-def _find_output_path(input_reference: str, output_key: str, decisions: Mapping[str, StageDecision]) -> str:
+def _find_output_path(input_reference: str, output_key: str, decision_by_stage: Mapping[str, StageDecision]) -> str:
     """Return the path of the output `output_key` of the stage in a reference `stage:NAME`, or an empty string if the
     stage has not run; return any other path unchanged."""
     if (stage_name := referenced_stage(input_reference)) is None:
         return input_reference
-    decision = decisions.get(stage_name)
-    output_file = decision.result["info"].get(output_key) if decision and decision.result else None
-    return str(decision.source / str(output_file)) if decision and decision.source and output_file else ""
+    decision = decision_by_stage.get(stage_name)
+    output_name = decision.result["info"].get(output_key) if decision and decision.result else None
+    return str(decision.source / str(output_name)) if decision and decision.source and output_name else ""
 
 
 def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Mapping[str, StageDecision]) -> Recipe:

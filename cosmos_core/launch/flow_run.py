@@ -1,6 +1,4 @@
-"""Restart flow runs that died before their run had a directory, so that only the Prefect server knows them. A flow run
-dies so early if its process starts while the server restarts.
-"""
+"""Restart flow runs that died before their run had a directory, for example while the Prefect server restarted."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ def reschedule_flow_run(flow_run: FlowRun) -> Iterator[str]:
             prefect_client.set_flow_run_state(flow_run.id, Scheduled(message="its run is resumed"), force=True)
             yield f"{run_label} has not begun: its flow run {flow_run.name} is scheduled again on work pool {pool_name}"
             for latest_flow_run in _poll_until_ended(prefect_client, flow_run):
-                is_overdue = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
-                if latest_flow_run.state_type == "SCHEDULED" and is_overdue and not has_warned:
+                is_start_overdue = time.monotonic() - start_time > _MAX_SCHEDULED_SECONDS
+                if latest_flow_run.state_type == "SCHEDULED" and is_start_overdue and not has_warned:
                     has_warned = True
                     yield f"no worker of pool {pool_name} takes it: cosmos worker --pool {pool_name}"
     except httpx.HTTPError as error:
@@ -84,11 +82,11 @@ def _poll_until_ended(prefect_client: SyncPrefectClient, flow_run: FlowRun) -> I
     while not has_ended:
         time.sleep(_POLL_SECONDS)
         try:
-            polled_run = prefect_client.read_flow_run(flow_run.id)
+            polled_flow_run = prefect_client.read_flow_run(flow_run.id)
         except httpx.HTTPError:
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:
                 raise
             continue
         last_response_time = time.monotonic()
-        has_ended = polled_run.state is not None and polled_run.state.is_final()
-        yield polled_run
+        has_ended = polled_flow_run.state is not None and polled_flow_run.state.is_final()
+        yield polled_flow_run

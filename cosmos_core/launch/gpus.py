@@ -33,7 +33,7 @@ def count_local_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
 
 def count_reserved_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs that the placement of a stage assigns to its ranks and engines, on any machine; 0 for a
-    stage without a mesh and without an engine. On a machine without GPUs each such process counts as one GPU."""
+    stage without a mesh and without an engine. Without GPUs, each rank and each engine process counts as a GPU."""
     if stage_kind.has_engine:  # a diffusion model has one sampling process, on one GPU
         return recipe.rollout.parallelism.tp_size if recipe.policy.modality.has_text_engines else 1
     if stage_kind.reads_key("export.formats") and recipe.export.quantized_formats:
@@ -52,8 +52,8 @@ def hold_stage_gpus(
         sleep_unless_stopping(1)
 
     # A disaggregated stage takes all free GPUs, so that `cosmos scale` can start more engines.
-    holds_free_gpus = stage_kind.feed == "rollouts" and recipe.mode == "disaggregated"
-    return hold_gpus(count_local_gpus(stage_kind, recipe), report_waiting, should_hold_all_free=holds_free_gpus)
+    holds_all_free_gpus = stage_kind.feed == "rollouts" and recipe.mode == "disaggregated"
+    return hold_gpus(count_local_gpus(stage_kind, recipe), report_waiting, should_hold_all_free=holds_all_free_gpus)
 
 
 @contextmanager
@@ -65,31 +65,31 @@ def hold_gpus(
 
     With `should_hold_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
     called with the reason, repeatedly, and may raise to stop waiting."""
-    uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
-    if uuid_by_device and (lock_error := _find_lock_error()):
+    gpu_uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
+    if gpu_uuid_by_device and (lock_error := _find_lock_error()):
         logger.warning("stages that run at once may take the same GPUs: %s", lock_error)
-        uuid_by_device = {}
-    if not uuid_by_device:
+        gpu_uuid_by_device = {}
+    if not gpu_uuid_by_device:
         yield {}, ()
         return
-    num_devices = len(uuid_by_device)
-    min_gpus = min(num_gpus, num_devices)
-    max_gpus = num_devices if should_hold_all_free else min_gpus
-    while not (gpu_locks := _lock_free_gpus(uuid_by_device, min_gpus, max_gpus)):
-        report_waiting(f"waits for {num_gpus} of the {num_devices} GPUs of this machine, which other stages have")
+    num_machine_gpus = len(gpu_uuid_by_device)
+    min_gpus = min(num_gpus, num_machine_gpus)
+    max_gpus = num_machine_gpus if should_hold_all_free else min_gpus
+    while not (gpu_locks := _lock_free_gpus(gpu_uuid_by_device, min_gpus, max_gpus)):
+        report_waiting(f"waits for {num_gpus} of the {num_machine_gpus} GPUs of this machine, which other stages have")
     with ExitStack() as exit_stack:
         for gpu_lock in gpu_locks.values():
             exit_stack.callback(gpu_lock.release)
         yield {_VISIBLE_DEVICES_VARIABLE: ",".join(gpu_locks)}, [gpu_lock.descriptor for gpu_lock in gpu_locks.values()]
 
 
-def _lock_free_gpus(uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
+def _lock_free_gpus(gpu_uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
     """Lock the first free GPUs, at most `max_gpus`, and return the locks; none if fewer than `min_gpus` are free."""
     gpu_locks: dict[str, FileLock] = {}
-    for device, uuid in uuid_by_device.items():
+    for device_entry, uuid in gpu_uuid_by_device.items():
         gpu_lock = FileLock(user_cache_folder() / "gpus" / f"{uuid.replace('/', '-')}.lock")
         if len(gpu_locks) < max_gpus and gpu_lock.try_acquire():
-            gpu_locks[device] = gpu_lock
+            gpu_locks[device_entry] = gpu_lock
         else:
             gpu_lock.release()
     if len(gpu_locks) >= min_gpus:

@@ -1,5 +1,4 @@
-"""Compute rate and memory of the machine for which costs are estimated: this machine, or machines with the type of GPU
-that `cosmos plan --on` names."""
+"""Compute rate and memory of the machine for which costs are estimated: this machine, or that of `cosmos plan --on`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -58,6 +57,6 @@ def find_machine_spec(config: PipelineConfig, gpu_name: str, stage_estimates: It
         tflops = device_info["flops"] / _FLOPS_PER_TFLOP * _UTILIZATION_OF_MEASURED_RATE
         machine = MachineSpec(machine_name, tflops, memory_gib, is_device_shared=device_info["is_cpu"])
     if config.gpu_tflops is not None:
-        known_memory_gib, gpu_type = (machine.memory_gib, machine.gpu_type) if machine else (None, "")
-        machine = MachineSpec("", config.gpu_tflops, known_memory_gib, gpu_type=gpu_type)
+        machine_memory_gib, gpu_type = (machine.memory_gib, machine.gpu_type) if machine else (None, "")
+        machine = MachineSpec("", config.gpu_tflops, machine_memory_gib, gpu_type=gpu_type)
     return replace(machine, memory_gib=config.gpu_memory) if machine and config.gpu_memory is not None else machine

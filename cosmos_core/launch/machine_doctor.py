@@ -1,5 +1,4 @@
-"""Diagnose this machine: Python, packages, GPUs, vLLM, compiler, memory, file locks, ports and disk, each with a
-remedy."""
+"""Diagnose this machine, with remedies: Python, packages, GPUs, vLLM, compiler, memory, file locks, ports, disk."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from cosmos_core.launch.doctor import Diagnosis
 from cosmos_core.machine_properties import MachineProperties, measure_machine
 from cosmos_core.run.libraries import INFERENCE_ENGINE_LIBRARIES
 
-_MIN_SHARED_BYTES, _MIN_DISK_BYTES, _MIN_OPEN_FILES = 2**30, 20 * 2**30, 1024
+_MIN_SHM_BYTES, _MIN_DISK_BYTES, _MIN_OPEN_FILES = 2**30, 20 * 2**30, 1024
 _IMPORT_TIMEOUT_SECONDS = 120
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
-_CUDA_SCRIPT = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
+_TORCH_CUDA_SCRIPT = "import torch; print(torch.version.cuda or '', torch.cuda.is_available(), torch.__version__)"
 
 
 def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
@@ -32,42 +31,44 @@ def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
     machine = measure_machine(INFERENCE_ENGINE_LIBRARIES)
     yield Diagnosis("python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from check_packages(distribution("cosmos-posttrain").requires or ())
-    yield from check_gpus(machine, _run_python_code(_CUDA_SCRIPT) if machine.gpus else "")
+    yield from check_gpus(machine, _run_python_code(_TORCH_CUDA_SCRIPT) if machine.gpus else "")
     yield check_vllm(machine)
-    problem = f"missing: {machine.lacks}; install it, or set train.compile = false" if machine.lacks else ""
-    yield Diagnosis("compiler", problem or "torch.compile works", not problem)
+    compiler_problem = f"missing: {machine.lacks}; install it, or set train.compile = false" if machine.lacks else ""
+    yield Diagnosis("compiler", compiler_problem or "torch.compile works", not compiler_problem)
     yield Diagnosis("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {machine.threads} CPU threads")
     if _SHARED_MEMORY_FOLDER.is_dir():
         yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY_FOLDER).free)
     yield _check_open_file_limit()
     yield _check_loopback()
-    parent_folder = next(ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists())
-    yield check_file_locks(parent_folder)
+    existing_folder = next(
+        ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists()
+    )
+    yield check_file_locks(existing_folder)
     yield check_file_locks(Path(tempfile.gettempdir()), "TMPDIR")
-    free_bytes = shutil.disk_usage(parent_folder).free
+    free_bytes = shutil.disk_usage(existing_folder).free
     has_enough_space = free_bytes >= _MIN_DISK_BYTES
     remedy = "" if has_enough_space else "; remove old runs with cosmos clean, or set pipeline.output_dir"
-    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {parent_folder}{remedy}", has_enough_space)
+    yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {existing_folder}{remedy}", has_enough_space)
 
 
 def check_packages(requirements: Iterable[str]) -> Iterator[Diagnosis]:
     """Compare installed packages with requirements (PEP 508); a missing package of an extra is no error."""
-    problems, num_fitting_packages = [], 0
+    package_problems, num_fitting_packages = [], 0
     for requirement in map(Requirement, requirements):
         is_optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        name, specifier = requirement.name, requirement.specifier
-        remedy = f"pip install '{name}{specifier}'"
+        name, version_specifier = requirement.name, requirement.specifier
+        install_command = f"pip install '{name}{version_specifier}'"
         try:
             installed_version = version(name)
         except PackageNotFoundError:
             if not is_optional:
-                problems.append(f"{name} is missing: {remedy}")
+                package_problems.append(f"{name} is missing: {install_command}")
             continue
         num_fitting_packages += 1
-        if not specifier.contains(installed_version, prereleases=True):
-            problems.append(f"{name} {installed_version} is outside of {specifier}: {remedy}")
-    message = "; ".join(dict.fromkeys(problems)) or f"{num_fitting_packages} fit their requirements"
-    yield Diagnosis("packages", message, not problems)
+        if not version_specifier.contains(installed_version, prereleases=True):
+            package_problems.append(f"{name} {installed_version} is outside of {version_specifier}: {install_command}")
+    message = "; ".join(dict.fromkeys(package_problems)) or f"{num_fitting_packages} fit their requirements"
+    yield Diagnosis("packages", message, not package_problems)
 
 
 def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> Iterator[Diagnosis]:
@@ -87,8 +88,8 @@ def check_gpus(machine_properties: MachineProperties, torch_cuda_info: str) -> I
         return
     driver_problem = f"is built for CUDA {cuda_versions[0]}, which the driver is too old for" if cuda_versions else ""
     torch_problem = driver_problem or "is a CPU build"
-    remedy = "update the driver, or install the build of torch for its CUDA version"
-    yield Diagnosis("torch", f"{torch_version} {torch_problem}; {remedy}", is_healthy=False)
+    torch_remedy = "update the driver, or install the build of torch for its CUDA version"
+    yield Diagnosis("torch", f"{torch_version} {torch_problem}; {torch_remedy}", is_healthy=False)
 
 
 def check_vllm(machine_properties: MachineProperties) -> Diagnosis:
@@ -104,14 +105,13 @@ def check_vllm(machine_properties: MachineProperties) -> Diagnosis:
 
 def check_shared_memory(free_bytes: int) -> Diagnosis:
     """Report whether `free_bytes` bytes of shared memory are enough to pass weights to a rollout engine."""
-    remedy = "" if free_bytes >= _MIN_SHARED_BYTES else "; start the container with --shm-size=16g or --ipc=host"
-    return Diagnosis("shared memory", f"{free_bytes / 2**30:.1f} GiB are free{remedy}", free_bytes >= _MIN_SHARED_BYTES)
+    remedy = "" if free_bytes >= _MIN_SHM_BYTES else "; start the container with --shm-size=16g or --ipc=host"
+    return Diagnosis("shared memory", f"{free_bytes / 2**30:.1f} GiB are free{remedy}", free_bytes >= _MIN_SHM_BYTES)
 
 
 def check_file_locks(folder: Path, setting_name: str = "pipeline.output_dir") -> Diagnosis:
-    """Report whether file locks work in the folder that a setting names: a file that one process has locked cannot be
-    locked by another."""
-    remedy = f"set {setting_name} to a folder with locks, such as one on a local disk or NFS 4"
+    """Report whether file locks work in the folder of a setting: a file that is open twice can be locked only once."""
+    folder_remedy = f"set {setting_name} to a folder with locks, such as one on a local disk or NFS 4"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".cosmos-lock-") as file, open(file.name) as reopened_file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,15 +119,15 @@ def check_file_locks(folder: Path, setting_name: str = "pipeline.output_dir") ->
                 fcntl.flock(reopened_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return Diagnosis("file locks", f"they hold in {folder}")
-            return Diagnosis("file locks", f"two processes get one lock in {folder}; {remedy}", is_healthy=False)
+            return Diagnosis("file locks", f"two processes get one lock in {folder}; {folder_remedy}", is_healthy=False)
     except OSError as error:
-        return Diagnosis("file locks", f"{folder} has none: {error.strerror}; {remedy}", is_healthy=False)
+        return Diagnosis("file locks", f"{folder} has none: {error.strerror}; {folder_remedy}", is_healthy=False)
 
 
 def _check_open_file_limit() -> Diagnosis:
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
-    return Diagnosis("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_OPEN_FILES)
+    ulimit_remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
+    return Diagnosis("open files", f"{soft_limit} per process{ulimit_remedy}", soft_limit >= _MIN_OPEN_FILES)
 
 
 def _check_loopback() -> Diagnosis:
@@ -135,8 +135,8 @@ def _check_loopback() -> Diagnosis:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
             return Diagnosis("ports", "a free port of 127.0.0.1 can be opened and reached")
     except OSError as error:
-        remedy = "ranks and the Prefect server of a run need one; allow connections to 127.0.0.1"
-        return Diagnosis("ports", f"no port of 127.0.0.1 can be used: {error}; {remedy}", is_healthy=False)
+        loopback_remedy = "ranks and the Prefect server of a run need one; allow connections to 127.0.0.1"
+        return Diagnosis("ports", f"no port of 127.0.0.1 can be used: {error}; {loopback_remedy}", is_healthy=False)
 
 
 def _read_driver_version() -> str:

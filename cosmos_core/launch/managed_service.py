@@ -33,8 +33,8 @@ _RESTART_DELAY_SECONDS = 1.0
 @contextlib.contextmanager
 def managed_reward_service(
     config: str,
-    folder: Path,
-    python: str = "",
+    stage_folder: Path,
+    python_path: str = "",
     check_stop: Callable[[], None] = lambda: None,
     environment: Mapping[str, str] = {},
     host: str = "127.0.0.1",
@@ -52,19 +52,19 @@ def managed_reward_service(
         try:
             yield service_variables
         finally:
-            write_health(folder, service_variables or environment)
+            write_health(stage_folder, service_variables or environment)
         return
-    service = _ServiceProcess(Path(config), folder, python or sys.executable, host)
+    service_process = _ServiceProcess(Path(config), stage_folder, python_path or sys.executable, host)
     try:
-        service_url = f"{service.start(check_stop)}/api/reward"
+        service_url = f"{service_process.start(check_stop)}/api/reward"
         service_variables = {ENQUEUE_URL_VARIABLE: f"{service_url}/enqueue", FETCH_URL_VARIABLE: f"{service_url}/pull"}
-        service_variables[TOKEN_VARIABLE] = service.token
+        service_variables[TOKEN_VARIABLE] = service_process.token
         try:
             yield service_variables
         finally:
-            write_health(folder, service_variables, service.num_restarts)
+            write_health(stage_folder, service_variables, service_process.num_restarts)
     finally:
-        service.stop()
+        service_process.stop()
 
 
 def load_named_service(block_reference: str) -> dict[str, str]:
@@ -80,8 +80,8 @@ def load_named_service(block_reference: str) -> dict[str, str]:
 class _ServiceProcess:
     """Reward service in a child process, with a thread that restarts the process when it ends."""
 
-    def __init__(self, config: Path, work_dir: Path, python: str, host: str) -> None:
-        self._config_path, self._python_path, self._host = config, python, host
+    def __init__(self, config_path: Path, work_dir: Path, python_path: str, host: str) -> None:
+        self._config_path, self._python_path, self._host = config_path, python_path, host
         self._log_path, self._ready_path = work_dir / "logs" / "reward_service.log", work_dir / "reward_service.url"
         self.token = secrets.token_hex(32)
         self._queue_id = uuid.uuid4().hex  # a restarted service finds its queued requests by this id
@@ -92,9 +92,8 @@ class _ServiceProcess:
         self._watcher_thread = threading.Thread(target=self._restart_ended_child, name="reward service", daemon=True)
 
     def start(self, check_stop: Callable[[], None]) -> str:
-        """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward cannot
-        be loaded, or the configuration is wrong, and `StageFailed` if the service ended for another reason, or did not
-        load in time."""
+        """Start the service and wait until it accepts requests; return its URL. Raises `RewardError` if a reward or
+        the configuration cannot be loaded, and `StageFailed` if the service ended otherwise or did not load in time."""
         self._ready_path.unlink(missing_ok=True)
         self._child = self._start_child()
         deadline = time.monotonic() + _LOAD_TIMEOUT_SECONDS
@@ -107,10 +106,10 @@ class _ServiceProcess:
                 load_problem = f"did not load in {_LOAD_TIMEOUT_SECONDS:g} s; see {self._log_path}"
                 raise StageFailed(f"the reward service of {self._config_path} {load_problem}")
             time.sleep(_POLL_SECONDS)
-        url = self._ready_path.read_text(encoding="utf-8")
-        self._port = url.rpartition(":")[2]
+        service_url = self._ready_path.read_text(encoding="utf-8")
+        self._port = service_url.rpartition(":")[2]
         self._watcher_thread.start()
-        return url
+        return service_url
 
     def stop(self) -> None:
         """Stop the service; pending requests are dropped."""
@@ -144,9 +143,10 @@ class _ServiceProcess:
             token_variable = str(read_toml(self._config_path).get("token_env", TOKEN_VARIABLE))
         command = [self._python_path, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
-        environment = {token_variable: self.token, _QUEUE_ID_VARIABLE: self._queue_id}
-        return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=environment)
+        added_environment = {token_variable: self.token, _QUEUE_ID_VARIABLE: self._queue_id}
+        return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=added_environment)
 
     def _read_last_log_line(self) -> str:
-        text = self._log_path.read_text(encoding="utf-8", errors="replace").strip() if self._log_path.is_file() else ""
-        return mask_text(text.splitlines()[-1]) if text else f"it said nothing; see {self._log_path}"
+        has_log = self._log_path.is_file()
+        log_text = self._log_path.read_text(encoding="utf-8", errors="replace").strip() if has_log else ""
+        return mask_text(log_text.splitlines()[-1]) if log_text else f"it said nothing; see {self._log_path}"

@@ -22,8 +22,8 @@ EVENT_BY_SUBJECT = {
 """Name of the event for each kind of notification: one that `tasks.events` emits, or one of Prefect for a flow run that
 may have failed before it had a run or a stage."""
 _PIPELINE_TAGS: Any = [{"prefect.resource.id": "prefect.tag.cosmos"}, {"prefect.resource.id": "prefect.tag.pipeline"}]
-"""Tags of deployments of whole pipelines; the flow run of one stage sends no message, because a crash is retried."""
-_STATE_TEMPLATE = 'event.resource.name ~ ": {what}: " ~ event.payload.validated_state.message'
+"""Tags of deployments that run a whole pipeline; flow runs of one stage send no message, as a crash is retried."""
+_STATE_MESSAGE_TEMPLATE = 'event.resource.name ~ ": {what}: " ~ event.payload.validated_state.message'
 _MESSAGE_TEMPLATE = (
     'event.payload.pipeline ~ ", run " ~ event.payload.run ~ (", stage " ~ event.payload.stage if event.payload.stage '
     'else "") ~ ": {what}" ~ (": " ~ event.payload.error if event.payload.error else "") ~ (": " ~ '
@@ -39,8 +39,8 @@ def parse_notification_channels(channel_options: Sequence[str]) -> dict[str, str
     address_by_channel: dict[str, str] = {}
     for option in channel_options:
         channel, _, address = option.partition("=")
-        url_scheme = "mailto" if channel == "email" else "http"
-        if channel not in CHANNELS or not address.startswith(url_scheme) or "://" not in address:
+        required_scheme = "mailto" if channel == "email" else "http"
+        if channel not in CHANNELS or not address.startswith(required_scheme) or "://" not in address:
             # The message does not show the option, which may be an address with a secret.
             raise ConfigError(
                 f"--notify {channel if channel in CHANNELS else 'CHANNEL=URL'}: write slack=https://hooks.slack.com/"
@@ -58,11 +58,11 @@ def make_notification_automations(channel: str, address: str) -> Iterator[Any]:
 
     block_id = _create_block(channel, address).save(f"cosmos-notify-{channel}", overwrite=True)
     for subject, event_name in EVENT_BY_SUBJECT.items():
-        flow_tags = _PIPELINE_TAGS if event_name.startswith("prefect.") else []
+        tag_filter = _PIPELINE_TAGS if event_name.startswith("prefect.") else []
         yield AutomationCore(
             name=f"cosmos: {channel} message when {subject}",
             description=f"Made by cosmos bootstrap --notify {channel}.",
-            trigger=EventTrigger(expect={event_name}, match_related=flow_tags, posture=Posture.Reactive, threshold=1),
+            trigger=EventTrigger(expect={event_name}, match_related=tag_filter, posture=Posture.Reactive, threshold=1),
             actions=[_create_action(channel, block_id, subject)],
         )
 
@@ -80,7 +80,7 @@ def _create_block(channel: str, address: str) -> Any:
 def _create_action(channel: str, block_id: Any, subject: str) -> Any:
     from prefect.events.actions import CallWebhook, SendNotification
 
-    text_template = _STATE_TEMPLATE if EVENT_BY_SUBJECT[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
+    text_template = _STATE_MESSAGE_TEMPLATE if EVENT_BY_SUBJECT[subject].startswith("prefect.") else _MESSAGE_TEMPLATE
     text = text_template.replace("{what}", subject)
     if channel == "webhook":
         payload = f'{{"what": {json.dumps(subject)}, "event": event.event, "text": {text}, "payload": event.payload}}'

@@ -18,8 +18,8 @@ from cosmos_core.run.process import ATTEMPT_VARIABLE, is_running, locate_socket_
 MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as dead if its heartbeat is older
 _KILL_TIMEOUT_SECONDS = 5.0
 CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
-_SCRATCH_PREFIX = "cosmos-"
-_SCRATCH_PATTERN = re.compile(rf"{_SCRATCH_PREFIX}[0-9a-f]{{12}}")
+_SCRATCH_FOLDER_PREFIX = "cosmos-"
+_SCRATCH_FOLDER_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}[0-9a-f]{{12}}")
 
 
 def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
@@ -51,10 +51,10 @@ def create_scratch_folder(attempt_id: str) -> int:
 
 def remove_orphans() -> None:
     """Kill processes of attempts whose launcher and supervisor have ended, and remove files of ended processes."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(CHECK_FOLDER_PREFIX).partition("-")[0]
-        if _SCRATCH_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
-            kill_attempt(folder.name.removeprefix(_SCRATCH_PREFIX))
+        if _SCRATCH_FOLDER_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
+            kill_attempt(folder.name.removeprefix(_SCRATCH_FOLDER_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.name.startswith(CHECK_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +81,7 @@ def _is_locked(folder: Path) -> bool:
 
 def scratch_folder(attempt_id: str) -> Path:
     """Return the folder for the temporary files of an attempt; its name is short, as paths of sockets are limited."""
-    return Path(tempfile.gettempdir()) / f"{_SCRATCH_PREFIX}{attempt_id[:12]}"
+    return Path(tempfile.gettempdir()) / f"{_SCRATCH_FOLDER_PREFIX}{attempt_id[:12]}"
 
 
 def remove_scratch_folder(attempt_id: str) -> None:

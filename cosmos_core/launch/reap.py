@@ -1,5 +1,4 @@
-"""Run `cosmos reap`: kill the remaining processes of flows that died on this machine, and correct the recorded
-states."""
+"""Run `cosmos reap`: kill remaining processes of flows that died on this machine, and correct recorded states."""
 
 from __future__ import annotations
 
@@ -29,21 +28,24 @@ def reap(output_dir: Path) -> Iterator[str]:
     """Kill the processes of stages whose flow has ended, and correct the state of these stages in files and on the
     Prefect server; yield a line of text about each stage and flow run."""
     remove_orphans()
-    abandoned_runs = [
+    abandoned_run_paths = [
         file.parent for file in sorted(output_dir.glob(f"*/{PIPELINE_FILE}")) if _has_lost_launcher(file.parent)
     ]
-    abandoned_run_ids = {run_path.name for run_path in abandoned_runs}
-    for run_path in abandoned_runs:
+    abandoned_run_ids = {run_path.name for run_path in abandoned_run_paths}
+    for run_path in abandoned_run_paths:
         lock_holder = read_holder(run_path)
         for stage_path in sorted((run_path / "stages").glob("*")):
-            state = read_state(stage_path)
-            if state.state not in ACTIVE_STATES or is_alive(state.launcher_pid, state.launcher_started):
+            stage_state = read_state(stage_path)
+            if stage_state.state not in ACTIVE_STATES or is_alive(
+                stage_state.launcher_pid, stage_state.launcher_started
+            ):
                 continue
-            is_heartbeat_recent = time.time() - state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
-            if is_heartbeat_recent and state.launcher_host and state.launcher_host != socket.gethostname():
-                yield f"{run_path.name}/{stage_path.name}: runs on {state.launcher_host}; reap there what is left of it"
-                if lock_holder is not None and lock_holder.launcher_host == state.launcher_host:
-                    # The flow may still run on that machine, as some file systems have no locks across machines.
+            is_heartbeat_recent = time.time() - stage_state.last_activity_time < MAX_HEARTBEAT_AGE_SECONDS
+            launcher_host = stage_state.launcher_host
+            if is_heartbeat_recent and launcher_host and launcher_host != socket.gethostname():
+                yield f"{run_path.name}/{stage_path.name}: runs on {launcher_host}; reap there what is left of it"
+                if lock_holder is not None and lock_holder.launcher_host == launcher_host:
+                    # Keep its state: the flow may run on that machine, as not all file systems share locks.
                     abandoned_run_ids.discard(run_path.name)
                 continue
             worker.reap_attempt(stage_path)
@@ -62,16 +64,15 @@ def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    if newest_id := _find_newest_flow_run(output_dir, run_id):
-        with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
-            flow_run = client.read_flow_run(newest_id)
+    if newest_flow_run_id := _find_newest_flow_run(output_dir, run_id):
+        with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as prefect_client:
+            flow_run = prefect_client.read_flow_run(newest_flow_run_id)
             return flow_run.name if flow_run.state_type in _CANCELLED_STATES else ""
     return ""
 
 
 def _has_lost_launcher(run_path: Path) -> bool:
-    """Return True if the process that launched the run has ended: no live process holds the run's lock, and no Python
-    flow will start another stage of the run."""
+    """Return True if the launcher of a run has ended: no process holds the run's lock, and no Python flow runs it."""
     with FileLock(run_path / "locks" / ".run") as lock:
         return lock.try_acquire() and not is_flow_running(run_path)
 
@@ -82,18 +83,19 @@ def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> I
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelled, Crashed
 
-    end_state_by_type: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
-    with get_client(sync_client=True) as client:
+    state_by_type: dict[str, Any] = {"CANCELLING": Cancelled, "RUNNING": Crashed}
+    with get_client(sync_client=True) as prefect_client:
         for record_file in sorted(flow_runs_folder(output_dir).glob("*")):
             try:
-                run_id, flow_run = record_file.read_text(encoding="utf-8"), client.read_flow_run(UUID(record_file.name))
+                run_id = record_file.read_text(encoding="utf-8")
+                flow_run = prefect_client.read_flow_run(UUID(record_file.name))
             except (ObjectNotFound, ValueError):
                 continue
             if run_id in abandoned_run_ids:
-                if flow_run.state_type in end_state_by_type:
-                    end_state = end_state_by_type[flow_run.state_type](message="its process is gone; resume the run")
-                    client.set_flow_run_state(flow_run.id, end_state, force=True)
-                    yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {end_state.name}"
+                if flow_run.state_type in state_by_type:
+                    corrected_state = state_by_type[flow_run.state_type](message="its process is gone; resume the run")
+                    prefect_client.set_flow_run_state(flow_run.id, corrected_state, force=True)
+                    yield f"flow run {flow_run.name}: was {flow_run.state_name}, is {corrected_state.name}"
             elif flow_run.state_type in _CANCELLED_STATES and flow_run.id == _find_newest_flow_run(output_dir, run_id):
                 yield from _stop_flow_process(output_dir / run_id, flow_run.name)
 
@@ -109,8 +111,8 @@ def _stop_flow_process(run_path: Path, flow_run_name: str) -> Iterator[str]:
 
 
 def _find_newest_flow_run(output_dir: Path, run_id: str) -> UUID | None:
-    id_files = [file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id]
-    newest_file = max(id_files, key=lambda file: file.stat().st_mtime, default=None)
+    run_files = [file for file in flow_runs_folder(output_dir).glob("*") if file.read_text(encoding="utf-8") == run_id]
+    newest_flow_run_file = max(run_files, key=lambda file: file.stat().st_mtime, default=None)
     with suppress(ValueError):
-        return UUID(newest_file.name) if newest_file else None
+        return UUID(newest_flow_run_file.name) if newest_flow_run_file else None
     return None

@@ -48,9 +48,9 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
         _wait_for_server(url)
         yield lambda: None
         return
-    prefect_home, home_lock = _claim_prefect_home(folder)
+    prefect_home, prefect_home_lock = _claim_prefect_home(folder)
     server = _ServerProcess(prefect_home)
-    old_environment = dict(os.environ)
+    previous_environment = dict(os.environ)
     os.environ.update(server.environment, PREFECT_API_URL=server.url)
     try:
         server.start()
@@ -58,10 +58,10 @@ def prefect_server(folder: Path) -> Iterator[Callable[[], None]]:
     finally:
         for name in (*server.environment, "PREFECT_API_URL"):
             os.environ.pop(name, None)
-            if name in old_environment:
-                os.environ[name] = old_environment[name]
+            if name in previous_environment:
+                os.environ[name] = previous_environment[name]
         server.close()
-        home_lock.release()
+        prefect_home_lock.release()
 
 
 def _wait_for_server(api_url: str) -> None:
@@ -74,11 +74,11 @@ def _wait_for_server(api_url: str) -> None:
         except urllib.error.HTTPError:
             return  # an error response shows that a server runs; Prefect reports wrong credentials later
         except (OSError, ValueError, HTTPException) as error:
-            error_cause = getattr(error, "reason", error)
-            if isinstance(error_cause, ssl.SSLError):
+            root_cause = getattr(error, "reason", error)
+            if isinstance(root_cause, ssl.SSLError):
                 return  # the server responds; Prefect verifies its certificate later, with other settings
-            wait_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(error_cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
-            if time.monotonic() > start_time + wait_seconds or not isinstance(error, OSError):
+            max_seconds = _BUSY_TIMEOUT_SECONDS if isinstance(root_cause, TimeoutError) else _RESPONSE_TIMEOUT_SECONDS
+            if time.monotonic() > start_time + max_seconds or not isinstance(error, OSError):
                 raise ConfigError(
                     f"PREFECT_API_URL = {api_url!r}: no server answers there ({error}); "
                     "start it, or unset the variable to run with a server of our own"
@@ -94,14 +94,14 @@ def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
         folder_number += 1
         prefect_home = folder / f"server-{folder_number}"
         try:
-            home_lock = FileLock(prefect_home / "lock")
+            prefect_home_lock = FileLock(prefect_home / "lock")
         except PermissionError:
             if not prefect_home.is_dir():
                 raise
             continue  # skip the folder of another user
-        if home_lock.try_acquire():
-            return prefect_home, home_lock
-        home_lock.release()
+        if prefect_home_lock.try_acquire():
+            return prefect_home, prefect_home_lock
+        prefect_home_lock.release()
 
 
 def _locate_empty_database() -> Path:
@@ -110,7 +110,7 @@ def _locate_empty_database() -> Path:
 
 
 def _copy_database(source_path: Path, target_path: Path) -> bool:
-    """Copy a database, which may be in use, atomically; return False if it is missing or damaged, or the disk full."""
+    """Copy a database, even if in use, atomically; return False if it is missing or damaged, or the disk is full."""
     temporary_path = target_path.with_name(f".{target_path.name}.{os.getpid()}.tmp")
     try:
         target_path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,18 +154,18 @@ class _ServerProcess:
             self._port = probe_socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}/api"
         # The list of hosts without a proxy must have no empty entry, which httpx would apply to all hosts.
-        no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "localhost"
-        no_proxy = no_proxy if no_proxy.strip() == "*" else f"{no_proxy},127.0.0.1"
+        no_proxy_hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "localhost"
+        no_proxy_hosts = no_proxy_hosts if no_proxy_hosts.strip() == "*" else f"{no_proxy_hosts},127.0.0.1"
         self.environment = {
             "PREFECT_HOME": str(prefect_home.absolute()),
-            **dict.fromkeys(("no_proxy", "NO_PROXY"), no_proxy),  # a proxy cannot reach the loopback address
+            **dict.fromkeys(("no_proxy", "NO_PROXY"), no_proxy_hosts),  # a proxy cannot reach the loopback address
             # Any user of this machine can reach the port, so requests need a password.
             "PREFECT_SERVER_API_AUTH_STRING": auth_string,
             "PREFECT_API_AUTH_STRING": auth_string,
             "PREFECT_PROFILES_PATH": str(prefect_home.absolute() / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-            # Clients retry a response with one of these HTTP statuses; a server without disk space responds with 500.
+            # Let clients retry after HTTP status 500, with which a server without disk space responds.
             "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
             **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _UNUSED_SERVICES},
         }
@@ -207,14 +207,14 @@ class _ServerProcess:
         if self._watcher_thread.is_alive():
             self._watcher_thread.join()
         if self._child is not None:
-            self._child.kill()  # at once, because the run directory has the same information
+            self._child.kill()  # no grace period: the run directory has the same information
 
     def _start_child(self) -> SupervisedProcess:
-        command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
-        command += ["--host", "127.0.0.1", "--port", str(self._port)]
+        server_command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
+        server_command += ["--host", "127.0.0.1", "--port", str(self._port)]
         database_url = f"sqlite+aiosqlite:///{self._database_path}"
         self._child = SupervisedProcess(
-            command, log_path=self._log_path, grace_seconds=_GRACE_SECONDS,
+            server_command, log_path=self._log_path, grace_seconds=_GRACE_SECONDS,
             environment=self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url},
         )  # fmt: skip
         return self._child

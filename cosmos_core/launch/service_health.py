@@ -49,8 +49,8 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
     try:
         tls_verify = make_tls_verify()
         response = httpx.get(f"{url}/health", timeout=_TIMEOUT_SECONDS, verify=tls_verify)
-        body = response.json() if response.headers.get("Content-Type", "").startswith("application/json") else {}
-        health["status"] = str(body.get("status") or "tells nothing") if isinstance(body, dict) else "tells nothing"
+        report = response.json() if response.headers.get("Content-Type", "").startswith("application/json") else {}
+        health["status"] = str(report.get("status") or "tells nothing") if isinstance(report, dict) else "tells nothing"
         metrics_response = httpx.get(f"{url}/metrics", headers=headers, timeout=_TIMEOUT_SECONDS, verify=tls_verify)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ConfigError):
         return health
@@ -58,6 +58,6 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
         for name, reward_name, value in _REWARD_METRIC_PATTERN.findall(metrics_response.text):
             health["rewards"].setdefault(reward_name, {})[name] = float(value)
         for _, status, count in _RESPONSE_METRIC_PATTERN.findall(metrics_response.text):
-            if status not in {"200", "400"}:  # status 400: the scores are not ready yet
+            if status not in {"200", "400"}:  # not refused: 400 means that scores are not ready yet
                 health["refused"][status] = health["refused"].get(status, 0.0) + float(count)
     return health

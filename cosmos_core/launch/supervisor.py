@@ -32,7 +32,7 @@ class Supervisor:
     def __init__(self, pipe_descriptor: int, grace_seconds: float) -> None:
         self.pipe_descriptor = pipe_descriptor
         self.grace_seconds = grace_seconds
-        self.kill_time: float | None = None
+        self.kill_deadline: float | None = None
         self.is_orphaned = False
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -55,12 +55,12 @@ class Supervisor:
         )
         from cosmos_core.launch.processes import ATTEMPT_VARIABLE, kill_attempt, kill_descendants, remove_scratch_folder
 
-        if self.kill_time is not None:  # a stop was requested before the command had started
+        if self.kill_deadline is not None:  # a stop was requested before the command had started
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
             self._reap_adopted_processes()
-            if self.kill_time is not None and time.monotonic() > self.kill_time:
+            if self.kill_deadline is not None and time.monotonic() > self.kill_deadline:
                 self.child.kill()
         attempt_id, exit_code = os.environ.get(ATTEMPT_VARIABLE, ""), self.child.returncode
         if attempt_id:
@@ -72,9 +72,9 @@ class Supervisor:
     def stop(self) -> None:
         """Send SIGTERM to the command and start the grace period; a later call can only shorten the grace period."""
         grace_seconds = min(self.grace_seconds, _ORPHAN_GRACE_SECONDS) if self.is_orphaned else self.grace_seconds
-        if self.kill_time is None and self.child is not None:
+        if self.kill_deadline is None and self.child is not None:
             self.child.terminate()
-        self.kill_time = min(self.kill_time or float("inf"), time.monotonic() + grace_seconds)
+        self.kill_deadline = min(self.kill_deadline or float("inf"), time.monotonic() + grace_seconds)
 
     def _reap_adopted_processes(self) -> None:
         """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
@@ -92,8 +92,8 @@ class Supervisor:
             return
         if pipe_content := os.read(self.pipe_descriptor, 4096):
             self.grace_seconds = float(pipe_content.split()[-1])
-            if self.kill_time is not None:  # SIGTERM was sent before this grace period arrived
-                self.kill_time = time.monotonic() + self.grace_seconds
+            if self.kill_deadline is not None:  # apply a grace period that arrives after SIGTERM
+                self.kill_deadline = time.monotonic() + self.grace_seconds
         else:
             self.is_orphaned = True
             self.stop()
@@ -106,9 +106,9 @@ def main() -> int:
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--inherit", type=int, action="append", default=[])
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    arguments = parser.parse_args()
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    return Supervisor(arguments.pipe, arguments.grace).run(command, arguments.inherit)
+    parsed_arguments = parser.parse_args()
+    command = parsed_arguments.command[1:] if parsed_arguments.command[:1] == ["--"] else parsed_arguments.command
+    return Supervisor(parsed_arguments.pipe, parsed_arguments.grace).run(command, parsed_arguments.inherit)
 
 
 if __name__ == "__main__":

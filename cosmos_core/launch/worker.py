@@ -37,18 +37,18 @@ _MAX_LINES_PER_SECOND = 10
 
 
 class _ChildRegistry:
-    """Registry of the worker processes that threads of this process follow, so that the main thread can stop them."""
+    """Registry of the running worker processes of all threads of this process, through which they can be stopped."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant, because a signal handler calls `stop_all`
-        self._children: dict[SupervisedProcess, Callable[[], float]] = {}
+        self._registry_lock = threading.RLock()  # reentrant, because a signal handler calls `stop_all`
+        self._grace_by_child: dict[SupervisedProcess, Callable[[], float]] = {}
         self._num_active_runs = 0
         self.stop_event = threading.Event()
 
     @contextmanager
     def register_active_run(self) -> Iterator[None]:
         """Mark a run as active in the block; `stop_all` stays in effect until the next run of this process begins."""
-        with self._lock:
+        with self._registry_lock:
             # A stop request is cleared only while no run is active: threads of a cancelled run must still see it.
             if self._num_active_runs == 0:
                 self.stop_event.clear()
@@ -56,33 +56,33 @@ class _ChildRegistry:
         try:
             yield
         finally:
-            with self._lock:
+            with self._registry_lock:
                 self._num_active_runs -= 1
 
     @contextmanager
     def register_child(self, child: SupervisedProcess, get_grace_seconds: Callable[[], float]) -> Iterator[None]:
         """Register a child process for `stop_all`; `get_grace_seconds` returns the time from a stop to SIGKILL."""
-        with self._lock:
-            self._children[child] = get_grace_seconds
+        with self._registry_lock:
+            self._grace_by_child[child] = get_grace_seconds
             if self.stop_event.is_set():
                 child.stop(get_grace_seconds())
         try:
             yield
         finally:
-            with self._lock:
-                del self._children[child]
+            with self._registry_lock:
+                del self._grace_by_child[child]
 
     def stop_all(self) -> None:
         """Ask every worker of this process to save a checkpoint and end; the current run starts no new workers."""
-        with self._lock:
+        with self._registry_lock:
             self.stop_event.set()
-            for child, get_grace_seconds in self._children.items():
+            for child, get_grace_seconds in self._grace_by_child.items():
                 child.stop(get_grace_seconds())
 
     def longest_grace_seconds(self) -> float:
         """Return the longest grace period of the running workers in seconds; 0 if there is no worker."""
-        with self._lock:
-            return max((get_grace_seconds() for get_grace_seconds in self._children.values()), default=0.0)
+        with self._registry_lock:
+            return max((get_grace_seconds() for get_grace_seconds in self._grace_by_child.values()), default=0.0)
 
 
 _child_registry = _ChildRegistry()
@@ -112,8 +112,7 @@ class AttemptSettings:
     get_kill_reason: Callable[[], str] = lambda: ""
     """Function that is polled and returns a reason to kill the worker, or an empty string."""
     get_stop_error: Callable[[], Preempted | None] = lambda: None
-    """Function that is polled and returns the error with which the attempt ends once the worker has saved a checkpoint,
-    or None."""
+    """Function that is polled and returns None, or the error to raise once the worker has saved a checkpoint."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited_environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables that the worker inherits, by default those of this process."""
@@ -144,11 +143,11 @@ def run_attempt(settings: AttemptSettings) -> Result:
         inherited_environment=settings.inherited_environment, inherited_descriptors=settings.lock_descriptors,
     )  # fmt: skip
     start_time = time.time()
-    earlier_attempts = previous_state.list_attempt_times(start_time)
+    earlier_spans = previous_state.list_attempt_times(start_time)
     try:
         update_state(
             stage_path, state="running", attempt=attempt_number, pid=child.pid, pid_started=child.start_time,
-            mark=child.attempt_id, **identify_process(), spans=[*earlier_attempts, (start_time, None)],
+            mark=child.attempt_id, **identify_process(), spans=[*earlier_spans, (start_time, None)],
             renewed=start_time, ended=None, error="", error_type="",
         )  # fmt: skip
         record_event(stage_path, "started", f"attempt {attempt_number}")
@@ -158,7 +157,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
         child.kill()
         mask_file(log_path, settings.secrets)  # child processes of the worker may write unmasked secrets to the log
         end_time = time.time()
-        attempt_times, progress_fields = [*earlier_attempts, (start_time, end_time)], _read_progress_fields(stage_path)
+        attempt_times, progress_fields = [*earlier_spans, (start_time, end_time)], _read_progress_fields(stage_path)
         with warn_if_disk_full(f"the end of attempt {attempt_number} of {stage_path.name}"):
             update_state(stage_path, spans=attempt_times, ended=end_time, **progress_fields)
     if stop_error is not None and not kill_reason and exit_code != EXIT_OK:
@@ -167,8 +166,7 @@ def run_attempt(settings: AttemptSettings) -> Result:
 
 
 def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
-    """Return the seconds between SIGTERM and SIGKILL of a worker: the configured time for a checkpoint plus the time of
-    the longest step, because a step is finished first."""
+    """Return the seconds between SIGTERM and SIGKILL of a worker: time for the longest step and for a checkpoint."""
     progress = read_progress(stage_path) or ProgressRecord()
     return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
@@ -196,10 +194,10 @@ def _locate_log(stage_path: Path, attempt_number: int) -> Path:
     return stage_path / "logs" / f"attempt_{attempt_number}.log"
 
 
-def _build_environment(settings: AttemptSettings) -> dict[str, str]:
-    compile_cache_folder = settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
+def _build_environment(attempt_settings: AttemptSettings) -> dict[str, str]:
+    compile_cache_folder = attempt_settings.stage_path.absolute().parents[2] / SHARED_FOLDER / "compiled"
     return {
-        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings.num_threads)),
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(attempt_settings.num_threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
         # Compiled kernels are cached outside of TMPDIR, so that other attempts and runs can use them.
@@ -211,13 +209,13 @@ def _build_environment(settings: AttemptSettings) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        LOCK_DESCRIPTORS_VARIABLE: ",".join(map(str, settings.lock_descriptors)),
-        **settings.environment,
+        LOCK_DESCRIPTORS_VARIABLE: ",".join(map(str, attempt_settings.lock_descriptors)),
+        **attempt_settings.environment,
     }
 
 
 def _wait_for_worker(
-    settings: AttemptSettings, child: SupervisedProcess, log_path: Path, get_grace_seconds: Callable[[], float]
+    settings: AttemptSettings, worker_process: SupervisedProcess, log_path: Path, get_grace_seconds: Callable[[], float]
 ) -> tuple[int, str, Preempted | None]:
     """Wait for the end of the worker. Return its exit code, the reason for which this process ended it (empty if the
     worker ended by itself), and the error of `get_stop_error` (None if it requested no stop)."""
@@ -228,21 +226,21 @@ def _wait_for_worker(
     def forward_line(line: str) -> None:
         settings.report_line(mask_text(line, settings.secrets))
 
-    while (exit_code := child.poll()) is None:
+    while (exit_code := worker_process.poll()) is None:
         time.sleep(_POLL_SECONDS)
         log_forwarder.forward_lines(forward_line)
         if progress := read_progress(settings.stage_path):
             _invoke_callback(settings.on_progress, progress)
             hang_detector.update(progress)
         if not kill_reason and (kill_reason := settings.get_kill_reason()):
-            child.kill()
+            worker_process.kill()
         if stop_error is None and (stop_error := settings.get_stop_error()) is not None:
-            child.stop(get_grace_seconds())
+            worker_process.stop(get_grace_seconds())
         if not kill_reason and (kill_reason := hang_detector.find_hang()):
-            child.kill()
+            worker_process.kill()
         if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
-            child.stop(get_grace_seconds())
+            worker_process.stop(get_grace_seconds())
         if time.monotonic() - last_state_update_time > _STATE_UPDATE_SECONDS:
             last_state_update_time, state_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
             _invoke_callback(lambda state_fields: update_state(settings.stage_path, **state_fields), state_fields)
@@ -262,19 +260,19 @@ class _HangDetector:
     """Detector of a worker without progress. It uses the clock of this process, as other clocks may differ or jump."""
 
     def __init__(self) -> None:
-        self._last_progress, self._last_change_time = ProgressRecord(), time.monotonic()
+        self._last_progress, self._last_progress_time = ProgressRecord(), time.monotonic()
 
     def update(self, progress: ProgressRecord) -> None:
         """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
         if progress != self._last_progress:
-            self._last_progress, self._last_change_time = progress, time.monotonic()
+            self._last_progress, self._last_progress_time = progress, time.monotonic()
 
     def find_hang(self) -> str:
         """Return a message if the progress has not changed within the deadline of its phase; otherwise empty."""
-        silent_seconds = time.monotonic() - self._last_change_time
-        if silent_seconds <= self._last_progress.deadline_seconds:
+        seconds_without_progress = time.monotonic() - self._last_progress_time
+        if seconds_without_progress <= self._last_progress.deadline_seconds:
             return ""
-        return f"no sign of life for {silent_seconds:.0f} s in phase {self._last_progress.phase!r}: it hangs"
+        return f"no sign of life for {seconds_without_progress:.0f} s in phase {self._last_progress.phase!r}: it hangs"
 
 
 def _invoke_callback(callback: Callable[[Any], object], callback_argument: Any) -> None:
@@ -322,12 +320,12 @@ class _LogForwarder:
         self._log_tail = FileTail(log_path)
         self._line_allowance, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
-    def forward_lines(self, receive_line: Callable[[str], None], *, is_last_call: bool = False) -> None:
+    def forward_lines(self, report_line: Callable[[str], None], *, is_last_call: bool = False) -> None:
         """Pass new lines of the log to a callback, as the rate allows; with `is_last_call`, also an incomplete line."""
-        now = time.monotonic()
-        new_allowance = self._line_allowance + (now - self._last_forward_time) * _MAX_LINES_PER_SECOND
-        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, new_allowance), now
+        current_time = time.monotonic()
+        new_line_allowance = self._line_allowance + (current_time - self._last_forward_time) * _MAX_LINES_PER_SECOND
+        self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, new_line_allowance), current_time
         for line in filter(None, self._log_tail.read_lines(is_last_read=is_last_call)):
             if self._line_allowance >= 1:
                 self._line_allowance -= 1
-                _invoke_callback(receive_line, line)
+                _invoke_callback(report_line, line)

@@ -77,8 +77,8 @@ def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_times: di
     if prefect_client.read_work_pool(pool_name).type != "process":
         return
     worker_hosts = {report["host"] for report, _ in read_recent_reports(prefect_client) if report["pool"] == pool_name}
-    final_states = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
-    state_filter = filters.FlowRunFilterStateType(any_=list(final_states))
+    final_state_by_type = {StateType.PENDING: Crashed, StateType.CANCELLING: Cancelled}
+    state_filter = filters.FlowRunFilterStateType(any_=list(final_state_by_type))
     flow_runs = prefect_client.read_flow_runs(
         work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[pool_name])),
         flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=state_filter)),
@@ -88,8 +88,8 @@ def end_lost_flow_runs(prefect_client: Any, pool_name: str, first_seen_times: di
     for flow_run in flow_runs:
         waiting_seconds = time.monotonic() - first_seen_times.setdefault(flow_run.id, time.monotonic())
         if waiting_seconds > max_seconds_without_process(flow_run.infrastructure_pid or "", worker_hosts):
-            message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
-            final_state: Any = final_states[flow_run.state_type](message=message)
+            state_message = f"{flow_run.state_name} for {waiting_seconds:.0f} s: its process is gone"
+            final_state: Any = final_state_by_type[flow_run.state_type](message=state_message)
             prefect_client.set_flow_run_state(flow_run.id, final_state, force=True)
 
 
@@ -110,9 +110,9 @@ def read_recent_reports(prefect_client: Any) -> Iterator[tuple[dict[str, Any], f
     while variables := prefect_client.request("POST", "/variables/filter", json=request_body).json():
         request_body |= {"offset": request_body["offset"] + len(variables)}
         for variable in (each for each in variables if each["name"].startswith(REPORT_VARIABLE_PREFIX)):
-            updated_at = datetime.fromisoformat(variable["updated"])
-            if (datetime.now(UTC) - updated_at).total_seconds() < _REPORT_WINDOW_SECONDS:
-                yield variable["value"], float(variable["value"]["time"]) - updated_at.timestamp()
+            update_time = datetime.fromisoformat(variable["updated"])
+            if (datetime.now(UTC) - update_time).total_seconds() < _REPORT_WINDOW_SECONDS:
+                yield variable["value"], float(variable["value"]["time"]) - update_time.timestamp()
 
 
 def is_worker_online(worker: Any) -> bool:
@@ -133,7 +133,7 @@ def read_free_bytes(folder: Path) -> int:
 
 
 def _list_missing_folders(prefect_client: Any, pool_name: str) -> list[str]:
-    if prefect_client.read_work_pool(pool_name).type != "process":  # their folders are in a container image
+    if prefect_client.read_work_pool(pool_name).type != "process":  # only these flow runs use folders of this machine
         return []
     missing_folders = set[str]()
     for deployment in [each for each in prefect_client.read_deployments() if each.work_pool_name == pool_name]:

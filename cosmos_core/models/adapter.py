@@ -32,7 +32,7 @@ _UNCHECKED_LORA_SETTINGS = {
     "target_parameters", "inference_mode", "exclude_modules", "lora_dropout", "init_lora_weights",
     "ensure_weight_tying", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
-_INITS_CHANGING_BASE = ("pissa", "olora", "corda", "loftq")
+_INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 
 
 def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ()) -> peft.LoraConfig:
@@ -55,7 +55,7 @@ def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ())
     for name, value in saved_config.to_dict().items():
         if name not in _UNCHECKED_LORA_SETTINGS and value != default_settings.get(name):
             raise ModelError(f"{error_prefix}: its {name} = {value} is not trained here; merge it into the model")
-    if str(saved_config.init_lora_weights).startswith(_INITS_CHANGING_BASE):
+    if str(saved_config.init_lora_weights).startswith(_INITS_CHANGING_BASE_WEIGHTS):
         raise ModelError(
             f"{error_prefix}: it began with a part of the base weights ({saved_config.init_lora_weights}) and "
             f"fits no untouched base; save it again with PEFT's path_initial_model_for_weight_conversion"
@@ -85,11 +85,11 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
     try:
         saved_tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        is_pickled = not file.exists() and file.with_suffix(".bin").exists()
-        remedy = "save the adapter as safetensors" if is_pickled else "copy it again"
+        is_adapter_pickled = not file.exists() and file.with_suffix(".bin").exists()
+        remedy = "save the adapter as safetensors" if is_adapter_pickled else "copy it again"
         raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
     model_tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    if saved_tensors.keys() != {PEFT_PREFIX + name for name in model_tensors}:  # convert names of older transformers
+    if saved_tensors.keys() != {PEFT_PREFIX + name for name in model_tensors}:  # tensor names of older transformers
         problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
         with convert_errors(lambda e: ModelError(f"{problem}: {str(e)[:200]}; it is of another model or damaged")):
             saved_tensors = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_tensors)
@@ -97,8 +97,8 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
     if base_weight_names := (saved_tensors.keys() - model_tensors.keys()) & model.state_dict().keys():
         problem = f"has {min(base_weight_names)}, which PEFT copied from its base model"
         raise ModelError(f"{_LORA_PATH_KEY}: {file} {problem}; save the adapter again with save_embedding_layers=False")
-    missing_names = model_tensors.keys() - saved_tensors.keys()
-    for problem, names in (("no", missing_names), ("the unknown", saved_tensors.keys() - model_tensors.keys())):
+    missing_tensor_names = model_tensors.keys() - saved_tensors.keys()
+    for problem, names in (("no", missing_tensor_names), ("the unknown", saved_tensors.keys() - model_tensors.keys())):
         if names:
             raise ModelError(f"{_LORA_PATH_KEY}: {file} has {problem} {min(names)}; it is of another model or adapter")
     for name, tensor in saved_tensors.items():
@@ -115,7 +115,7 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
 
 def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:
     assert lora_config.lora_path is not None
-    return Path(os.path.expanduser(lora_config.lora_path))  # os.path, because Path.expanduser fails for an unknown user
+    return Path(os.path.expanduser(lora_config.lora_path))  # Path.expanduser fails for an unknown user
 
 
 def _normalise_setting(setting_value: Any) -> Any:

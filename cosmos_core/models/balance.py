@@ -56,36 +56,36 @@ def load_balancing_settings(model: PreTrainedModel, coefficient: float) -> LoadB
     return LoadBalancingSettings(coefficient, int(num_experts), int(experts_per_token))
 
 
-def sequence_index_inputs(inputs: dict[str, Any], sequence_lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the additional inputs of `LogprobScorer` with the sequence index of each token. `inputs` are the model
-    inputs of padded or packed rows, and `sequence_lengths` are the numbers of tokens of the sequences."""
+def sequence_index_inputs(row_inputs: dict[str, Any], sequence_lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the additional inputs of `LogprobScorer` with the sequence index of each token. `row_inputs` are the
+    model inputs of padded or packed rows, and `sequence_lengths` are the numbers of tokens of the sequences."""
     sequence_indices = torch.arange(len(sequence_lengths))
-    if "attention_mask" in inputs:
-        mask_BT = inputs["attention_mask"].bool()
+    if "attention_mask" in row_inputs:
+        mask_BT = row_inputs["attention_mask"].bool()
         sequence_index_M = torch.where(mask_BT, sequence_indices.unsqueeze(-1), len(sequence_lengths)).flatten()
     else:
-        sequence_index_M = torch.full((inputs["input_ids"].numel(),), len(sequence_lengths))
+        sequence_index_M = torch.full((row_inputs["input_ids"].numel(),), len(sequence_lengths))
         sequence_index_M[: sum(sequence_lengths)] = sequence_indices.repeat_interleave(torch.tensor(sequence_lengths))
     return {SEQUENCE_INDEX_KEY: sequence_index_M, NUM_SEQUENCES_KEY: len(sequence_lengths)}
 
 
 def load_balancing_loss(
-    settings: LoadBalancingSettings, router_logits: Sequence[Tensor], sequence_index_M: Tensor, num_sequences: int
+    loss_settings: LoadBalancingSettings, router_logits: Sequence[Tensor], sequence_index_M: Tensor, num_sequences: int
 ) -> Tensor:
     """Return the load-balancing loss of a micro-batch from the router logits ME of each layer: the sum of the losses of
     its sequences, each times its number of tokens and the coefficient. Padding has the sequence index `num_sequences`.
     """
-    counts_shape = (num_sequences + 1, settings.num_experts)
+    shape_RE = (num_sequences + 1, loss_settings.num_experts)
     router_logits = [logits_ME.flatten(0, -2) for logits_ME in router_logits]
-    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
-    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(counts_shape, dtype=dtype) for _ in range(2))
+    sum_dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    routed_counts_RE, probability_sums_RE = (router_logits[0].new_zeros(shape_RE, dtype=sum_dtype) for _ in range(2))
     for logits_ME in router_logits:
         probabilities_ME = logits_ME.softmax(-1, dtype=routed_counts_RE.dtype)
-        expert_ids_MK = probabilities_ME.detach().topk(settings.experts_per_token, dim=-1).indices
+        expert_ids_MK = probabilities_ME.detach().topk(loss_settings.experts_per_token, dim=-1).indices
         is_routed_ME = torch.zeros_like(probabilities_ME.detach()).scatter_(-1, expert_ids_MK, 1.0)
         routed_counts_RE = routed_counts_RE.index_add(0, sequence_index_M, is_routed_ME)
         probability_sums_RE = probability_sums_RE.index_add(0, sequence_index_M, probabilities_ME)
     num_tokens_R = torch.bincount(sequence_index_M, minlength=num_sequences + 1)[:num_sequences]
-    num_routings_R = (len(router_logits) * num_tokens_R).clamp(min=1)
-    imbalance_R = (routed_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_routings_R.square()
-    return settings.coefficient * settings.num_experts * (num_tokens_R * imbalance_R).sum()
+    num_routed_tokens_R = (len(router_logits) * num_tokens_R).clamp(min=1)
+    unscaled_loss_R = (routed_counts_RE * probability_sums_RE).sum(-1)[:num_sequences] / num_routed_tokens_R.square()
+    return loss_settings.coefficient * loss_settings.num_experts * (num_tokens_R * unscaled_loss_R).sum()

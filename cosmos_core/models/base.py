@@ -19,8 +19,7 @@ from cosmos_core.parallel.mesh import Mesh
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return True if a model in training mode randomly zeroes activations or attention weights, or its routers choose
-    experts at random."""
+    """Return True if a model in training mode has dropout, or has routers that choose experts at random."""
     # Attributes are read, because some model families call `nn.functional.dropout` instead of an `nn.Dropout` module.
     return any(
         isinstance(value, float)
@@ -39,11 +38,9 @@ class MicroBatch:
     indices: Sequence[int]
     """Index of each sample of the micro-batch among all samples of the update."""
     outputs: dict[str, Tensor]
-    """Requested model outputs by name, each with one row per sample.
-
-    Token models: `logprobs` of each token after the first, `entropy`, `is_argmax` (BS), `top_logprobs`, `top_ids`
-    (BSK). Diffusion models: `velocity` with its input `noisy`, and `latents` and `noise` (B...) if samples have noise.
-    """
+    """Requested model outputs by name, each with one row per sample. Token models: `logprobs` of each token after the
+    first, `entropy`, `is_argmax` (BS), `top_logprobs`, `top_ids` (BSK). Diffusion models: `velocity` with its input
+    `noisy`, and `latents` and `noise` (B...) if samples have noise."""
     mask: Tensor
     """Mask of the values that count in the loss, 1 or 0, of shape BS (token models) or broadcastable to latents."""
     model_loss: Tensor | None = None
@@ -94,18 +91,20 @@ class MicroBatchRunner(Protocol):
         ones that the runner needs; `max_rows` is the maximum number of rows in the model at the same time."""
         return num_batches
 
-    def run(self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: OutputSpec, max_rows: int) -> None:
+    def run(
+        self, batch_builders: Sequence[Callable[[], Any]], loss_fn: LossFn, output_request: OutputSpec, max_rows: int
+    ) -> None:
         """Run the forward pass of micro-batches and, if gradients are enabled, the backward pass.
 
-        `batches` are functions that build the micro-batches, and `request` says which outputs are computed. On ranks
-        that have the last layer, `loss_fn` is called with each batch and its outputs. `max_rows` is the maximum number
-        of rows in the model at the same time.
+        `batch_builders` are functions that build the micro-batches. `output_request` says which outputs are computed.
+        On ranks that have the last layer, `loss_fn` is called with each batch and its outputs. `max_rows` is the
+        maximum number of rows in the model at the same time.
         """
 
-    def train(self, mode: bool) -> None:
-        """Switch the model to training mode (with dropout) if `mode` is True, otherwise to evaluation mode."""
+    def train(self, is_training: bool) -> None:
+        """Switch the model to training mode (with dropout) if `is_training` is True, otherwise to evaluation mode."""
         for root_module in self.root_modules:
-            root_module.train(mode)
+            root_module.train(is_training)
 
     def reshard(self) -> None:
         """Free the gathered weights that FSDP keeps after a forward pass without a backward pass."""

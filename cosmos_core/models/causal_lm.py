@@ -29,7 +29,7 @@ from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.micro_batches import (
     group_by_prompt,
     merge_prompts,
-    num_merged_tokens,
+    num_tokens_sharing_prompt,
     prompt_length,
     saves_enough_tokens,
     split_by_length,
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class TokenBatch(Batch):
     samples: Sequence[Sample]
-    scored_N: Tensor
+    scored_index_N: Tensor
     """Indices in the model inputs of the trained tokens whose log-probabilities this rank computes."""
     is_local_N: Tensor | None
     """Mask over all trained tokens: True for tokens whose log-probabilities this rank computes; None: all tokens."""
@@ -124,7 +124,7 @@ class CausalLM(ModelAdapter):
         if train_config.sequence_packing and self.image_reader is not None:
             logger.warning("train.sequence_packing: rows are padded, because some show images")
         self.runner = self._parallelize()
-        for scorer in (module for root in self.runner.root_modules for module in root.modules()):
+        for scorer in (module for root_module in self.runner.root_modules for module in root_module.modules()):
             if isinstance(scorer, LogprobScorer):
                 scorer.num_token_ids, scorer.load_balancing = input_processing.num_token_ids, load_balancing
 
@@ -174,11 +174,12 @@ class CausalLM(ModelAdapter):
         token_ids = [sample.input_ids for sample in collated_samples]
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
         prompt_groups = group_by_prompt(collated_samples) if self._has_merged_prompts and has_rollout_logprobs else []
-        total_merged_tokens = sum(num_merged_tokens([collated_samples[i] for i in group]) for group in prompt_groups)
-        if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), total_merged_tokens):
+        samples_by_prompt = [[collated_samples[i] for i in group] for group in prompt_groups]
+        num_tokens_if_shared = sum(map(num_tokens_sharing_prompt, samples_by_prompt))
+        if prompt_groups and saves_enough_tokens(sum(map(len, token_ids)), num_tokens_if_shared):
             prompt_lengths = [prompt_length(collated_samples[group[0]]) * (len(group) > 1) for group in prompt_groups]
-            shared_rows = list(zip(prompt_groups, prompt_lengths, strict=True))
-            rows = collate_shared_prompts(token_ids, shared_rows, pad_id, self._padded_row_length)
+            shared_prompt_groups = list(zip(prompt_groups, prompt_lengths, strict=True))
+            rows = collate_shared_prompts(token_ids, shared_prompt_groups, pad_id, self._padded_row_length)
         else:
             rows = collate_rows(token_ids, pad_id, is_packed=self._packs_rows, padded_length_fn=self._padded_row_length)
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
@@ -191,13 +192,15 @@ class CausalLM(ModelAdapter):
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)
         if self.has_model_loss:
             inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
-        scored_N = torch.from_numpy(np.concatenate(scored_indices_by_row)).to(device)
+        scored_index_N = torch.from_numpy(np.concatenate(scored_indices_by_row)).to(device)
         is_local_N: Tensor | None = None
         top_ids_NK = _concatenate_top_ids(collated_samples, device)
         if self.mesh and self.mesh.cp:
-            inputs, scored_N, is_local_N = shard_rows(inputs, scored_N, self.mesh.cp)
+            inputs, scored_index_N, is_local_N = shard_rows(inputs, scored_index_N, self.mesh.cp)
             top_ids_NK = None if top_ids_NK is None else top_ids_NK[is_local_N]
-        return TokenBatch(samples, indices, inputs, scored_N, is_local_N, trained_positions, top_ids_NK=top_ids_NK)
+        return TokenBatch(
+            samples, indices, inputs, scored_index_N, is_local_N, trained_positions, top_ids_NK=top_ids_NK
+        )
 
     def gather_outputs(self, batch: TokenBatch, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of all trained tokens, of which each context-parallel rank computes only some."""
@@ -211,8 +214,8 @@ class CausalLM(ModelAdapter):
         outputs = dict(outputs)
         load_balancing_loss = outputs.pop(LOAD_BALANCING_OUTPUT, None)
         sample_indices_N = np.repeat(np.arange(len(batch.samples)), list(map(len, batch.trained_positions)))
-        trained_index_arrays = (sample_indices_N, np.concatenate(batch.trained_positions))
-        trained_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in trained_index_arrays)
+        grid_index_arrays = (sample_indices_N, np.concatenate(batch.trained_positions))
+        trained_index_tensors = tuple(torch.from_numpy(indices_N).to(self.device) for indices_N in grid_index_arrays)
         padded_shape = (len(batch.samples), max(len(sample.input_ids) for sample in batch.samples) - 1)
 
         def scatter_to_rows(values_N: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ class CausalLM(ModelAdapter):
 
     def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         return [
-            {name: value[row_index, : len(sample.input_ids) - 1] for name, value in micro_batch.outputs.items()}
+            {name: output[row_index, : len(sample.input_ids) - 1] for name, output in micro_batch.outputs.items()}
             for row_index, sample in enumerate(micro_batch.samples)
         ]
 
@@ -256,9 +259,9 @@ class CausalLM(ModelAdapter):
             scorer = LogprobScorer(model)
             runner = SequentialRunner(scorer, partial(self._score_batch, scorer), self._train_config, self.device)
         if mesh:
-            for root in runner.root_modules:
-                stage_module: Any = root
-                apply_fsdp(root, stage_module.model, mesh, self._train_config)
+            for root_module in runner.root_modules:
+                stage_module: Any = root_module
+                apply_fsdp(root_module, stage_module.model, mesh, self._train_config)
             load_shards(model)
             for parameter in model.parameters() if mesh.fsdp is None else ():
                 if parameter.device.type != self.device.type:  # move weights that `init_on_meta` loaded on the CPU
@@ -269,8 +272,10 @@ class CausalLM(ModelAdapter):
             apply_cp(model, mesh.cp, PACKED_ATTENTION, mesh.parallelism.tp_size)
         return runner
 
-    def _score_batch(self, scorer: LogprobScorer, batch: TokenBatch, request: RequestedOutputs) -> dict[str, Tensor]:
-        return scorer.score_batch(batch, request, self._logprob_dtype)
+    def _score_batch(
+        self, scorer: LogprobScorer, batch: TokenBatch, output_request: RequestedOutputs
+    ) -> dict[str, Tensor]:
+        return scorer.score_batch(batch, output_request, self._logprob_dtype)
 
     def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
         """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
@@ -289,8 +294,8 @@ class CausalLM(ModelAdapter):
             logger.log(log_level, "train.sequence_packing: rows are padded, because %s", unsupported_reason)
             self._packs_rows = False
             return
-        is_model_parallel = mesh and (mesh.cp or mesh.pp or mesh.tp or mesh.ep)
-        if not (is_model_parallel or self.has_model_loss or self._train_config.compile):
+        has_model_parallelism = mesh and (mesh.cp or mesh.pp or mesh.tp or mesh.ep)
+        if not (has_model_parallelism or self.has_model_loss or self._train_config.compile):
             probe_dtype = compute_dtype if self._should_autocast_blocks else self.model.dtype
             self._has_merged_prompts = can_merge_prompts(self.model, fsdp_roots, probe_dtype)
             runner.reshard()

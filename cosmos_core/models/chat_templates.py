@@ -42,9 +42,9 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
     tokenizer.chat_template = CHAT_TEMPLATES[name]
 
 
-def check_template_text(key: str, name: str, text: str) -> None:
-    """Raise ConfigError if the text of a template file is empty, or is JSON, whose syntax would be in each row."""
-    is_json = name.lower().endswith(".json")
-    if is_json or not text.strip():
+def check_template_text(setting_key: str, template_file: str, template_text: str) -> None:
+    """Raise ConfigError if a template file is empty, or is JSON: each rendered row would contain its syntax."""
+    is_json = template_file.lower().endswith(".json")
+    if is_json or not template_text.strip():
         problem = "is JSON; save the value of its chat_template" if is_json else "is empty; write a template"
-        raise ConfigError(f"{key} = {name!r} {problem} as a .jinja file")
+        raise ConfigError(f"{setting_key} = {template_file!r} {problem} as a .jinja file")

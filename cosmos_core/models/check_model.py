@@ -26,8 +26,7 @@ from cosmos_core.observe.console import make_console
 
 _PROBE_PROMPTS = ["7 red apples on a table", "a cat"]
 _VELOCITY_TOLERANCE = 1e-4
-"""Maximum difference between the velocities that this package and the pipeline compute, as a fraction of the largest
-velocity."""
+"""Maximum difference from the velocity that the pipeline computes, as a fraction of the largest velocity."""
 _FAILURE = "does not do what it should: "
 """Text with which the message of a failed check begins."""
 
@@ -44,9 +43,9 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
     """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
     pipeline, all further checks are skipped."""
     config = DiffusersConfig(max_prompt_length=64)
-    policy = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
+    policy_config = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
     try:
-        family = open_pipeline(model, policy)
+        family = open_pipeline(model, policy_config)
     except CosmosError as error:
         yield CheckResult("family", False, str(error))
         return
@@ -59,13 +58,13 @@ def check_model(model: str, model_class: str | None = None) -> Iterator[CheckRes
         "gradient": _check_gradient,
         "adapter": _check_adapter,
     }
-    for name, run_check in check_functions.items():
+    for check_name, run_check in check_functions.items():
         try:
-            message = run_check(family)
+            check_message = run_check(family)
         except Exception as error:  # noqa: BLE001 - a user's class may raise any error; it is the result of the check
-            yield CheckResult(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+            yield CheckResult(check_name, False, " ".join(f"{type(error).__name__}: {error}".split())[:300])
         else:
-            yield CheckResult(name, not message.startswith(_FAILURE), message)
+            yield CheckResult(check_name, not check_message.startswith(_FAILURE), check_message)
 
 
 def _check_noise_levels(family: DiffusionModel) -> str:
@@ -73,10 +72,10 @@ def _check_noise_levels(family: DiffusionModel) -> str:
     sigmas_N = family.set_scheduler_timestep(4)
     scheduler = family.folder.load("scheduler")
     scheduler.set_timesteps(4)
-    max_difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
+    max_sigma_difference = float((sigmas_N - scheduler.sigmas.double()).abs().max())
     schedule_description = f"{family.schedule!r}, shift {family.timestep_shift:g} ({family.train_shift:g} in training)"
-    failure_message = f"{_FAILURE}{schedule_description} is {max_difference:.2g} from {type(scheduler).__name__}"
-    return schedule_description if max_difference < 1e-3 else failure_message
+    failure_message = f"{_FAILURE}{schedule_description} is {max_sigma_difference:.2g} from {type(scheduler).__name__}"
+    return schedule_description if max_sigma_difference < 1e-3 else failure_message
 
 
 def _check_text_embedding(family: DiffusionModel) -> str:
@@ -93,15 +92,15 @@ def _check_text_embedding(family: DiffusionModel) -> str:
 def _check_media(family: DiffusionModel) -> str:
     """Check that latents have the declared shape, and that decoded latents have the size of the original pixels."""
     pixels, shape = _random_pixels(family)
-    mean, logvar = family.visual_embedding(pixels)
+    mean, latent_logvar = family.visual_embedding(pixels)
     if tuple(mean.shape[1:]) != shape:
         return f"{_FAILURE}latents of {tuple(pixels.shape[1:])} are {tuple(mean.shape[1:])}, latent_shape says {shape}"
-    if logvar is not None and logvar.shape != mean.shape:
+    if latent_logvar is not None and latent_logvar.shape != mean.shape:
         return f"{_FAILURE}mean and log-variance are of different shapes"
     decoded_pixels = family.decode(mean)
     if decoded_pixels.shape != pixels.shape:
         return f"{_FAILURE}{tuple(pixels.shape[1:])} comes back as {tuple(decoded_pixels.shape[1:])}"
-    vae_description = "posterior" if logvar is not None else "deterministic"
+    vae_description = "posterior" if latent_logvar is not None else "deterministic"
     return f"{tuple(pixels.shape[1:])} to {shape}, {vae_description}, standard deviation {mean.std().item():.2f}"
 
 
@@ -110,12 +109,12 @@ def _check_prediction(family: DiffusionModel) -> str:
     denoiser = family.load_denoiser(torch.float32)
     recorded_calls: list[tuple[dict[str, Any], Tensor]] = []
     original_forward = denoiser.forward
-    argument_names = list(inspect.signature(original_forward).parameters)
+    denoiser_argument_names = list(inspect.signature(original_forward).parameters)
 
     def record_call(*args: Tensor, **kwargs: Any) -> Any:
-        output = original_forward(*args, **kwargs)
-        recorded_calls.append((dict(zip(argument_names, args, strict=False)) | kwargs, output[0]))
-        return output
+        denoiser_output = original_forward(*args, **kwargs)
+        recorded_calls.append((dict(zip(denoiser_argument_names, args, strict=False)) | kwargs, denoiser_output[0]))
+        return denoiser_output
 
     denoiser.forward = record_call
     probe_settings, generator, max_difference = family.probe_settings(), torch.Generator().manual_seed(0), 0.0
@@ -127,9 +126,9 @@ def _check_prediction(family: DiffusionModel) -> str:
         num_frames = probe_settings.get("frames", probe_settings.get("num_frames", 1))
         latent_shape = family.latent_shape(probe_settings["height"], probe_settings["width"], num_frames)
         for arguments, expected_output in recorded_calls:
-            latents = family.latents_in(arguments[argument_names[0]], latent_shape)
-            pure_noise_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
-            timestep_scale = pure_noise_arguments["timestep"].flatten()[0]
+            latents = family.latents_in(arguments[denoiser_argument_names[0]], latent_shape)
+            denoiser_arguments = family.nft_prepare_transformer_input(latents, torch.ones(len(latents)), text_inputs)
+            timestep_scale = denoiser_arguments["timestep"].flatten()[0]
             sigma_B = (arguments["timestep"].flatten()[0] / timestep_scale).expand(len(latents))
             velocity = family.predict(denoiser, latents, sigma_B, text_inputs)
             velocity_difference = (velocity - family.velocity_of(expected_output, latents)).abs().max()
@@ -173,17 +172,17 @@ def _random_pixels(family: DiffusionModel) -> tuple[Tensor, tuple[int, ...]]:
 
 def main() -> int:
     """Check the model folder of the command line, print a table, and return the exit code."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--class", dest="model_class")
-    parsed_arguments = parser.parse_args()
+    argument_parser = argparse.ArgumentParser()
+    argument_parser.add_argument("model")
+    argument_parser.add_argument("--class", dest="model_class")
+    parsed_arguments = argument_parser.parse_args()
     result_table = Table("check", "", "found", title=parsed_arguments.model)
-    is_passed = True
+    are_all_passed = True
     for check_result in check_model(parsed_arguments.model, parsed_arguments.model_class):
         result_table.add_row(check_result.name, "ok" if check_result.is_passed else "FAILED", check_result.message)
-        is_passed &= check_result.is_passed
+        are_all_passed &= check_result.is_passed
     make_console().print(result_table)
-    return EXIT_OK if is_passed else EXIT_REFUSED
+    return EXIT_OK if are_all_passed else EXIT_REFUSED
 
 
 if __name__ == "__main__":

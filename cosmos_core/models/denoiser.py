@@ -108,28 +108,27 @@ class Denoiser(ModelAdapter):
     def batching_key(self, sample: FlowSample) -> Any:
         """Return a key that is equal for samples that can be stacked: their latents and text inputs have equal shapes,
         and either all or none of them have a negative prompt."""
-        text_shapes = tuple(sorted((name, tuple(value.shape)) for name, value in sample.text.items()))
+        text_shapes = tuple(sorted((name, tuple(text_input.shape)) for name, text_input in sample.text.items()))
         return tuple(sample.latents.shape), text_shapes, sample.negative_text is None
 
     def collate(self, samples: Sequence[FlowSample], indices: Sequence[int], padding_sample: FlowSample) -> FlowBatch:
-        """Stack samples to a batch of model inputs, and add the noise of the samples to their latents. Either all
-        samples have noise, or none has: their latents are noisy already. If `samples` is empty, `padding_sample` is
-        collated."""
+        """Stack samples, or `padding_sample` if `samples` is empty, and add the noise of the samples to their latents.
+        Either all samples have noise, or all latents are noisy already."""
         collated_samples = samples or [padding_sample]
         latents = self._stack_latents([sample.latents for sample in collated_samples])
         sigma_B = torch.tensor([sample.sigma for sample in collated_samples], dtype=torch.float64, device=self.device)
         frame_counts = [sample.num_conditioning_frames for sample in collated_samples]
         num_conditioning_B = torch.tensor(frame_counts, device=self.device) if any(frame_counts) else None
         inputs = {"noisy": latents}
-        noise_tensors = [noise for sample in collated_samples if (noise := sample.noise) is not None]
-        if noise_tensors:
-            noise = self._stack_latents(noise_tensors)
+        noise_by_sample = [noise for sample in collated_samples if (noise := sample.noise) is not None]
+        if noise_by_sample:
+            noise = self._stack_latents(noise_by_sample)
             noisy_latents = self.family.add_noise(latents, noise, sigma_B.to(latents.dtype), num_conditioning_B)
             inputs = {"noisy": noisy_latents, "latents": latents, "noise": noise}
         negative_texts = [sample.negative_text for sample in collated_samples if sample.negative_text is not None]
-        negative_text = self._stack_text_inputs(negative_texts) if negative_texts else None
+        negative_text_inputs = self._stack_text_inputs(negative_texts) if negative_texts else None
         text_inputs = self._stack_text_inputs([sample.text for sample in collated_samples])
-        return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text, num_conditioning_B)
+        return FlowBatch(samples, indices, inputs, sigma_B, text_inputs, negative_text_inputs, num_conditioning_B)
 
     def make_micro_batch(self, batch: FlowBatch, outputs: dict[str, Tensor]) -> MicroBatch:
         trained_frames_mask = self.family.trained_frames_mask(batch.inputs["noisy"], batch.num_conditioning_B)
@@ -140,10 +139,11 @@ class Denoiser(ModelAdapter):
     def split_outputs(self, micro_batch: MicroBatch) -> list[dict[str, Tensor]]:
         return [{"velocity": velocity} for velocity in micro_batch.outputs["velocity"]]
 
-    def _compute_outputs(self, batch: FlowBatch, request: RequestedOutputs) -> dict[str, Tensor]:
+    def _compute_outputs(self, batch: FlowBatch, output_request: RequestedOutputs) -> dict[str, Tensor]:
+        guidance = output_request.guidance
         velocity = self.predict(
             batch.inputs["noisy"], batch.sigma_B, batch.text_inputs, batch.num_conditioning_B,
-            negative_text=batch.negative_text_inputs if request.guidance != 1.0 else None, guidance=request.guidance
+            negative_text=batch.negative_text_inputs if guidance != 1.0 else None, guidance=guidance
         )  # fmt: skip
         return {"velocity": velocity}
 

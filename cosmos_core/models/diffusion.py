@@ -44,7 +44,7 @@ class DiffusionModel:
     prompt_tokenizer: ClassVar[tuple[str, int]] = ("tokenizer", 0)
     """Name of the tokenizer of prompts, and number of tokens that the pipeline's template adds to a prompt."""
     text_components: ClassVar[tuple[str, ...]] = ()
-    """Names of the components without which no prompt can be encoded."""
+    """Names of the components that encode prompts and that every pipeline of the family must have."""
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     """Suffixes of the names of modules that LoRA adapts if the recipe names no modules."""
     pipeline_multiple: ClassVar[int] = 1
@@ -83,12 +83,12 @@ class DiffusionModel:
     def decode(self, latents: Tensor) -> Tensor:
         """Decode normalised latents to pixels (B, C, [F,] H, W) with values of approximately [-1, 1]."""
         with self._working("vae") as vae:
-            scale, shift = self._vae_scaling
-            return vae.decode(latents.to(self.device, torch.float32) / scale + shift, return_dict=False)[0]
+            latent_scale, latent_shift = self._vae_scaling
+            scaled_latents = latents.to(self.device, torch.float32) / latent_scale + latent_shift
+            return vae.decode(scaled_latents, return_dict=False)[0]
 
     def dropped_text(self, empty_text: Mapping[str, Tensor]) -> TextInputs:
-        """Return the text inputs for a prompt that prompt dropout removed; by default `empty_text`, the text
-        inputs of the empty prompt."""
+        """Return the text inputs for a prompt that prompt dropout removed; default: those of the empty prompt."""
         return dict(empty_text)
 
     def set_scheduler_timestep(self, num_steps: int) -> Tensor:
@@ -99,11 +99,11 @@ class DiffusionModel:
         float32 table, that table is returned.
         """
         if self.schedule == "karras":
-            # A missing sigma becomes 1. The computed levels then differ from the scheduler's table, which is returned.
+            # Without a sigma range, 1 is used: the computed levels then differ, and the scheduler's table is returned.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
-            exact_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
+            computed_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
         else:
-            exact_sigmas_N = flow.SCHEDULES[self.schedule](num_steps, self.timestep_shift)
+            computed_sigmas_N = flow.SIGMA_SCHEDULES[self.schedule](num_steps, self.timestep_shift)
         scheduler = self.folder.load("scheduler")
         try:
             scheduler.set_timesteps(num_steps)
@@ -111,9 +111,9 @@ class DiffusionModel:
             remedy = "name another in policy.diffusers.sample.sigma_schedule"
             raise self._config_error(f"its scheduler has no table of noise levels here: {error}; {remedy}") from error
         sigmas_N = scheduler.sigmas.double()
-        has_expected_shape = sigmas_N.shape == exact_sigmas_N.shape
-        if has_expected_shape and (sigmas_N - exact_sigmas_N).abs().max() < _MAX_SIGMA_DIFFERENCE:
-            return exact_sigmas_N
+        has_expected_shape = sigmas_N.shape == computed_sigmas_N.shape
+        if has_expected_shape and (sigmas_N - computed_sigmas_N).abs().max() < _MAX_SIGMA_DIFFERENCE:
+            return computed_sigmas_N
         if not (has_expected_shape and sigmas_N[0] <= 1 and sigmas_N[-1] == 0 and sigmas_N.diff().max() < 0):
             raise self._config_error(
                 f"the {len(sigmas_N)} noise levels of its {type(scheduler).__name__} for {num_steps} "
@@ -127,8 +127,8 @@ class DiffusionModel:
     ) -> Tensor:
         """Add noise to clean latents up to the noise level of each sample; conditioning frames stay clean."""
         noisy_latents = flow.add_noise(latents, noise, sigma_B)
-        mask = self.trained_frames_mask(latents, num_conditioning_B)
-        return noisy_latents if mask is None else mask * noisy_latents + (1 - mask) * latents
+        trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
+        return noisy_latents if trained_mask is None else trained_mask * noisy_latents + (1 - trained_mask) * latents
 
     def trained_frames_mask(self, latents: Tensor, num_conditioning_B: Tensor | None) -> Tensor | None:
         """Return a mask (B, 1, F, 1, 1) with 1 for trained and 0 for conditioning frames; None: all are trained."""
@@ -159,16 +159,15 @@ class DiffusionModel:
             if name != "timestep" and isinstance(value, Tensor) and value.is_floating_point():
                 denoiser_arguments[name] = value.to(dtype)
         velocity = self.velocity_of(denoiser(**denoiser_arguments, return_dict=False)[0], latents).to(latents.dtype)
-        mask = self.trained_frames_mask(latents, num_conditioning_B)
-        return velocity if mask is None else velocity * mask
+        trained_mask = self.trained_frames_mask(latents, num_conditioning_B)
+        return velocity if trained_mask is None else velocity * trained_mask
 
     def velocity_of(self, output: Tensor, latents: Tensor) -> Tensor:
         """Return the velocity from the output of the denoiser, which may also contain a predicted variance."""
         return output.chunk(2, dim=1)[0] if output.shape[1] == 2 * latents.shape[1] else output
 
     def latents_in(self, hidden_states: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Convert an input or output `hidden_states` of the denoiser, whose layout may be specific to the family, to
-        latents of shape `shape` per sample."""
+        """Convert `hidden_states`, an input or output of the denoiser, to latents of shape `shape` per sample."""
         return hidden_states
 
     def apply_guidance(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
@@ -198,8 +197,8 @@ class DiffusionModel:
 
     @property
     def schedule(self) -> str:
-        """Return the name of the scheduler's formula for noise levels, a key of `flow.SCHEDULES`; raise ConfigError if
-        the scheduler is not that of a rectified flow."""
+        """Return the name of the scheduler's formula for noise levels, a key of `flow.SIGMA_SCHEDULES`; raise
+        ConfigError if the scheduler is not that of a rectified flow."""
         scheduler_class_name, scheduler_config = str(self.scheduler.get("_class_name", "")), self.scheduler
         if scheduler_class_name.startswith("FlowMatch"):
             return "euler"
@@ -275,8 +274,8 @@ class DiffusionModel:
         """Return the pipeline without its denoiser; text encoders in `policy.diffusers.dtype`, the VAE in float32."""
         pipeline_class = self.folder.pipeline_class
         component_names = set(inspect.signature(pipeline_class).parameters) & set(self.folder.components)
-        unloaded_names = {self.denoiser_name, "vae", *self.component_placeholders()}
-        components = {name: self._load_component(name) for name in sorted(component_names - unloaded_names)}
+        unloaded_component_names = {self.denoiser_name, "vae", *self.component_placeholders()}
+        components = {name: self._load_component(name) for name in sorted(component_names - unloaded_component_names)}
         return self.make_pipeline(components | {"vae": self.vae, self.denoiser_name: None})
 
     @cached_property
@@ -300,8 +299,8 @@ class DiffusionModel:
 
     def drop_encoders(self) -> None:
         """Free the text encoders and the VAE; the next use loads them again."""
-        for name in ("pipeline", "vae"):
-            self.__dict__.pop(name, None)
+        for attribute_name in ("pipeline", "vae"):
+            self.__dict__.pop(attribute_name, None)
         gc.collect()
 
     @classmethod

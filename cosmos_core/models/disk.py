@@ -33,14 +33,15 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
 
 
 @contextmanager
-def write_export(target: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Yield a folder that replaces `target` when the block ends; raise StageFailed if the disk is full, read-only or
-    missing. `extra_files`, the content of files by path in the folder, are written last."""
-    with translate_disk_errors(f"export {target}", lambda: "nothing is left of it"), replace_folder(target) as folder:
-        yield folder
+def write_export(export_folder: Path, extra_files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Yield a folder that replaces `export_folder` when the block ends; raise StageFailed if the disk is full,
+    read-only or missing. `extra_files`, the content of files by path in the folder, are written last."""
+    translated_errors = translate_disk_errors(f"export {export_folder}", lambda: "nothing is left of it")
+    with translated_errors, replace_folder(export_folder) as staging_folder:
+        yield staging_folder
         for relative_path, content in extra_files.items():
-            (folder / relative_path).parent.mkdir(exist_ok=True)
-            (folder / relative_path).write_bytes(content)
+            (staging_folder / relative_path).parent.mkdir(exist_ok=True)
+            (staging_folder / relative_path).write_bytes(content)
 
 
 @contextmanager

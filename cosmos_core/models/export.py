@@ -50,8 +50,8 @@ def make_float32_predicate(model: PreTrainedModel, dtype: torch.dtype | None) ->
     """Return a function that returns True for the name of a weight that transformers keeps in float32 in a model of
     `dtype`. An example is the bias of a router: rounded to 16 bits, it would select other experts."""
     float32_patterns = list(model._get_dtype_plan(dtype)) if dtype is not None else []
-    search_pattern = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
-    return lambda name: search_pattern is not None and search_pattern(name) is not None
+    find_match = build_glob_alternation(float32_patterns)[0].search if float32_patterns else None
+    return lambda name: find_match is not None and find_match(name) is not None
 
 
 def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> set[int]:
@@ -62,13 +62,13 @@ def find_float32_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> s
 
 def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return the state dict of a model in `dtype`. Tied weights share memory, so that transformers writes them once."""
-    state_dict, float32_data_pointers = merged_state_dict(model), find_float32_weights(model, dtype)
+    state_dict, float32_addresses = merged_state_dict(model), find_float32_weights(model, dtype)
     if dtype is None:
         return state_dict
     cast_tensors: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for tensor in state_dict.values():
         if (storage_key := (tensor.data_ptr(), tensor.shape)) not in cast_tensors:
-            should_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_data_pointers
+            should_cast = tensor.is_floating_point() and tensor.data_ptr() not in float32_addresses
             cast_tensors[storage_key] = tensor.to("cpu", dtype if should_cast else None)
     return {name: cast_tensors[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
 
@@ -76,10 +76,10 @@ def _cast_weights(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
 def _make_export_config(model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
     config = copy.deepcopy(model.config)
     vars(config).pop("auto_map", None)  # auto_map names code of the base model, which the export does not need
-    for model_config in filter(None, [config, *(getattr(config, name) for name in config.sub_configs)]):
+    for sub_config in filter(None, [config, *(getattr(config, name) for name in config.sub_configs)]):
         if dtype is not None:
-            model_config.dtype = dtype
+            sub_config.dtype = dtype
         # Training with recomputation disables the key-value cache, but generation with the exported model needs it.
-        if hasattr(model_config, "use_cache"):
-            model_config.use_cache = True
+        if hasattr(sub_config, "use_cache"):
+            sub_config.use_cache = True
     return config

@@ -19,7 +19,7 @@ from torch import Tensor
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.disk import write_export
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_changed_base, has_lora_adapter, merge_adapter, merged_state_dict
-from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
+from cosmos_core.models.pipeline_folder import MODEL_INDEX_FILE, PipelineFolder
 from cosmos_core.run.files import copy_file, write_json
 
 ADAPTER_FILE = "model.safetensors"
@@ -59,13 +59,13 @@ def export_pipeline(
             _save_adapter(family, model, staging_folder / ADAPTER_FOLDER)
 
 
-def untrained_files(folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
+def untrained_files(pipeline_folder: PipelineFolder, denoiser_name: str) -> Iterator[Path]:
     """Yield the files of a pipeline, relative to its folder, that do not belong to the trained component."""
-    yield Path(MODEL_INDEX)
-    for name in folder.components:
+    yield Path(MODEL_INDEX_FILE)
+    for name in pipeline_folder.components:
         if name != denoiser_name:
-            files = sorted(file for file in (folder.path / name).rglob("*") if file.is_file())
-            yield from (file.relative_to(folder.path) for file in files)
+            component_files = sorted(file for file in (pipeline_folder.path / name).rglob("*") if file.is_file())
+            yield from (file.relative_to(pipeline_folder.path) for file in component_files)
 
 
 def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
@@ -79,14 +79,15 @@ def _save_adapter(family: DiffusionModel, model: Any, folder: Path) -> None:
     assert not has_changed_base(model), "refused by `check`: the adapter would not fit the untouched base"
     adapter_settings = model.peft_config[_ADAPTER_NAME].to_dict() | {"inference_mode": True, "lora_dropout": 0.0}
     json_settings = {k: sorted(v) if isinstance(v, (set, list)) else v for k, v in adapter_settings.items()}
-    arguments = {
+    lora_arguments = {
         "lora_layers": {key: tensor.detach().cpu().contiguous() for key, tensor in adapter_state_dict.items()},
         "lora_adapter_metadata": json.loads(json.dumps(json_settings, default=str, sort_keys=True)),
     }
     folder.mkdir(parents=True)
     family.folder.pipeline_class.save_lora_weights(
-        str(folder), weight_name=ADAPTER_FILE, **{f"{family.denoiser_name}_{key}": arguments[key] for key in arguments}
-    )
+        str(folder), weight_name=ADAPTER_FILE,
+        **{f"{family.denoiser_name}_{key}": value for key, value in lora_arguments.items()},
+    )  # fmt: skip
 
 
 def export_state_dict(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -18,11 +18,11 @@ from cosmos_core.models.pipeline_folder import PipelineFolder
 from cosmos_core.registry import import_user_code, suggest_names
 
 
-def open_pipeline(model: str, policy: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
+def open_pipeline(model: str, policy_config: PolicyConfig, device: torch.device | str = "cpu") -> DiffusionModel:
     """Return the `DiffusionModel` of the pipeline `model`, a folder or Hub id; raise ModelError if the model is not a
     pipeline, and the errors of `find_family_class`. The encoders are loaded on first use."""
-    folder = PipelineFolder(model, policy.model_revision)
-    return find_family_class(folder, policy.model_class)(folder, policy.diffusers, device)
+    folder = PipelineFolder(model, policy_config.model_revision)
+    return find_family_class(folder, policy_config.model_class)(folder, policy_config.diffusers, device)
 
 
 def find_family_class(folder: PipelineFolder, model_class: str | None = None) -> type[DiffusionModel]:
@@ -48,8 +48,8 @@ def find_family_class(folder: PipelineFolder, model_class: str | None = None) ->
 def find_pipeline_modules() -> dict[str, str]:
     """Return for the name of each supported pipeline class the name of the module that implements its family."""
     module_by_pipeline_class: dict[str, str] = {}
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for family_file in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.parse(family_file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PIPELINES":
-                module_by_pipeline_class |= dict.fromkeys(ast.literal_eval(node.value), file.stem)
+                module_by_pipeline_class |= dict.fromkeys(ast.literal_eval(node.value), family_file.stem)
     return module_by_pipeline_class

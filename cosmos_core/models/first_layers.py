@@ -41,8 +41,7 @@ def select_first_layers(model: PreTrainedModel, dtype: torch.dtype | None, memor
 
 @contextmanager
 def keep_first_layers(model: PreTrainedModel, first_layers: FirstLayers | None) -> Iterator[None]:
-    """Remove all layers of a model except the layers in `first_layers` during the block; `first_layers` None: remove no
-    layer."""
+    """Remove all layers of a model except for `first_layers` during the block; None: remove no layer."""
     if first_layers is None:
         yield
         return
@@ -77,12 +76,12 @@ def is_layer_removed(name: str, first_layers: FirstLayers | None) -> bool:
 def find_layers_path(model: PreTrainedModel) -> str | None:
     """Return the name of the module list that has the layers of the language model; None: the model has none."""
     config = model.config.get_text_config()
-    num_layers, blocks = getattr(config, "num_hidden_layers", 0), set(transformer_blocks(model))
+    num_layers, transformer_block_set = getattr(config, "num_hidden_layers", 0), set(transformer_blocks(model))
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
         has_embedding = any(child_module is embedding for child_module in module.children())
         for child_name, layers in module.named_children() if has_embedding else ():
-            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and set(layers) <= blocks:
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and set(layers) <= transformer_block_set:
                 return f"{name}.{child_name}" if name else child_name
     return None
 

@@ -1,5 +1,4 @@
-"""Number of floating-point operations (FLOPs) of a training, and the peak rate of a device, for the metric MFU (model
-FLOPs utilization)."""
+"""Count the floating-point operations (FLOPs) of a training, and measure the peak rate of a device, for MFU."""
 
 import time
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ class TrainFlops:
         for parameter in model.parameters():
             if parameter.ndim < 2 or parameter is lookup_weight:
                 continue
-            active_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
-            self.flops_per_token += active_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+            used_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
+            self.flops_per_token += used_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
         num_heads = getattr(text_config, "num_attention_heads", 0)
         hidden_size = getattr(text_config, "hidden_size", 0)
         head_size = getattr(text_config, "head_dim", None) or hidden_size // max(1, num_heads)
@@ -63,11 +62,11 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     a product takes 0.03 s; the result is the best rate over all sizes and tries."""
     matrix_size, best_flops_per_second = _MIN_MATRIX_SIZE, 0.0
     while matrix_size <= _MAX_MATRIX_SIZE.get(device.type, 1024):
-        matrix = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
+        square_matrix = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
         shortest_seconds = float("inf")
         for _ in range(_NUM_MEASUREMENTS):
             start_time = _read_synchronized_time(device)
-            matrix @ matrix
+            square_matrix @ square_matrix
             shortest_seconds = min(shortest_seconds, _read_synchronized_time(device) - start_time)
         best_flops_per_second = max(best_flops_per_second, 2.0 * matrix_size**3 / shortest_seconds)
         if shortest_seconds > _MIN_MEASURED_SECONDS:

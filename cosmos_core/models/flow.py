@@ -49,8 +49,7 @@ def broadcast_per_sample(values_B: Tensor, latents: Tensor) -> Tensor:
 
 
 def trained_frames_mask(latents: Tensor, num_conditioning_B: Tensor) -> Tensor:
-    """Return a mask (B, 1, F, 1, 1) of the frames of latents: False for the first frames of each sample, which are
-    conditioning frames."""
+    """Return a mask (B, 1, F, 1, 1) that is False for conditioning frames, which are the first of each sample."""
     frame_index_F = torch.arange(latents.shape[2], device=latents.device)
     is_trained_BF = frame_index_F[None] >= num_conditioning_B.to(latents.device)[:, None]
     return is_trained_BF[:, None, :, None, None]
@@ -75,27 +74,26 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 def sample_noise_levels(
     num_samples: int,
-    scheme: str,
+    sampling_scheme: str,
     generator: torch.Generator | None = None,
     *,
     logit_mean: float = 0.0,
     logit_std: float = 1.0,
     shift: float = 1.0,
 ) -> Tensor:
-    """Sample `num_samples` noise levels from the density that `scheme` names, and shift them by `shift`; the result is
-    float64.
+    """Sample `num_samples` noise levels in float64 from the density that `sampling_scheme` names, and shift them.
 
     `logit_normal` is sigmoid(logit_mean + logit_std z) with z from N(0, 1); `mode` prefers medium levels; all other
     schemes are uniform (arXiv 2403.03206, section 3.1).
     """
-    if scheme == "logit_normal":
+    if sampling_scheme == "logit_normal":
         normal_samples_N = torch.randn(num_samples, generator=generator, dtype=torch.float64)
         sigmas_N = torch.sigmoid(logit_mean + logit_std * normal_samples_N)
     else:
         sigmas_N = torch.rand(num_samples, generator=generator, dtype=torch.float64)
-        if scheme == "mode":
-            mode_offset_N = torch.cos(math.pi * sigmas_N / 2) ** 2 - 1 + sigmas_N
-            sigmas_N = 1 - sigmas_N - _MODE_SCHEME_SCALE * mode_offset_N
+        if sampling_scheme == "mode":
+            mode_scheme_offset_N = torch.cos(math.pi * sigmas_N / 2) ** 2 - 1 + sigmas_N
+            sigmas_N = 1 - sigmas_N - _MODE_SCHEME_SCALE * mode_scheme_offset_N
     return shift_sigmas(sigmas_N, shift)
 
 
@@ -103,7 +101,7 @@ def loss_weights(sigma_B: Tensor, weighting_scheme: str) -> Tensor:
     """Return the loss weight of each sample at its noise level, by the name of a weighting scheme.
 
     The weight is sigma^-2 for `sigma_sqrt`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) for `cosmap`, and 1 for all other
-    schemes, which weight noise levels by the density from which `sample_noise_levels` samples.
+    schemes, for which only the density of `sample_noise_levels` favours some noise levels.
     """
     if weighting_scheme == "sigma_sqrt":  # sigma is clamped, because the weight is unbounded at sigma = 0
         return sigma_B.clamp(min=1 / _NUM_TRAIN_NOISE_LEVELS) ** -2
@@ -149,7 +147,7 @@ def karras_schedule(num_steps: int, shift: float = 1.0, *, max_sigma: float = 20
     return _append_zero(edm_sigma_N / (1 + edm_sigma_N))
 
 
-SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
+SIGMA_SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
     "flow": flow_schedule,
     "euler": euler_schedule,
     "dpm": dpm_schedule,
@@ -159,5 +157,5 @@ SCHEDULES: dict[str, Callable[[int, float], Tensor]] = {
 """Functions from a number of steps and a shift to the noise levels of a sampler, by name of the schedule."""
 
 
-def _append_zero(sigma_N: Tensor) -> Tensor:
-    return torch.cat([sigma_N, sigma_N.new_zeros(1)])
+def _append_zero(sigmas_N: Tensor) -> Tensor:
+    return torch.cat([sigmas_N, sigmas_N.new_zeros(1)])

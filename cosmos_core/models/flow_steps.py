@@ -21,7 +21,7 @@ from cosmos_core.models.flow import broadcast_per_sample, estimate_clean_latents
 
 _PURE_NOISE_SIGMA = 0.999
 """Noise level above which latents count as pure noise."""
-_MIN_LIMITED_SIGMA = 0.99
+_MIN_SIGMA_OF_NOISE_LIMIT = 0.99
 """Noise level above which the noise of a long first step is limited, unlike in the code of FlowGRPO."""
 
 
@@ -40,8 +40,7 @@ class StepDistribution(NamedTuple):
 
     mean: Tensor
     std: Tensor
-    """Standard deviation of the elements of the latents, one value per sample or one for all samples; 0: the step is
-    deterministic."""
+    """Standard deviation of each element, one value per sample or one for all; 0: the step is deterministic."""
     noise_rate: Tensor
     """Noise rate of the stochastic differential equation, std / sqrt(sigma - next sigma), by which the KL is scaled."""
     has_log_density: bool = True
@@ -61,10 +60,10 @@ def flow_grpo_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_streng
     be larger than the latents.
     """
     sigma, sigma_change = noise_levels.sigma, noise_levels.next_sigma - noise_levels.sigma
-    is_first_step = (sigma > noise_levels.second_schedule_sigma) & (sigma > _MIN_LIMITED_SIGMA)
+    is_first_step = (sigma > noise_levels.second_schedule_sigma) & (sigma > _MIN_SIGMA_OF_NOISE_LIMIT)
     is_sigma_replaced = (sigma > _PURE_NOISE_SIGMA) | (is_first_step & (1 - sigma < -sigma_change))
-    bounded_sigma = torch.where(is_sigma_replaced, noise_levels.second_schedule_sigma, sigma)
-    noise_rate = noise_strength * torch.sqrt(sigma / (1 - bounded_sigma))
+    noise_rate_sigma = torch.where(is_sigma_replaced, noise_levels.second_schedule_sigma, sigma)
+    noise_rate = noise_strength * torch.sqrt(sigma / (1 - noise_rate_sigma))
     drift_factor = noise_rate**2 / (2 * sigma)
     velocity_factor = (1 + drift_factor * (1 - sigma)) * sigma_change
     mean = x * broadcast_per_sample(1 + drift_factor * sigma_change, x) + v * broadcast_per_sample(velocity_factor, x)
@@ -86,10 +85,10 @@ def flow_cps_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strengt
     """Return the stochastic step of FlowCPS (arXiv 2509.05952), in which the fraction sin(noise_strength pi / 2)
     of the noise is new. The total noise after the step is exactly that of the next noise level."""
     new_noise_std = noise_levels.next_sigma * math.sin(noise_strength * math.pi / 2)
-    kept_noise_std = torch.sqrt((noise_levels.next_sigma**2 - new_noise_std**2).clamp(min=0))
+    predicted_noise_std = torch.sqrt((noise_levels.next_sigma**2 - new_noise_std**2).clamp(min=0))
     clean_latents, noise = estimate_clean_latents(x, v, noise_levels.sigma), estimate_noise(x, v, noise_levels.sigma)
-    clean_scale = broadcast_per_sample(1 - noise_levels.next_sigma, x)
-    mean = clean_scale * clean_latents + broadcast_per_sample(kept_noise_std, x) * noise
+    clean_latents_scale = broadcast_per_sample(1 - noise_levels.next_sigma, x)
+    mean = clean_latents_scale * clean_latents + broadcast_per_sample(predicted_noise_std, x) * noise
     return StepDistribution(mean, new_noise_std, new_noise_std, has_log_density=False)
 
 
@@ -97,8 +96,8 @@ def ddim_step(x: Tensor, v: Tensor, noise_levels: NoiseLevels, noise_strength: f
     """Return the step of DDIM (arXiv 2010.02502) for a flow. Noise strength 0 is the Euler step, and noise strength 1
     the posterior of the forward process."""
     sigma, next_sigma = noise_levels.sigma, noise_levels.next_sigma
-    clean_ratio = (1 - sigma) / (1 - next_sigma)
-    noise_variance = (sigma**2 - (clean_ratio * next_sigma) ** 2).clamp(min=0)
+    clean_fraction_ratio = (1 - sigma) / (1 - next_sigma)
+    noise_variance = (sigma**2 - (clean_fraction_ratio * next_sigma) ** 2).clamp(min=0)
     std = torch.minimum(noise_strength * next_sigma / sigma * torch.sqrt(noise_variance), next_sigma)
     kept_noise_std = torch.sqrt(next_sigma**2 - std**2)
     clean_latents, noise = estimate_clean_latents(x, v, sigma), estimate_noise(x, v, sigma)

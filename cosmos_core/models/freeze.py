@@ -29,8 +29,8 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     quant_format = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
     # Quantized weights cannot be trained. Only a recipe with `trainable_pattern` alone can leave all of them untrained.
-    trains_only_named_weights = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
-    if quant_format and quant_format not in DEQUANTIZED_FORMATS and not trains_only_named_weights:
+    trains_only_pattern_matches = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
+    if quant_format and quant_format not in DEQUANTIZED_FORMATS and not trains_only_pattern_matches:
         raise ConfigError(
             f"policy.model_name_or_path: the model's weights are quantized ({quant_format}): they are not trained, and "
             f"no adapter can be merged into them, as engines and the export need; take the model without quantization, "
@@ -38,8 +38,8 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
         )
     if not keys and policy.lora is None:
         return
-    # Gradient checkpointing makes embeddings return outputs that require gradients. Non-reentrant checkpoints do not
-    # need this. Without it, the backward pass ends at the first trained layer.
+    # Gradient checkpointing makes the outputs of embeddings require gradients, which non-reentrant checkpoints do not
+    # need. Without such gradients, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
@@ -61,11 +61,12 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
 
 
 def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, name_regex: str, is_trained: bool) -> None:
-    parameter_by_name = dict(model.named_parameters(remove_duplicate=False))  # lists a tied weight under all its names
+    parameter_by_name = dict(model.named_parameters(remove_duplicate=False))  # has every name of a tied weight
     matching_parameters = [parameter for name, parameter in parameter_by_name.items() if re.search(name_regex, name)]
     if not matching_parameters:
-        prefixes = sorted({re.split(r"\.\d+\.", name)[0] for name in parameter_by_name})  # names up to the layer number
-        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggest_names(name_or_pattern, prefixes)}")
+        name_prefixes = {re.split(r"\.\d+\.", name)[0] for name in parameter_by_name}  # end at the layer number
+        suggestion = suggest_names(name_or_pattern, sorted(name_prefixes))
+        raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion}")
     if is_trained and not all(parameter.is_floating_point() for parameter in matching_parameters):
         raise ConfigError(f"{key}: {name_or_pattern!r} matches quantized weights, which are not trained; name others")
     for parameter in matching_parameters:
@@ -92,8 +93,8 @@ def _replace_meta_parameters(model: nn.Module) -> Iterator[None]:
         _swap_parameters(model, {placeholder: parameter for parameter, placeholder in placeholders.items()})
 
 
-def _swap_parameters(model: nn.Module, replacement_by_parameter: dict[nn.Parameter, nn.Parameter]) -> None:
+def _swap_parameters(model: nn.Module, new_parameter_by_old: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = replacement_by_parameter.get(parameter, parameter)
+                module._parameters[name] = new_parameter_by_old.get(parameter, parameter)

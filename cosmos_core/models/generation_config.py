@@ -1,6 +1,5 @@
-"""Read and write the `generation_config.json` of a model without validation errors: the file does not affect training,
-but transformers refuses to load some values and to save others, for example sampling parameters without `do_sample`,
-which many published models have."""
+"""Read and write the `generation_config.json` of a model without validation errors. The file does not affect training,
+but transformers refuses some values that published models have, for example a temperature without `do_sample`."""
 
 import copy
 import logging
@@ -14,7 +13,7 @@ from transformers.utils import cached_file
 
 from cosmos_core.models.model_files import locate_model, read_json, translate_load_errors
 
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 _SETTINGS_TRIED_FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate", "eos_token_id")
 """Generation settings that determine whether other settings are valid, and are therefore tried first."""
 
@@ -22,15 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def load_generation_config(model: str, revision: str | None = None) -> GenerationConfig | None:
-    """Load the generation config of a model, such as its end tokens; return None if the model has no such file, and
-    raise ModelError if the file is not a JSON object. Settings that transformers refuses are left out with a
-    warning."""
+    """Load the generation config of a model; return None if the model has no such file, and raise ModelError if the
+    file is not a JSON object. Settings that transformers refuses are left out with a warning."""
     if (generation_settings := _read_generation_config(model, revision)) is None:
         return None
-    config, refused_names = _split_refused_settings(generation_settings)
-    if refused_names:
-        refused_text = ", ".join(refused_names)
-        logger.warning("%s of %s: transformers refuses to load %s, left out", GENERATION_CONFIG, model, refused_text)
+    config, refused_setting_names = _split_refused_settings(generation_settings)
+    if refused_setting_names:
+        names_text = ", ".join(refused_setting_names)
+        logger.warning("%s of %s: transformers refuses to load %s, left out", GENERATION_CONFIG_FILE, model, names_text)
     return config
 
 
@@ -40,14 +38,14 @@ def find_refused_generation_settings(model: str, revision: str | None = None) ->
     return _split_refused_settings(_read_generation_config(model, revision) or {})[1]
 
 
-def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, export_folder: Path) -> None:
     """Write the generation config of a model without transformers' validation, which refuses some values. The end token
     of the tokenizer, with which training rows end, is added if it is missing, so that `generate` stops at it."""
     config, end_token_id = copy.copy(model.generation_config), tokenizer.eos_token_id
     end_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if end_token_id is not None and end_token_id not in end_token_ids:
         config.eos_token_id = [*(token_id for token_id in end_token_ids if token_id is not None), end_token_id]
-    config.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
+    config.to_json_file(export_folder / GENERATION_CONFIG_FILE, keys_to_pop=["compile_config"])
 
 
 @contextmanager
@@ -63,9 +61,9 @@ def use_default_generation_config(model: PreTrainedModel) -> Iterator[None]:
 def _read_generation_config(model: str, revision: str | None) -> dict[str, Any] | None:
     model_source, load_options = locate_model(model, revision)
     load_options |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    with translate_load_errors(GENERATION_CONFIG, model):
-        file = cached_file(str(model_source), GENERATION_CONFIG, **load_options)
-    return None if file is None else read_json(Path(file), model)
+    with translate_load_errors(GENERATION_CONFIG_FILE, model):
+        config_file = cached_file(str(model_source), GENERATION_CONFIG_FILE, **load_options)
+    return None if config_file is None else read_json(Path(config_file), model)
 
 
 def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
@@ -79,11 +77,11 @@ def _split_refused_settings(settings: Mapping[str, Any]) -> tuple[GenerationConf
     return GenerationConfig.from_dict(dict(accepted_settings)), sorted(settings.keys() - accepted_settings.keys())
 
 
-def _try_build_generation_config(settings: Mapping[str, Any]) -> GenerationConfig | None:
+def _try_build_generation_config(generation_settings: Mapping[str, Any]) -> GenerationConfig | None:
     """Return a generation config with these settings; None if transformers cannot load or write the settings."""
     try:
-        config = GenerationConfig.from_dict(dict(settings))
-        GenerationConfig.from_dict(config.to_dict())  # tests the round trip that transformers makes on loading a model
+        config = GenerationConfig.from_dict(dict(generation_settings))
+        GenerationConfig.from_dict(config.to_dict())  # transformers converts it like this when it loads a model
         config.to_json_string()
         eos_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise any error

@@ -81,18 +81,18 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
             config_files = [
                 file for level in (1, 2, 3) for file in sorted(model_source.glob("*/" * level + "config.json"))
             ]
-            if config_files:  # `model` may be a folder of checkpoints or a cache of the Hub
+            if config_files:  # suggest subfolders, because `model` may be a folder of checkpoints
                 remedy += f", such as {' or '.join(str(file.parent) for file in config_files[:3])}"
             if has_adapter:
                 remedy = "it is an adapter: name its base here, and the folder in policy.lora.lora_path"
             elif (model_source / "model_index.json").is_file():
                 remedy = "it is a pipeline of diffusers, which cosmos diffusion-sft trains"
             raise model_error(model, f"the folder has no config.json; {remedy}")
-        if has_adapter:  # refused, because `from_pretrained` would load an adapter, but `load_shards` would ignore it
+        if has_adapter:  # `from_pretrained` would load the adapter, but `load_shards` would ignore it: raise an error
             problem = "the folder has a model and an adapter (adapter_config.json)"
             raise model_error(model, f"{problem}; move the adapter to a folder for policy.lora.lora_path")
-    for name in ("config.json", "generation_config.json"):
-        read_json(Path(model_source, name), model)
+    for file_name in ("config.json", "generation_config.json"):
+        read_json(Path(model_source, file_name), model)
     with translate_load_errors("config.json", model):
         return AutoConfig.from_pretrained(str(model_source), trust_remote_code=False, **load_options)
 
@@ -157,20 +157,20 @@ def check_row_length(config: PretrainedConfig, max_length: int) -> None:
     for rope_config in [rope_parameters] if "rope_type" in rope_parameters else rope_parameters.values():
         if rope_config.get("rope_type") not in ("longrope", "dynamic"):
             continue
-        max_unscaled_length = rope_config.get("original_max_position_embeddings") or text_config.max_position_embeddings
-        if max_length > max_unscaled_length:
+        max_trained_length = rope_config.get("original_max_position_embeddings") or text_config.max_position_embeddings
+        if max_length > max_trained_length:
             raise ModelError(
                 f"policy.model_max_length = {max_length}: the model's {rope_config['rope_type']!r} positions change "
-                f"for every row of a batch that has one of more than {max_unscaled_length} tokens, so a loss would "
-                f"depend on its neighbours; make it at most {max_unscaled_length}"
+                f"for every row of a batch that has one of more than {max_trained_length} tokens, so a loss would "
+                f"depend on its neighbours; make it at most {max_trained_length}"
             )
 
 
 def check_rows(
-    config: PretrainedConfig, folder: Path, build_model: Callable[[], PreTrainedModel],
+    config: PretrainedConfig, prepared_folder: Path, build_model: Callable[[], PreTrainedModel],
     *, splits_to_complete: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Raise an error if a model cannot process the prepared rows in `folder`. Return a warning if a row has more tokens
+    """Raise an error if a model cannot process the rows in `prepared_folder`. Return a warning if a row has more tokens
     than the model has positions, otherwise an empty string. `build_model` is called only if shapes of weights are
     needed. `splits_to_complete` are the splits whose prompts an engine completes.
 
@@ -181,14 +181,14 @@ def check_rows(
     """
     text_config = config.get_text_config()
     try:
-        check_token_ids(folder, getattr(text_config, "vocab_size", 0))
-    except DataError:  # some models have more embeddings than `vocab_size`, so count them
-        embedding: Any = build_model().get_input_embeddings()
-        check_token_ids(folder, embedding.weight.shape[0])
-    max_row_tokens = find_longest_row_length(folder)
+        check_token_ids(prepared_folder, getattr(text_config, "vocab_size", 0))
+    except DataError:  # count embeddings, because some models have more than `vocab_size`
+        input_embedding: Any = build_model().get_input_embeddings()
+        check_token_ids(prepared_folder, input_embedding.weight.shape[0])
+    max_row_tokens = find_longest_row_length(prepared_folder)
     max_positions = getattr(text_config, "max_position_embeddings", None)
-    prompt_lengths = [find_longest_row_length(folder, "prompt_ids", name) for name in splits_to_complete]
-    max_prompt_tokens = max(prompt_lengths, default=0)
+    longest_prompt_lengths = [find_longest_row_length(prepared_folder, "prompt_ids", s) for s in splits_to_complete]
+    max_prompt_tokens = max(longest_prompt_lengths, default=0)
     if max_positions and max_prompt_tokens >= max_positions:
         raise ModelError(
             f"a prompt of {max_prompt_tokens:,} tokens leaves none of the {max_positions:,} positions of the model to "
@@ -219,8 +219,8 @@ def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype)
     # Skip initialisations that read weights, because meta tensors have no values.
     with translate_load_errors("architecture", model), no_init_weights():
         empty_model = model_constructor(config, dtype=dtype, **_select_attention_implementation(cls, config))
-    is_encoder = {getattr(c, "is_decoder", None) for c in (type(config), empty_model.config)} == {False}
-    if is_encoder and "encoder_hidden_states" in inspect.signature(empty_model.forward).parameters:
+    is_encoder_config = {getattr(c, "is_decoder", None) for c in (type(config), empty_model.config)} == {False}
+    if is_encoder_config and "encoder_hidden_states" in inspect.signature(empty_model.forward).parameters:
         problem = "config.json has is_decoder = false or no such key, so that tokens attend to the tokens after them"
         raise model_error(model, f"{problem}; write true there if it was trained so, or give a causal language model")
     return empty_model
@@ -253,15 +253,15 @@ def _check_architecture(config: PretrainedConfig, model: str) -> None:
             raise model_error(
                 model, f"{architectures_text} and model_type = {config.model_type!r}, which do not belong together"
             )
-    for key, default_value in (("output_attentions", False), ("return_dict", True)):
-        if (value := getattr(config, key, default_value)) != default_value:
-            problem = f"config.json has {key} = {value}, which changes what a forward pass returns"
+    for config_key, default_value in (("output_attentions", False), ("return_dict", True)):
+        if (config_value := getattr(config, config_key, default_value)) != default_value:
+            problem = f"config.json has {config_key} = {config_value}, which changes what a forward pass returns"
             raise model_error(model, f"{problem}; leave it out there")
     # RuntimeError is ignored: the quantizer raises it without a GPU, but a machine with a GPU may load the weights.
-    remedy_note = (
+    quantization_remedy = (
         "" if quantization_method(config) in DEQUANTIZED_FORMATS else " (to train, take the model without quantization)"
     )
-    with translate_load_errors(f"quantized weights{remedy_note}", model), suppress(RuntimeError):
+    with translate_load_errors(f"quantized weights{quantization_remedy}", model), suppress(RuntimeError):
         get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
 
 
@@ -308,7 +308,7 @@ def describe_nonfinite_values(name: str, tensor: Tensor) -> str:
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
     if tensor.element_size() == 1:
-        tensor = tensor.bfloat16()  # converted, because torch computes no minimum of 8-bit floats
+        tensor = tensor.bfloat16()  # convert 8-bit floats, because torch computes no minimum of them
     # Minimum and maximum are finite only if all values are; isfinite() on the tensor would need more memory.
     if torch.stack(tensor.aminmax()).isfinite().all():
         return ""

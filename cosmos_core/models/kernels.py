@@ -35,13 +35,13 @@ _original_namespaces: dict[str, dict[str, Any]] = {}
 def patch_with_liger(model: PreTrainedModel) -> None:
     """Replace norms, rotary embedding and activation functions of a model by Liger's kernels, but not the loss, because
     `scorer.py` computes log-probabilities. Raise ConfigError if Liger has no kernels for the model family."""
-    liger_patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    patch_functions = liger_patches.MODEL_TYPE_TO_APPLY_LIGER_FN
+    liger_patch_module: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    patch_function_by_type = liger_patch_module.MODEL_TYPE_TO_APPLY_LIGER_FN
     model_type = model.config.model_type
-    if model_type not in patch_functions:
+    if model_type not in patch_function_by_type:
         raise ConfigError(f"policy.enable_liger_kernel = true: Liger has no kernels for {model_type}; leave it out")
     _original_namespaces.setdefault(type(model).__module__, dict(vars(sys.modules[type(model).__module__])))
-    patch_functions[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    patch_function_by_type[model_type](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
@@ -54,11 +54,11 @@ def unpatch_liger(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def enable_fp8_if_supported(model: PreTrainedModel, fp8: FP8Config) -> None:
+def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> None:
     """Make linear layers of the blocks multiply in fp8 if the GPU supports it; weights and optimizer do not change."""
     gpu_capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if gpu_capability >= _MIN_FP8_CAPABILITY:
-        convert_to_fp8(model, fp8)
+        convert_to_fp8(model, fp8_config)
         return
     logger.warning(
         "train.fp8.enable_fp8 = true: products in fp8 need an NVIDIA GPU of capability 8.9 or newer, and this machine "
@@ -67,12 +67,13 @@ def enable_fp8_if_supported(model: PreTrainedModel, fp8: FP8Config) -> None:
     )  # fmt: skip
 
 
-def convert_to_fp8(model: PreTrainedModel, fp8: FP8Config, *, emulate: bool = False) -> None:
+def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bool = False) -> None:
     """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
     numbers as an fp8 GPU in higher precision, slowly."""
     float8: Any = importlib.import_module("torchao.float8")
     # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
-    config = replace(float8.Float8LinearConfig.from_recipe_name(fp8.quant_recipe), pad_inner_dim=True, emulate=emulate)
+    config = float8.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)
+    config = replace(config, pad_inner_dim=True, emulate=emulate)
     block_class_names = tuple(model._no_split_modules or ())
     block_names = [name for name, module in model.named_modules() if type(module).__name__ in block_class_names]
 

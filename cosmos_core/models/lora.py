@@ -114,10 +114,10 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         _store_initial_factors(layers_by_name)
 
 
-def _store_initial_factors(layers: Mapping[str, Any]) -> None:
-    """Store the initial factors of adapted layers, by name, whose initialisation changed the base weights. Raise
+def _store_initial_factors(layers_by_name: Mapping[str, Any]) -> None:
+    """Store the initial factors of layers whose initialisation changed the base weights, for `save_adapter`. Raise
     ConfigError if a rank exceeds a dimension of its layer: PEFT would not load the factors, which are smaller."""
-    for name, layer in layers.items():
+    for name, layer in layers_by_name.items():
         if (rank := layer.r[_ADAPTER_NAME]) > (max_rank := min(layer.get_base_layer().weight.shape)):
             raise ConfigError(
                 f"policy.lora.r = {rank}: init_lora_weights decomposes {name}, whose rank is at most {max_rank}; "
@@ -135,13 +135,12 @@ def has_lora_adapter(model: nn.Module) -> bool:
 
 def has_changed_base(model: nn.Module) -> bool:
     """Return True if the initialisation of the model's adapter (PiSSA, OLoRA) changed the base weights."""
-    return any(name.endswith(".initial_A") for name, _ in model.named_buffers())
+    return any(buffer_name.endswith(".initial_A") for buffer_name, _ in model.named_buffers())
 
 
 @contextmanager
 def merge_adapter(model: nn.Module) -> Iterator[None]:
-    """Merge the adapter of a model, or of one layer, into the base weights during the block. Do nothing if there is no
-    adapter.
+    """Merge the adapter of a model or a layer into the base weights during the block; do nothing without an adapter.
 
     After the block, the base weights are restored from a copy: subtracting the adapter would leave rounding errors.
     """
@@ -171,8 +170,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def keys_without_adapter(model: nn.Module) -> dict[str, str]:
     """Return for each key of a model's state dict the key in the model without the adapter; empty for LoRA tensors."""
-    wrapper_classes = (LoraLayer, ModulesToSaveWrapper)
-    wrapper_names = {name for name, module in model.named_modules() if isinstance(module, wrapper_classes)}
+    peft_wrapper_classes = (LoraLayer, ModulesToSaveWrapper)
+    wrapper_names = {name for name, module in model.named_modules() if isinstance(module, peft_wrapper_classes)}
     return {key: _remove_wrapper_names(key, wrapper_names) for key in model.state_dict()}
 
 
@@ -181,8 +180,8 @@ def trains_only_linear_factors(model: nn.Module) -> bool:
     if not has_lora_adapter(model) or has_changed_base(model):
         return False
     config: Any = model.peft_config[_ADAPTER_NAME]  # type: ignore[union-attr,index]
-    settings_training_other_weights = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
-    return not any(settings_training_other_weights) and all(
+    settings_of_other_weights = (config.modules_to_save, config.use_dora, config.lora_bias, config.bias != "none")
+    return not any(settings_of_other_weights) and all(
         isinstance(layer.get_base_layer(), nn.Linear) and layer not in _embedding_and_head(model)
         for layer in adapted_layers(model).values()
     )
@@ -242,7 +241,7 @@ def _build_peft_config(model: Any, lora_config: LoraConfig, should_tie_weights: 
         rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora_config.r)
         alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora_config.lora_alpha)
         rank_overrides[f".*{re.escape(name)}"], alpha_overrides[f".*{re.escape(name)}"] = 2 * rank, alpha_factor * alpha
-    config_class: Any = peft.LoraConfig  # Any, because PEFT's type annotations are too narrow
+    config_class: Any = peft.LoraConfig  # PEFT's own type annotations are too narrow
     return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora_config.r,
@@ -264,8 +263,7 @@ def _build_peft_config(model: Any, lora_config: LoraConfig, should_tie_weights: 
 def _check_targets(
     key: str, targets: Iterable[str], names: Collection[str], pattern_template: str, are_targets_regexes: bool = False
 ) -> None:
-    """Raise ConfigError if no module name matches one of the `targets`, inserted into the regular expression
-    `pattern_template`."""
+    """Raise ConfigError if one of the `targets`, inserted into the regex `pattern_template`, matches no module name."""
     for target_name in targets:
         pattern = pattern_template.format(target_name if are_targets_regexes else re.escape(target_name))
         if not any(re.fullmatch(pattern, name) for name in names):
@@ -282,35 +280,35 @@ def _embedding_and_head(model: nn.Module) -> tuple[Any, Any]:
 
 def _find_tied_modules(model: nn.Module) -> list[str]:
     """Return the names of the input embedding and the output head if they share a weight, otherwise an empty list."""
-    embedding, head = _embedding_and_head(model)
-    if embedding is None or head is None or embedding.weight is not head.weight:
+    embedding, output_head = _embedding_and_head(model)
+    if embedding is None or output_head is None or embedding.weight is not output_head.weight:
         return []
-    return [name for name, module in model.named_modules() if module in (embedding, head)]
+    return [name for name, module in model.named_modules() if module in (embedding, output_head)]
 
 
 def _remove_wrapper_names(key: str, wrapper_names: set[str]) -> str:
     """Return a state dict key without the name components of PEFT's `wrapper_names`; empty for an adapter's tensor."""
-    key_components, kept_components, component_index = key.split("."), [], 0
+    key_components, remaining_components, component_index = key.split("."), [], 0
     while component_index < len(key_components):
         if ".".join(key_components[:component_index]) not in wrapper_names:
-            kept_components.append(key_components[component_index])
+            remaining_components.append(key_components[component_index])
         elif key_components[component_index : component_index + 2] == ["modules_to_save", _ADAPTER_NAME]:
             component_index += 1
         elif key_components[component_index] != "base_layer":
             return ""
         component_index += 1
-    return ".".join(kept_components)
+    return ".".join(remaining_components)
 
 
 def _rebase_adapter_on_original(model: nn.Module, lora_tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert an adapter whose initialisation B0 A0 changed the base weights to an adapter for the original base
     weights. The new adapter has twice the rank: B A - B0 A0 = [B -B0] [A; A0]."""
-    buffer_by_name = dict(model.named_buffers())
+    buffers_by_name = dict(model.named_buffers())
     rebased_tensors = {}
     for name, tensor in lora_tensors.items():
         layer_name, factor_name = split_factor_key(name)
-        initial_factor = buffer_by_name.get(f"{layer_name}.initial_{factor_name}")
-        if initial_factor is not None:  # None: a weight in `modules_to_save`, not a LoRA factor
+        initial_factor = buffers_by_name.get(f"{layer_name}.initial_{factor_name}")
+        if initial_factor is not None:  # weights in `modules_to_save` have no initial factor
             is_factor_a = factor_name == "A"
             tensor = torch.cat([tensor, initial_factor if is_factor_a else -initial_factor], 0 if is_factor_a else 1)
         rebased_tensors[name] = tensor

@@ -50,12 +50,12 @@ class ExactTargetLora(peft.LoraModel):
     """LoRA model of PEFT for exactly the layers in its configuration, without PEFT's translation of older names."""
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
-        self._exact_targets = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # emptied, because PEFT would translate these names
+        self._exact_target_names = config.target_modules, config.target_parameters
+        config.target_modules, config.target_parameters = [], None  # PEFT's constructor would translate names
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
-        config.target_modules, config.target_parameters = self._exact_targets
+        config.target_modules, config.target_parameters = self._exact_target_names
         super()._check_new_adapter_config(config)
 
 
@@ -67,8 +67,10 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
     stacked_parameters = _find_stacked_parameters(model)
     if isinstance(target_modules, str):
         linear_modules = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        excluded = {*_find_bypassed_layers(model), *find_inseparable_layers(model)}
-        excluded_modules = [name for name, layer in linear_modules if name in excluded or not is_plain_linear(layer)]
+        excluded_names = {*_find_bypassed_layers(model), *find_inseparable_layers(model)}
+        excluded_modules = [
+            name for name, layer in linear_modules if name in excluded_names or not is_plain_linear(layer)
+        ]
         parameter_names = sorted(set(map(name_within_layer, stacked_parameters)))
         double_rank_parameters = [name for name in parameter_names if name.endswith("gate_up_proj")]
         return AdapterTargets(ALL_LINEAR, parameter_names, excluded_modules, double_rank_parameters)
@@ -112,14 +114,18 @@ def find_inseparable_layers(model: nn.Module) -> dict[str, str]:
     loading, because it changes the names of the adapter's tensors."""
     linear_layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     num_layers_by_weight = Counter(id(layer.weight) for layer in linear_layers.values())
-    keys = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
-    empty_state = {key: torch.empty(0) for key in keys.values()}
-    loaded_state = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), empty_state)
-    reasons = {name: "whose adapter PEFT does not find again" for name, key in keys.items() if key not in loaded_state}
+    key_by_layer = {name: f"{PEFT_PREFIX}{name}.lora_A.weight" for name in linear_layers}
+    empty_state_dict = {key: torch.empty(0) for key in key_by_layer.values()}
+    loaded_state_dict = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), empty_state_dict)
+    reason_by_layer = {
+        name: "whose adapter PEFT does not find again"
+        for name, key in key_by_layer.items()
+        if key not in loaded_state_dict
+    }
     for name, layer in linear_layers.items():
         if num_layers_by_weight[id(layer.weight)] > 1:
-            reasons[name] = f"whose weight {num_layers_by_weight[id(layer.weight)]} layers share"
-    return reasons
+            reason_by_layer[name] = f"whose weight {num_layers_by_weight[id(layer.weight)]} layers share"
+    return reason_by_layer
 
 
 def possible_target_names(model: nn.Module) -> list[str]:
@@ -146,19 +152,19 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
     if not rewritten_targets:
         return config
     config.target_modules = set(config.target_modules) - rewritten_targets
-    parameter_names, layers = set(config.target_parameters or ()), adapted_layers(model)
+    parameter_names, adapted_layer_by_name = set(config.target_parameters or ()), adapted_layers(model)
     module_names = [name for name, _ in model.named_modules() if ".base_layer" not in name]
     num_modules_by_name = Counter(map(name_within_layer, module_names))
-    num_adapted_by_name = Counter(map(name_within_layer, layers))
-    for name, layer in layers.items():
+    num_adapted_by_name = Counter(map(name_within_layer, adapted_layer_by_name))
+    for name, layer in adapted_layer_by_name.items():
         if not isinstance(layer, ParamWrapper) and any(_has_name_suffix(name, target) for target in rewritten_targets):
             name_in_layer = name_within_layer(name)
-            are_all_adapted = num_modules_by_name[name_in_layer] == num_adapted_by_name[name_in_layer]
-            parameter_names.add(f"{name_in_layer if are_all_adapted else name}.weight")
-            (rank,), (alpha,) = layer.r.values(), layer.lora_alpha.values()
-            if (rank, alpha) != (config.r, config.lora_alpha):
+            are_all_layers_adapted = num_modules_by_name[name_in_layer] == num_adapted_by_name[name_in_layer]
+            parameter_names.add(f"{name_in_layer if are_all_layers_adapted else name}.weight")
+            (rank,), (lora_alpha,) = layer.r.values(), layer.lora_alpha.values()
+            if (rank, lora_alpha) != (config.r, config.lora_alpha):
                 layer_pattern = f"{re.escape(name)}(\\.weight)?"
-                config.rank_pattern[layer_pattern], config.alpha_pattern[layer_pattern] = rank, alpha
+                config.rank_pattern[layer_pattern], config.alpha_pattern[layer_pattern] = rank, lora_alpha
     config.target_parameters, config.lora_dropout = parameter_names, 0.0  # PEFT refuses dropout for adapted parameters
     return config
 
@@ -166,17 +172,17 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
 def resolve_saved_targets(config: Any, model: nn.Module) -> None:
     """Change the configuration of a saved adapter so that the layers of `model` have the names that
     `find_lora_targets` uses. Linear layers that `make_portable_config` listed as parameters become modules again."""
-    saved_parameters = set(config.target_parameters or ())
-    matches_by_layer = {
-        name: {target for target in saved_parameters if _has_name_suffix(f"{name}.weight", target)}
+    saved_target_parameters = set(config.target_parameters or ())
+    targets_by_layer = {
+        name: {target for target in saved_target_parameters if _has_name_suffix(f"{name}.weight", target)}
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
-    config.target_parameters = saved_parameters.difference(*matches_by_layer.values())
+    config.target_parameters = saved_target_parameters.difference(*targets_by_layer.values())
     if not isinstance(config.target_modules, str):
         adapter_targets = find_lora_targets(model, sorted(config.target_modules or ()))
-        linear_names = (name for name, matching_targets in matches_by_layer.items() if matching_targets)
-        config.target_modules = {*(adapter_targets.modules or ()), *linear_names}
+        linear_layer_names = (name for name, matching_targets in targets_by_layer.items() if matching_targets)
+        config.target_modules = {*(adapter_targets.modules or ()), *linear_layer_names}
         config.target_parameters |= set(adapter_targets.parameters)
 
 
@@ -186,7 +192,7 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def adapted_layers_by_peft_name(model: nn.Module) -> dict[str, LoraLayer]:
-    """Return the adapted layers by the name that PEFT matches with patterns: that of a stacked parameter or a layer."""
+    """Return the adapted layers by the name that PEFT compares with patterns: that of the layer or its parameter."""
     return {
         f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name: layer
         for name, layer in adapted_layers(model).items()
@@ -210,14 +216,14 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     adapter_text = "LoRA on " + ", ".join(f"{count} {layer_type}" for layer_type, count in num_adapted_by_type.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return adapter_text
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    output_head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     num_unadapted_by_type: Counter[str] = Counter()
     for name, module in model.named_modules():
         is_adapter_module = any(name_component in name for name_component in _ADAPTER_NAME_COMPONENTS)
         if is_adapter_module or isinstance(module, LoraLayer | nn.Embedding):
             continue
         if any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False)):
-            module_type = "the head" if module is head else type(module).__name__
+            module_type = "the head" if module is output_head else type(module).__name__
             num_unadapted_by_type[f"{name_within_layer(name)} ({module_type})"] += 1
     unadapted_description = ", ".join(f"{count} {layer_type}" for layer_type, count in num_unadapted_by_type.items())
     return adapter_text + f"; not on {unadapted_description}" * bool(num_unadapted_by_type)
@@ -247,11 +253,13 @@ def _find_bypassed_layers(model: nn.Module) -> Iterator[str]:
     layers that are never called, and layers of a recurrent module, which kernels on a GPU bypass."""
     for name, module in model.named_modules():
         linear_names = [child_name for child_name, child in module.named_children() if isinstance(child, nn.Linear)]
-        source = _read_source(cast(Any, type(module))) if linear_names and isinstance(model, PreTrainedModel) else ""
-        for linear_name in linear_names:
-            is_weight_read = re.search(rf"self\.{linear_name}\.(weight|bias)\b(?!\.(dtype|device|shape))", source)
-            if is_weight_read and (hasattr(module, "conv1d") or f"self.{linear_name}(" not in source):
-                yield f"{name}.{linear_name}"
+        source_code = (
+            _read_source(cast(Any, type(module))) if linear_names and isinstance(model, PreTrainedModel) else ""
+        )
+        for layer_name in linear_names:
+            is_weight_read = re.search(rf"self\.{layer_name}\.(weight|bias)\b(?!\.(dtype|device|shape))", source_code)
+            if is_weight_read and (hasattr(module, "conv1d") or f"self.{layer_name}(" not in source_code):
+                yield f"{name}.{layer_name}"
 
 
 @cache
@@ -267,15 +275,15 @@ def _read_source(module_class: type[nn.Module]) -> str:
 def _describe_layer(layer: LoraLayer, name: str) -> str:
     if not isinstance(layer, ParamWrapper):
         return name_within_layer(name)
-    expert_suffix = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
-    return f"{name_within_layer(name)}.{layer.parameter_name}{expert_suffix}"
+    expert_count_text = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
+    return f"{name_within_layer(name)}.{layer.parameter_name}{expert_count_text}"
 
 
 def _find_stacked_parameters(model: nn.Module) -> list[str]:
     """Return the names of parameters that stack the matrices of all experts of a layer."""
     return [
-        f"{name}.{parameter_name}"
-        for name, module in model.named_modules()
+        f"{module_name}.{parameter_name}"
+        for module_name, module in model.named_modules()
         for parameter_name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter)
     ]
@@ -283,8 +291,8 @@ def _find_stacked_parameters(model: nn.Module) -> list[str]:
 
 def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
     """Return the part of a parameter name after the layer number; return the whole name if a target is longer."""
-    unnumbered_name = name_within_layer(name)
-    return unnumbered_name if all(len(target) <= len(unnumbered_name) for target in targets) else name
+    name_in_layer = name_within_layer(name)
+    return name_in_layer if all(len(target) <= len(name_in_layer) for target in targets) else name
 
 
 def _can_adapt_only_weight(module: nn.Module) -> bool:

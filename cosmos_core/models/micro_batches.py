@@ -16,8 +16,7 @@ _MAX_OVERHEAD_TOKENS, _TOKENS_PER_OVERHEAD_TOKEN = 32, 64
 _MIN_SAVED_TOKEN_FRACTION = 0.25
 """Fraction of all tokens that sharing prompts must save."""
 _MIN_PROMPT_TOKENS = 8
-"""Minimum number of tokens of a shared prompt. Sharing a shorter prompt would cost more time than it saves, because
-attention runs in more, smaller batches."""
+"""Minimum number of tokens of a shared prompt: to share a shorter prompt takes more time than it saves."""
 
 
 def split_by_length(
@@ -39,8 +38,8 @@ def split_by_length(
     """
     # The ranks run rows of similar length in parallel, so only the longest of each `num_ranks` rows counts.
     lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
-    default_num_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
-    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * default_num_tokens:
+    num_default_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
+    if sum(lengths) >= (1 - _MAX_PADDING_FRACTION) * num_default_tokens:
         return None
     overhead_tokens = min(_MAX_OVERHEAD_TOKENS, sum(lengths) // _TOKENS_PER_OVERHEAD_TOKEN)
     min_costs, batch_starts = [0], [0]
@@ -52,8 +51,8 @@ def split_by_length(
     batch_boundaries = [len(lengths)]
     while batch_boundaries[-1]:
         batch_boundaries.append(batch_starts[batch_boundaries[-1]])
-    ranges = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(batch_boundaries))]
-    batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in ranges for k in range(num_ranks)]
+    row_ranges = [(num_ranks * start, num_ranks * end) for start, end in pairwise(reversed(batch_boundaries))]
+    batches = [list(sorted_indices[start + k : end : num_ranks]) for start, end in row_ranges for k in range(num_ranks)]
     return [batch for batch in batches if batch]
 
 
@@ -68,16 +67,16 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
 def prompt_length(sample: Sample) -> int:
     """Return the number of leading tokens of a sample that can be shared: those before the token that predicts the
     first trained token. Return 0 if there are too few tokens to share."""
-    length = int(sample.loss_mask[1:].argmax())
-    return length if length >= _MIN_PROMPT_TOKENS else 0
+    num_prompt_tokens = int(sample.loss_mask[1:].argmax())
+    return num_prompt_tokens if num_prompt_tokens >= _MIN_PROMPT_TOKENS else 0
 
 
-def saves_enough_tokens(num_tokens: float, total_merged_tokens: float) -> bool:
-    """Return True if sharing prompts, which reduces `num_tokens` to `total_merged_tokens`, saves enough tokens."""
-    return total_merged_tokens <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
+def saves_enough_tokens(num_tokens: float, num_tokens_if_shared: float) -> bool:
+    """Return True if sharing prompts, which reduces `num_tokens` to `num_tokens_if_shared`, saves enough tokens."""
+    return num_tokens_if_shared <= (1 - _MIN_SAVED_TOKEN_FRACTION) * num_tokens
 
 
-def num_merged_tokens(samples: Sequence[Sample]) -> int:
+def num_tokens_sharing_prompt(samples: Sequence[Sample]) -> int:
     """Return the number of tokens of samples with the same prompt if they share one copy of the prompt."""
     return sum(len(sample.input_ids) for sample in samples) - (len(samples) - 1) * prompt_length(samples[0])
 
@@ -93,21 +92,21 @@ def merge_prompts(
     """
     sorted_samples = [samples[i] for i in sorted_indices]
     prompt_groups = [[sorted_indices[k] for k in group] for group in group_by_prompt(sorted_samples)]
-    tokens_by_group = [num_merged_tokens([samples[i] for i in group]) for group in prompt_groups]
+    tokens_by_group = [num_tokens_sharing_prompt([samples[i] for i in group]) for group in prompt_groups]
     num_tokens = sum(len(samples[i].input_ids) for i in sorted_indices)
-    max_unmerged_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
-    max_tokens = min(max_unmerged_tokens, max(max(tokens_by_group), -(-sum(tokens_by_group) // num_ranks)))
+    max_default_tokens = max_rows * len(samples[sorted_indices[0]].input_ids)
+    max_batch_tokens = min(max_default_tokens, max(max(tokens_by_group), -(-sum(tokens_by_group) // num_ranks)))
     batches: list[list[int]] = []
     tokens_by_batch: list[int] = []
     for group_tokens, group in sorted(zip(tokens_by_group, prompt_groups, strict=True), key=lambda pair: -pair[0]):
         num_prompt_tokens = prompt_length(samples[group[0]])
-        if not batches or tokens_by_batch[-1] + group_tokens > max_tokens:
+        if not batches or tokens_by_batch[-1] + group_tokens > max_batch_tokens:
             batches.append([])
             tokens_by_batch.append(0)
         tokens_by_batch[-1] += num_prompt_tokens
         for i in group:
             num_completion_tokens = len(samples[i].input_ids) - num_prompt_tokens
-            if batches[-1] and tokens_by_batch[-1] + num_completion_tokens > max_tokens:
+            if batches[-1] and tokens_by_batch[-1] + num_completion_tokens > max_batch_tokens:
                 batches.append([])
                 tokens_by_batch.append(num_prompt_tokens)
             batches[-1].append(i)

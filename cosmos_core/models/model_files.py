@@ -34,7 +34,7 @@ def model_error(model: str, problem: str) -> ModelError:
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
     """Return the folder `model` and an empty dictionary if the folder exists, otherwise the Hub id `model` and the
     arguments to fetch its files; raise ModelError if `model` is neither."""
-    model_path = Path(os.path.expanduser(model))  # os.path, because Path.expanduser fails for some invalid names
+    model_path = Path(os.path.expanduser(model))  # Path.expanduser fails for some invalid names
     if os.path.isdir(model_path):
         return model_path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(model_path):
@@ -48,23 +48,23 @@ def translate_load_errors(component_name: str, model: str) -> AbstractContextMan
     `ModelError` of one line; errors of memory, disk and network, and each `CosmosError`, are raised unchanged."""
 
     def convert_error(error: Exception) -> Exception:
-        is_transient = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
-        return error if is_transient else _describe_load_error(component_name, model, error)
+        is_transient_error = is_machine_error(error) or (is_network_error(error) and is_hub_reachable())
+        return error if is_transient_error else _describe_load_error(component_name, model, error)
 
     return convert_errors(convert_error)
 
 
-def read_json(file: Path, model: str) -> dict[str, Any]:
+def read_json(json_file: Path, model: str) -> dict[str, Any]:
     """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing. Raise
     ModelError if it is damaged or has no object: later errors of libraries would name neither file nor cause."""
-    if not os.path.isfile(file):  # os.path, because Path.is_file raises an error for long names
+    if not os.path.isfile(json_file):  # Path.is_file raises an error for names that are too long
         return {}
     try:
-        json_value = json.loads(file.read_text(encoding="utf-8"))
+        json_value = json.loads(json_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise model_error(model, f"{file} is not valid JSON ({error}); copy it again") from error
+        raise model_error(model, f"{json_file} is not valid JSON ({error}); copy it again") from error
     if not isinstance(json_value, dict):
-        raise model_error(model, f"{file} is not a JSON object; copy it again")
+        raise model_error(model, f"{json_file} is not a JSON object; copy it again")
     return json_value
 
 
@@ -74,11 +74,11 @@ def check_weights(model: str) -> None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return
-    for file in _find_local_files(folder, model):
-        if not file.is_file():
-            raise model_error(model, f"{file} is no file, or a link to none; copy it again")
-        check_file = _check_safetensors if file.suffix == ".safetensors" else _check_pickled_weights
-        check_file(file, model)
+    for weights_file in _find_local_files(folder, model):
+        if not weights_file.is_file():
+            raise model_error(model, f"{weights_file} is no file, or a link to none; copy it again")
+        check_file = _check_safetensors if weights_file.suffix == ".safetensors" else _check_pickled_weights
+        check_file(weights_file, model)
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
@@ -87,60 +87,60 @@ def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
     check_weights(model)
     load_options |= {"_raise_exceptions_for_missing_entries": False}
     with translate_load_errors("weights", model):
-        single_file = cached_file(str(model_source), SAFE_WEIGHTS_NAME, **load_options)
-        if single_file:
-            return [single_file], ""
-        index_file = cached_file(str(model_source), SAFE_WEIGHTS_INDEX_NAME, **load_options)
-        if index_file is None:
+        weights_file = cached_file(str(model_source), SAFE_WEIGHTS_NAME, **load_options)
+        if weights_file:
+            return [weights_file], ""
+        weights_index_file = cached_file(str(model_source), SAFE_WEIGHTS_INDEX_NAME, **load_options)
+        if weights_index_file is None:
             return [], f"it has no {SAFE_WEIGHTS_NAME}"
         load_options.pop("_raise_exceptions_for_missing_entries")
-        return get_checkpoint_shard_files(str(model_source), index_file, **load_options)[0], ""
+        return get_checkpoint_shard_files(str(model_source), weights_index_file, **load_options)[0], ""
 
 
 def _find_local_files(folder: Path, model: str) -> list[Path]:
     """Return the weight files in a model's folder that transformers would read."""
-    for single_file, index_file in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if os.path.lexists(folder / single_file):  # lexists is true for a broken link, which must be reported
-            return [folder / single_file]
+    for weights_file, index_file in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if os.path.lexists(folder / weights_file):  # lexists is true for a broken link, which must be reported
+            return [folder / weights_file]
         if os.path.lexists(folder / index_file):
             return _weight_files_in_index(folder / index_file, model)
     problem = f"the folder has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}"
     raise model_error(model, f"cannot load the weights: {problem}; copy them again")
 
 
-def _weight_files_in_index(file: Path, model: str) -> list[Path]:
-    weights_index = read_json(file, model)
+def _weight_files_in_index(index_file: Path, model: str) -> list[Path]:
+    weights_index = read_json(index_file, model)
     weight_map = weights_index.get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values())):
-        raise model_error(model, f"{file} has no weight_map from tensors to files; copy it again")
+        raise model_error(model, f"{index_file} has no weight_map from tensors to files; copy it again")
     if not isinstance(weights_index.get("metadata"), dict):  # transformers fails on an index without metadata
-        raise model_error(model, f"{file} has no metadata; copy it again")
+        raise model_error(model, f"{index_file} has no metadata; copy it again")
     for name in sorted(set(weight_map.values())):
         if is_outside_folder(name):
-            raise model_error(model, f"{file} names {name!r}, which lies outside of its folder; copy it there")
-    return [file.parent / name for name in sorted(set(weight_map.values()))]
+            raise model_error(model, f"{index_file} names {name!r}, which lies outside of its folder; copy it there")
+    return [index_file.parent / name for name in sorted(set(weight_map.values()))]
 
 
-def _check_safetensors(file: Path, model: str) -> None:
+def _check_safetensors(weights_file: Path, model: str) -> None:
     try:
-        with safe_open(file, framework="pt"):
+        with safe_open(weights_file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
         if is_machine_error(error):
             raise
-        raise model_error(model, f"{file} is damaged ({error}); copy it again") from error
+        raise model_error(model, f"{weights_file} is damaged ({error}); copy it again") from error
 
 
-def _check_pickled_weights(file: Path, model: str) -> None:
-    problem = f"{file} is damaged, or holds more than tensors, which could run any code when read"
+def _check_pickled_weights(weights_file: Path, model: str) -> None:
+    problem = f"{weights_file} is damaged, or holds more than tensors, which could run any code when read"
     damaged_file_error = model_error(model, f"{problem}; copy it again, or save the model as safetensors")
     with convert_errors(lambda error: error if is_machine_error(error) else damaged_file_error):
-        state_dict = load_state_dict(file)  # load_state_dict maps the file into memory without reading tensors
+        state_dict = load_state_dict(weights_file)  # load_state_dict maps the file into memory without reading tensors
     if not isinstance(state_dict, dict):
-        raise model_error(model, f"{file} holds no tensors by name; save the model as safetensors")
-    for name, tensor in state_dict.items():
+        raise model_error(model, f"{weights_file} holds no tensors by name; save the model as safetensors")
+    for tensor_name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor):
-            raise model_error(model, f"{file} holds {name!r}, which is no tensor; remove it")
+            raise model_error(model, f"{weights_file} holds {tensor_name!r}, which is no tensor; remove it")
 
 
 def _describe_load_error(component: str, model: str, error: Exception) -> ModelError:

@@ -41,22 +41,22 @@ def open_interpreter_pool() -> ProcessPool:
 
 
 def call_in_interpreter(
-    pool: ProcessPool,
-    function: Callable[..., T],
+    interpreter_pool: ProcessPool,
+    called_function: Callable[..., T],
     arguments: tuple[Any, ...],
     timeout_seconds: float | None,
     export_folder: Path,
     on_poll: Callable[[], None] = lambda: None,
 ) -> T:
-    """Call `function(*arguments)`, which reads the export in `export_folder`, in the process of `pool`, and return the
-    result; raise StageFailed if it raised an error or took longer than `timeout_seconds` (None: no limit).
+    """Call `called_function(*arguments)`, which reads the export in `export_folder`, in the process of the pool, and
+    return the result; raise StageFailed if it raised an error or took longer than `timeout_seconds` (None: no limit).
 
     `on_poll` is called every few seconds until the function returns. If `on_poll` raises an error, the interpreter is
     stopped.
     """
     failure_prefix = f"export {export_folder} failed the check 'reload'"
-    result_future = pool.schedule(function, arguments, timeout=timeout_seconds)
-    with cleanup_on_error(pool.stop):
+    result_future = interpreter_pool.schedule(called_function, arguments, timeout=timeout_seconds)
+    with cleanup_on_error(interpreter_pool.stop):
         while not wait([result_future], _POLL_SECONDS).done:
             on_poll()
     try:

@@ -31,28 +31,28 @@ def open_model(stage: Stage) -> CausalLM:
         ModelError: the model, its tokenizer or its processor cannot be loaded.
         ConfigError: the model does not support a setting of the recipe.
     """
-    train, policy = stage.recipe.train, stage.recipe.policy
+    train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)
-    torch.use_deterministic_algorithms(train.deterministic)
-    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
+    torch.use_deterministic_algorithms(train_config.deterministic)
+    tokenizer = load_tokenizer(stage.model, policy_config.model_revision, policy_config.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # any token can pad, because masks are built from positions
     image_reader = open_image_reader(stage)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = open_mesh(policy.parallelism, device.type)
-    load_function = init_on_meta if mesh and not needs_base_weights(policy.lora) else load_model
-    if mesh and load_function is load_model:
+    mesh = open_mesh(policy_config.parallelism, device.type)
+    load_model_function = init_on_meta if mesh and not needs_base_weights(policy_config.lora) else load_model
+    if mesh and load_model_function is load_model:
         logger.info("every rank loads the whole model before it is split: policy.lora starts from its weights")
-    model = load_function(
+    model = load_model_function(
         stage.model,
-        revision=policy.model_revision,
-        dtype=getattr(torch, train.master_dtype),
-        device=torch.device("cpu") if train.fsdp_offload else device,
-        gradient_checkpointing=policy.model_gradient_checkpointing,
+        revision=policy_config.model_revision,
+        dtype=getattr(torch, train_config.master_dtype),
+        device=torch.device("cpu") if train_config.fsdp_offload else device,
+        gradient_checkpointing=policy_config.model_gradient_checkpointing,
     )
     move_buffers(model, device)
-    check_row_length(model.config, policy.model_max_length)
+    check_row_length(model.config, policy_config.model_max_length)
     prepared_folder = stage.data if stage.kind.reads_data == "prepared" else None
     stage_context = StageContext(stage.recipe, stage.kind)
     has_validation_completions = stage_context.measures_held_out_rows and stage.recipe.has_validation_completions
@@ -62,21 +62,25 @@ def open_model(stage: Stage) -> CausalLM:
     ):
         logger.warning("%s", rows_warning)
     enable_flash_attention_3()
-    if policy.enable_liger_kernel:
+    if policy_config.enable_liger_kernel:
         patch_with_liger(model)
     if stage.kind.trains_model:  # other stages load a model into which the adapter of `policy.lora` is already merged
-        mark_trained_weights(model, policy)
-        if train.fp8.enable_fp8:
-            enable_fp8_if_supported(model, train.fp8)
-    train = train.copy_with(compile=stage.recipe.should_compile_blocks(device.type) and policy.parallelism.tp_size == 1)
-    if train.compile:
+        mark_trained_weights(model, policy_config)
+        if train_config.fp8.enable_fp8:
+            enable_fp8_if_supported(model, train_config.fp8)
+    train_config = train_config.copy_with(
+        compile=stage.recipe.should_compile_blocks(device.type) and policy_config.parallelism.tp_size == 1
+    )
+    if train_config.compile:
         report_compilations(stage.progress)
         compile_blocks(model)
     pixel_limits = image_settings(stage.recipe).pixels if image_reader else ()
-    processor_contents = processor_files(stage.model, policy.model_revision, policy.chat_template, pixel_limits)
-    load_balancing = load_balancing_settings(model, policy.aux_loss_coeff) if stage.kind.trains_model else None
-    input_processing = make_input_processing(tokenizer, model, image_reader, processor_contents)
-    return CausalLM(model, train, input_processing, mesh, load_balancing)
+    processor_file_contents = processor_files(
+        stage.model, policy_config.model_revision, policy_config.chat_template, pixel_limits
+    )
+    load_balancing = load_balancing_settings(model, policy_config.aux_loss_coeff) if stage.kind.trains_model else None
+    input_processing = make_input_processing(tokenizer, model, image_reader, processor_file_contents)
+    return CausalLM(model, train_config, input_processing, mesh, load_balancing)
 
 
 def open_image_reader(stage: Stage) -> ImageReader | None:

@@ -23,26 +23,26 @@ def open_model(stage: Stage) -> Denoiser:
         ModelError: the model is not a pipeline of a supported family, or cannot be loaded.
         ConfigError: the model does not support a setting of the recipe.
     """
-    train, policy = stage.recipe.train, stage.recipe.policy
+    train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)
-    torch.use_deterministic_algorithms(train.deterministic)
+    torch.use_deterministic_algorithms(train_config.deterministic)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    family = open_pipeline(stage.model, policy, device)
-    mesh = open_mesh(policy.parallelism, device.type)
+    family = open_pipeline(stage.model, policy_config, device)
+    mesh = open_mesh(policy_config.parallelism, device.type)
     if mesh and mesh.cp:
         family.check_context_parallel_size(mesh.cp.size())
     if mesh:
         logger.info("every rank loads the whole denoiser before it is split")
-    model = family.load_denoiser(getattr(torch, train.master_dtype))
-    model.to(torch.device("cpu") if train.fsdp_offload else device)
+    model = family.load_denoiser(getattr(torch, train_config.master_dtype))
+    model.to(torch.device("cpu") if train_config.fsdp_offload else device)
     move_buffers(model, device)
-    recompute_activations(model, policy.model_gradient_checkpointing)
+    recompute_activations(model, policy_config.model_gradient_checkpointing)
     if stage.kind.trains_model:
-        mark_trained_weights(model, policy, family.lora_targets)
+        mark_trained_weights(model, policy_config, family.lora_targets)
     if stage.recipe.should_compile_blocks(device.type):
         report_compilations(stage.progress)
         compile_blocks(model)
-    adapter = Denoiser(model, family, train, mesh)
-    adapter.model_class = policy.model_class
+    adapter = Denoiser(model, family, train_config, mesh)
+    adapter.model_class = policy_config.model_class
     return adapter

@@ -44,7 +44,7 @@ _GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.s
 """Arguments of `varlen_attn` for grouped-query attention; empty for older versions of torch."""
 
 _MAX_SHORT_SEQUENCE_TOKENS = 16
-"""Maximum length of sequences that are padded to a power of two. Longer sequences form fewer, larger batches."""
+"""Maximum length of sequences that are padded to a power of two; `round_up_length` pads longer sequences."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ def can_merge_prompts(model: PreTrainedModel, root_modules: Sequence[Any], dtype
         return False
     if _compute_device(model).type != "cpu" or is_without_weight_data(model) or has_dropout(model):
         return False
-    prompt, *continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
-    id_rows = [np.concatenate([prompt, continuation]) for continuation in continuations]
+    prompt, *prompt_continuations = _random_rows(model, (7, *_PROBE_LENGTHS))
+    id_rows = [np.concatenate([prompt, continuation]) for continuation in prompt_continuations]
     merged_row = collate_shared_prompts(id_rows, [((0, 1), len(prompt))], 0, lambda length: length)
     with _evaluation_mode(model, dtype):
         separate_outputs = _compute_probe_outputs(model, root_modules, collate_rows(id_rows, 0, is_packed=True).inputs)
@@ -124,7 +124,7 @@ def packed_attention(
     sequence_bounds, window_size = kwargs.get("sequence_bounds"), kwargs.get("sliding_window")
     if sequence_bounds is None and not (window_size and attention_mask is None and query.shape[2] == key.shape[2]):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    dropout_rate, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+    dropout_rate, attention_scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     is_gqa = query.shape[1] != key.shape[1]
     if sequence_bounds is not None and query.device.type == _VARLEN_DEVICE:
         qkv_states = _cast_to_autocast(query), _cast_to_autocast(key), _cast_to_autocast(value)
@@ -140,7 +140,7 @@ def packed_attention(
         if num_prompt_tokens:
             mask = query.new_ones(length, key.shape[2], dtype=torch.bool).tril(num_prompt_tokens)
         output_BKPD = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout_rate, is_causal=mask is None, scale=scaling,
+            query, key, value, attn_mask=mask, dropout_p=dropout_rate, is_causal=mask is None, scale=attention_scale,
             enable_gqa=is_gqa,
         )  # fmt: skip
         return output_BKPD.transpose(1, 2)
@@ -214,17 +214,19 @@ def _make_attention_mask(make_full_mask: Callable[..., Tensor | None], *args: An
     return make_full_mask(*args, **kwargs) if has_padding or has_cache else None
 
 
-def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+def _per_sequence_attention(
+    sequence_bounds: SequenceBounds | None, attention_fn: Callable[..., Tensor], *qkv: Tensor
+) -> Tensor:
     """Compute the attention of each sequence of a packed row with `attention_fn`; the shape of queries, keys and values
     is batch B, heads K, positions P, head size D.
 
-    If `bounds` is None, the row is one sequence. A sequence with a shared prompt also attends to the prompt. Sequences
-    of similar length, whose prompts have equal lengths, form a batch, padded on the right, which causal attention
-    ignores. `Tensor.split` divides the row, because the gradient of an indexed slice would be as large as the row.
+    If `sequence_bounds` is None, the row is one sequence. A sequence with a shared prompt also attends to the prompt.
+    Sequences of similar length, whose prompts have equal lengths, form a batch, padded on the right, which causal
+    attention ignores. `Tensor.split` divides the row: the gradient of an indexed slice would be as large as the row.
     """
-    if bounds is None:
+    if sequence_bounds is None:
         return attention_fn(*qkv)
-    lengths, prompt_indices = np.diff(bounds.boundaries).tolist(), bounds.prompt_indices
+    lengths, prompt_indices = np.diff(sequence_bounds.boundaries).tolist(), sequence_bounds.prompt_indices
     split_states = [state.squeeze(0).split(lengths, dim=1) for state in qkv]  # per sequence: (heads, tokens, head size)
     indices_by_lengths: dict[tuple[int, int], list[int]] = {}
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -245,24 +247,24 @@ def _per_sequence_attention(bounds: SequenceBounds | None, attention_fn: Callabl
 
 
 def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
-    """Pad queries, keys or values (heads, tokens, features) of sequences to `length` tokens, and stack them. The
-    sequences are sorted by length."""
+    """Pad queries, keys or values (heads, tokens, features) of sequences to `length`, and stack them. Sorted sequences
+    of equal length are stacked at once."""
     stacks = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
     stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
 
 
 def _sliding_window_mask(length: int, window_size: int, device: torch.device) -> Tensor:
-    """Return the causal mask of a sliding window, (positions, positions): True where the query (row) attends to the key
-    (column)."""
+    """Return the causal mask of a sliding window: True where the query of the row attends to the key of the column."""
     token_distances = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (token_distances >= 0) & (token_distances < window_size)
 
 
 def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None:
     """Set the attention function of the language model, but not of a vision tower, which packs images differently."""
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
-    model.set_attn_implementation({keys[0]: attention_name} if keys else attention_name)
+    text_config = model.config.get_text_config()
+    config_keys = [key for key in model.config.sub_configs if getattr(model.config, key) is text_config]
+    model.set_attn_implementation({config_keys[0]: attention_name} if config_keys else attention_name)
 
 
 @contextmanager
@@ -271,7 +273,7 @@ def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
     whose packed attention ignores the window."""
     config_and_modules: list[Any] = [model.config.get_text_config(), *model.modules()]
     windowed_modules = [(module, getattr(module, "sliding_window", None)) for module in config_and_modules]
-    windowed_modules = [(module, size) for module, size in windowed_modules if size]
+    windowed_modules = [(module, original_size) for module, original_size in windowed_modules if original_size]
     try:
         for module, _ in windowed_modules:
             module.sliding_window = _PROBE_SLIDING_WINDOW
@@ -315,17 +317,17 @@ def _is_packing_exact(
     """
     id_rows = _random_rows(model, _PROBE_LENGTHS)
 
-    def compute_outputs(id_rows: Sequence[Any], *, packed: bool) -> Tensor:
-        probe_inputs = collate_rows(id_rows, 0, is_packed=packed).inputs
-        if not packed:  # the model computes positions itself, which may begin above 0
+    def compute_outputs(id_rows: Sequence[Any], *, is_packed: bool) -> Tensor:
+        probe_inputs = collate_rows(id_rows, 0, is_packed=is_packed).inputs
+        if not is_packed:  # the model computes positions itself, which may begin above 0
             del probe_inputs["position_ids"]
         return _compute_probe_outputs(model, root_modules, probe_inputs)
 
     with _shorten_sliding_windows(model), _evaluation_mode(model, dtype):
-        separate_outputs = torch.cat([compute_outputs([row], packed=False) for row in id_rows])
+        separate_outputs = torch.cat([compute_outputs([row], is_packed=False) for row in id_rows])
         _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
-            packed_outputs = compute_outputs(id_rows, packed=True)
+            packed_outputs = compute_outputs(id_rows, is_packed=True)
         except (TypeError, ValueError, RuntimeError, AttributeError):  # a model family may refuse packed inputs
             return False
     return is_close(packed_outputs, separate_outputs, dtype)

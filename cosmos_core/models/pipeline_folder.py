@@ -10,7 +10,7 @@ import torch
 
 from cosmos_core.models.model_files import locate_model, model_error, read_json, translate_load_errors
 
-MODEL_INDEX = "model_index.json"
+MODEL_INDEX_FILE = "model_index.json"
 _COMPONENT_LIBRARIES = ("diffusers", "transformers")
 _VARIANT_REGEX = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model(?:-[-\dof]+)?\.([a-z]\w*)[-.].*(?:safetensors|bin)")
 """Pattern of weight files of a variant, such as `model.fp16.safetensors`; its group is the name of the variant."""
@@ -30,16 +30,16 @@ class PipelineFolder:
             pipeline_class: Any = importlib.import_module("diffusers").DiffusionPipeline
             with translate_load_errors("pipeline", model):
                 self.path = Path(pipeline_class.download(model_source, **load_options))
-        self.model_index = read_json(self.path / MODEL_INDEX, model)
+        self.model_index = read_json(self.path / MODEL_INDEX_FILE, model)
         if not isinstance(self.model_index.get("_class_name"), str):
             remedy = "give a folder that DiffusionPipeline.save_pretrained wrote, or leave policy.is_diffusers out"
-            raise model_error(model, f"the folder has no {MODEL_INDEX} that names a pipeline; {remedy}")
+            raise model_error(model, f"the folder has no {MODEL_INDEX_FILE} that names a pipeline; {remedy}")
         for name in self.components:
             file_names = [file.name for file in (self.path / name).glob("*") if file.suffix in {".safetensors", ".bin"}]
             if file_names and all(map(_VARIANT_REGEX.fullmatch, file_names)):
-                variant = _VARIANT_REGEX.sub(r"\1", file_names[0])
+                variant_name = _VARIANT_REGEX.sub(r"\1", file_names[0])
                 problem = f"of {name!r} the folder has {file_names[0]} alone, the weights of a variant; save it anew"
-                remedy = f"DiffusionPipeline.from_pretrained(..., variant={variant!r}).save_pretrained(FOLDER)"
+                remedy = f"DiffusionPipeline.from_pretrained(..., variant={variant_name!r}).save_pretrained(FOLDER)"
                 raise model_error(model, f"{problem}: {remedy}")
 
     @property
@@ -66,11 +66,11 @@ class PipelineFolder:
         class is not in diffusers or transformers."""
         if name not in self.components:
             component_names = ", ".join(self.components) or "nothing"
-            raise model_error(self.model, f"{MODEL_INDEX} names no {name!r}; it has {component_names}")
+            raise model_error(self.model, f"{MODEL_INDEX_FILE} names no {name!r}; it has {component_names}")
         library, class_name = self.model_index[name]
         cls = getattr(importlib.import_module(library), class_name, None) if library in _COMPONENT_LIBRARIES else None
         if not isinstance(cls, type):
-            problem = f"{MODEL_INDEX} wants {library}.{class_name} for {name!r}, which is not installed"
+            problem = f"{MODEL_INDEX_FILE} wants {library}.{class_name} for {name!r}, which is not installed"
             raise model_error(self.model, problem)
         return cls
 
@@ -79,17 +79,17 @@ class PipelineFolder:
         weights, such as a scheduler, ignore `dtype`. Raise ModelError if files are missing or damaged, or lack
         tensors of the class."""
         cls = self.component_class(name)
-        is_module = issubclass(cls, torch.nn.Module)
-        load_options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if is_module else {}
+        has_weights = issubclass(cls, torch.nn.Module)
+        load_options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True} if has_weights else {}
         with translate_load_errors(name, self.model):
             component = cls.from_pretrained(str(self.path), subfolder=name, local_files_only=True, **load_options)
-        if not is_module:
+        if not has_weights:
             return component
-        module, loading_info = component
+        component_module, loading_info = component
         if missing_keys := sorted(map(str, loading_info["missing_keys"])):
             problem = f"{len(missing_keys)} tensors of {name!r} are missing from the files, first {missing_keys[0]!r}"
             raise model_error(self.model, f"{problem}; copy it again")
-        return module.eval()
+        return component_module.eval()
 
     def build_component(self, name: str) -> Any:
         """Return the component `name` built from its configuration without weights, on the default device; raise
@@ -100,7 +100,7 @@ class PipelineFolder:
 
     def settings(self, name: str) -> dict[str, Any]:
         """Return the configuration of the component `name` without building it; empty if it has no configuration."""
-        for file in (f"{name}_config.json", "config.json"):
-            if settings := read_json(self.path / name / file, self.model):
+        for file_name in (f"{name}_config.json", "config.json"):
+            if settings := read_json(self.path / name / file_name, self.model):
                 return settings
         return {}

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cosmos_core.config.schema.train import TrainConfig
-from cosmos_core.models.base import LossFn, MicroBatchRunner
-from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer, RequestedOutputs
+from cosmos_core.models.base import LossFn, MicroBatchRunner, OutputSpec
+from cosmos_core.models.scorer import LOGPROBS_ONLY, LogprobScorer
 from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import extract_pipeline_stage, num_stages, stages_of_rank
@@ -39,7 +39,7 @@ class StageModule(nn.Module):
         """Dtype of hidden states between stages, stored because `model.dtype` changes while FSDP gathers weights."""
         self.batches: Sequence[Any] = ()
         """Micro-batches of the current call of `PipelineRunner.run`."""
-        self.request, self.num_tokens = LOGPROBS_ONLY, 0
+        self.output_request, self.num_tokens = LOGPROBS_ONLY, 0
         """Outputs to compute for the current micro-batches, and number of tokens P of the longest micro-batch."""
         self.output_names: list[str] = []
         """Names of the outputs of the last pipeline stage, stored because torch's schedules pass only tensors."""
@@ -56,17 +56,17 @@ class StageModule(nn.Module):
     def forward(self, *hidden_PH: Tensor, batch_index: Tensor) -> Any:
         """Return the hidden states PH or, from the last pipeline stage, the outputs of the scorer."""
         batch = self.batches[int(batch_index)]
-        ids_shape = batch.inputs["input_ids"].shape
-        inputs = dict(batch.inputs)
+        token_ids_shape = batch.inputs["input_ids"].shape
+        model_inputs = dict(batch.inputs)
         if hidden_PH:
-            inputs["inputs_embeds"] = hidden_PH[0][: ids_shape.numel()].view(*ids_shape, -1)
-        with forward_context(self._train_config, batch.scored_N.device):
+            model_inputs["inputs_embeds"] = hidden_PH[0][: token_ids_shape.numel()].view(*token_ids_shape, -1)
+        with forward_context(self._train_config, batch.scored_index_N.device):
             if self.is_last_stage:
-                outputs = self.scorer.score_batch(batch, self.request, self._logprob_dtype, inputs)
+                outputs = self.scorer.score_batch(batch, self.output_request, self._logprob_dtype, model_inputs)
                 self.output_names = list(outputs)
                 return tuple(outputs.values())
-            hidden_BTH = self.scorer.compute_hidden_states(inputs)
-        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, self.num_tokens - ids_shape.numel())).to(self.hidden_dtype)
+            hidden_BTH = self.scorer.compute_hidden_states(model_inputs)
+        return pad(hidden_BTH.flatten(0, 1), (0, 0, 0, self.num_tokens - token_ids_shape.numel())).to(self.hidden_dtype)
 
 
 class PipelineRunner(MicroBatchRunner):
@@ -75,7 +75,7 @@ class PipelineRunner(MicroBatchRunner):
     def __init__(self, model: PreTrainedModel, config: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pp is not None
         self._model, self._parallelism = model, mesh.parallelism
-        self._device = torch.device(mesh.dp.device_type)  # with `fsdp_offload`, `model.device` is the CPU
+        self._device = torch.device(mesh.dp.device_type)  # `model.device` may be the CPU (`fsdp_offload`)
         self._pipeline_group, self._num_stages = mesh.pp.get_group(), num_stages(model, mesh.parallelism)
         self.root_modules: list[StageModule] = [
             StageModule(extract_pipeline_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, config, dtype)
@@ -89,28 +89,29 @@ class PipelineRunner(MicroBatchRunner):
     def num_micro_batches(self, num_batches: int, max_rows: int) -> int:
         """Return the number of micro-batches to run, including empty ones: torch's schedules require a number of
         micro-batches per pass that is divisible by the number of pipeline ranks."""
-        num_passes = self._num_pipeline_passes(num_batches, max_rows)
-        return num_passes * self._round_up_to_ranks(-(-num_batches // num_passes))
+        num_pipeline_passes = self._num_pipeline_passes(num_batches, max_rows)
+        return num_pipeline_passes * self._round_up_to_ranks(-(-num_batches // num_pipeline_passes))
 
     def run(
-        self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: RequestedOutputs, max_rows: int
+        self, batch_builders: Sequence[Callable[[], Any]], loss_fn: LossFn, output_request: OutputSpec, max_rows: int
     ) -> None:
         """Run micro-batches through the pipeline, in passes of at most `max_rows` rows."""
-        micro_batches = [build_batch() for build_batch in batches]
+        micro_batches = [build_batch() for build_batch in batch_builders]
         num_tokens = max(batch.inputs["input_ids"].numel() for batch in micro_batches)
-        batches_per_pass = len(micro_batches) // self._num_pipeline_passes(len(micro_batches), max_rows)
+        num_batches_per_pass = len(micro_batches) // self._num_pipeline_passes(len(micro_batches), max_rows)
 
         def compute_loss(stage_outputs: Any, batch_index: Tensor) -> Tensor | None:
             output_tensors = stage_outputs if isinstance(stage_outputs, tuple) else (stage_outputs,)
-            named_outputs = dict(zip(self.root_modules[-1].output_names, output_tensors, strict=True))
-            return loss_fn(micro_batches[int(batch_index)], named_outputs)
+            outputs_by_name = dict(zip(self.root_modules[-1].output_names, output_tensors, strict=True))
+            return loss_fn(micro_batches[int(batch_index)], outputs_by_name)
 
         for stage_module in self.root_modules:
-            stage_module.batches, stage_module.request, stage_module.num_tokens = micro_batches, request, num_tokens
+            stage_module.batches, stage_module.output_request = micro_batches, output_request
+            stage_module.num_tokens = num_tokens
         # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
-        schedule = self._build_schedule(batches_per_pass, num_tokens, compute_loss)
+        schedule = self._build_schedule(num_batches_per_pass, num_tokens, compute_loss)
         run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        for batch_indices in torch.arange(len(micro_batches)).split(batches_per_pass):
+        for batch_indices in torch.arange(len(micro_batches)).split(num_batches_per_pass):
             run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
         for stage_module in self.root_modules:
             stage_module.batches = ()
@@ -128,7 +129,7 @@ class PipelineRunner(MicroBatchRunner):
         """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
         hidden_dtype, hidden_size = self.root_modules[0].hidden_dtype, self._model.config.hidden_size
         meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=hidden_dtype, device="meta", requires_grad=True)
-        stages: list[Any] = [
+        pipeline_stages: list[Any] = [
             PipelineStage(
                 stage_module, stage_module.stage_index, self._num_stages, self._device, group=self._pipeline_group,
                 input_args=(meta_hidden_PH,) if stage_module.stage_index else (),
@@ -138,5 +139,5 @@ class PipelineRunner(MicroBatchRunner):
         ]  # fmt: skip
         schedule_options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss_fn, "scale_grads": False}
         if self._parallelism.pp_schedule == "Interleaved1F1B":
-            return ScheduleInterleaved1F1B(stages, **schedule_options)
-        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](stages[0], **schedule_options)
+            return ScheduleInterleaved1F1B(pipeline_stages, **schedule_options)
+        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](pipeline_stages[0], **schedule_options)

@@ -26,7 +26,7 @@ PROCESSOR_FILES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"
 )  # fmt: skip
 """Names of the files of a processor, except for the files of its tokenizer, such as `chat_template.jinja`."""
-_PIXEL_LIMIT_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+_SIZE_KEY_BY_PIXEL_LIMIT = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 PixelLimits = Sequence[tuple[str, int]]
@@ -53,7 +53,7 @@ def processor_files(
         settings.pop("chat_template", None)
         content_by_name[PROCESSOR_FILES[0]] = json.dumps(settings, indent=2).encode()
     if pixel_limits and (processor := load_processor(model, revision, pixel_limits)) is not None:
-        size_settings = {key: getattr(processor.image_processor.size, key) for key in _PIXEL_LIMIT_KEYS.values()}
+        size_settings = {key: getattr(processor.image_processor.size, key) for key in _SIZE_KEY_BY_PIXEL_LIMIT.values()}
         for name in content_by_name.keys() & PROCESSOR_FILES[:2]:
             settings = json.loads(content_by_name[name])
             # The image settings are a table of processor_config.json, or the whole of preprocessor_config.json.
@@ -84,12 +84,12 @@ def load_processor(model: str, revision: str | None = None, pixel_limits: PixelL
         return None
     if processor.chat_template is None:  # older models have the template only in tokenizer_config.json
         processor.chat_template = processor.tokenizer.chat_template
-    for key, pixel_limit in pixel_limits:
+    for limit_name, pixel_limit in pixel_limits:
         # Only processors with `merge_size` interpret pixel limits as numbers of pixels; others as lengths of edges.
         if not hasattr(processor.image_processor, "merge_size"):
             name = type(processor).__name__
-            raise ConfigError(f"custom.vision.{key} = {pixel_limit}: {name} has no such setting; leave it out")
-        setattr(processor.image_processor.size, _PIXEL_LIMIT_KEYS[key], pixel_limit)
+            raise ConfigError(f"custom.vision.{limit_name} = {pixel_limit}: {name} has no such setting; leave it out")
+        setattr(processor.image_processor.size, _SIZE_KEY_BY_PIXEL_LIMIT[limit_name], pixel_limit)
     return processor
 
 
@@ -101,13 +101,13 @@ def image_token_text(processor: ProcessorMixin) -> str:
 def _load_processor_without_video(cls: Any, model_source: str, load_options: dict[str, Any]) -> ProcessorMixin:
     """Load a processor for images and videos without its video processor, which would require torchvision."""
 
-    def check_component(self: Any, name: str, component: Any) -> Any:
-        is_video = name == "video_processor"
-        return None if is_video else cls.check_argument_for_proper_class(self, name, component)
+    def check_component(self: Any, name: str, processor_component: Any) -> Any:
+        is_video_processor = name == "video_processor"
+        return None if is_video_processor else cls.check_argument_for_proper_class(self, name, processor_component)
 
     overridden_methods = {
         "check_argument_for_proper_class": check_component,
-        "apply_chat_template": ProcessorMixin.apply_chat_template,  # the method of SmolVLM reads its video processor
+        "apply_chat_template": ProcessorMixin.apply_chat_template,  # SmolVLM's own method needs a video processor
     }
     subclass: Any = type(cls.__name__, (cls,), overridden_methods)
     processor_settings, _ = cls.get_processor_dict(model_source, **load_options)
@@ -131,16 +131,16 @@ class ImageReader:
         """Return the key of a row; only rows with equal keys form a micro-batch. Rows with and without images are
         separate, because all ranks must enter the vision tower together. In a model with cross-attention to images,
         tokens before the first image attend to all images of the batch, so the key is the number of images."""
-        is_cross_attending = "cross_attention_mask" in self._processor.model_input_names
-        return len(sample.images) if is_cross_attending else min(len(sample.images), 1)
+        has_cross_attention = "cross_attention_mask" in self._processor.model_input_names
+        return len(sample.images) if has_cross_attention else min(len(sample.images), 1)
 
     def num_tokens_before_images(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before the first image token. A policy may sample image tokens although there is
         no image; such a completion is truncated before its first image token."""
         if not token_ids:
             return 0
-        [is_image_token] = self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist()
-        return is_image_token.index(True) if True in is_image_token else len(is_image_token)
+        [image_token_flags] = self._mark_image_tokens(torch.tensor([list(token_ids)])).bool().tolist()
+        return image_token_flags.index(True) if True in image_token_flags else len(image_token_flags)
 
     def make_image_inputs(self, rows: Sequence[Sample], input_ids_BT: Tensor) -> dict[str, Tensor]:
         """Return the model inputs, by name, for the images of rows with equal batching keys and the padded token ids
@@ -150,26 +150,26 @@ class ImageReader:
         texts = [image_token_text(self._processor) * len(sample_images) for sample_images in images]
         inputs: dict[str, Any] = dict(self._processor(text=texts, images=images, padding=True, return_tensors="pt"))
         processed_ids_BT, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
-        processed_mask_BT, mask_BT = self._mark_image_tokens(processed_ids_BT), self._mark_image_tokens(input_ids_BT)
-        if not torch.equal(processed_mask_BT.sum(-1), mask_BT.sum(-1)):
+        processed_image_mask_BT = self._mark_image_tokens(processed_ids_BT)
+        image_mask_BT = self._mark_image_tokens(input_ids_BT)
+        if not torch.equal(processed_image_mask_BT.sum(-1), image_mask_BT.sum(-1)):
             raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
         for name in ("mm_token_type_ids", "token_type_ids"):
             token_type_ids = inputs.pop(name, None)
-            if token_type_ids is not None and torch.equal(token_type_ids, processed_mask_BT):
-                inputs[name] = mask_BT
+            if token_type_ids is not None and torch.equal(token_type_ids, processed_image_mask_BT):
+                inputs[name] = image_mask_BT
         if "cross_attention_mask" in inputs:
             inputs["cross_attention_mask"] = self._cross_attention_mask(rows, inputs, input_ids_BT.shape[1])
         return inputs
 
-    def _mark_image_tokens(self, ids_BT: Tensor) -> Tensor:
+    def _mark_image_tokens(self, token_ids_BT: Tensor) -> Tensor:
         """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
         # The method of the base class is called, because the override in Idefics3 needs the lengths of images.
-        token_types = ProcessorMixin.create_mm_token_type_ids(self._processor, ids_BT.tolist())
+        token_types = ProcessorMixin.create_mm_token_type_ids(self._processor, token_ids_BT.tolist())
         return torch.as_tensor(token_types, dtype=torch.int64)
 
     def _cross_attention_mask(self, rows: Sequence[Sample], inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
-        """Return a mask of the image tiles to which each of the T = `num_tokens` tokens attends: (B, T, images,
-        tiles)."""
+        """Return a mask of the image tiles to which `num_tokens` tokens attend: (rows, tokens, images, tiles)."""
         from transformers.models.mllama.processing_mllama import (
             convert_sparse_cross_attention_mask_to_dense,
             get_cross_attention_token_mask,

@@ -55,9 +55,9 @@ def recompute_activations(model: Any, recompute_mode: RecomputeMode) -> None:
         logger.warning("policy.model_gradient_checkpointing has no effect, every activation is kept: %s", error)
 
 
-def _choose_checkpoint_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    should_keep = operation in _ATTENTION_OPERATIONS
+def _choose_checkpoint_policy(checkpoint_context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    should_save = operation in _ATTENTION_OPERATIONS
     if operation in _MATRIX_PRODUCTS:
         left_matrix, right_matrix = args[-2:]
-        should_keep = right_matrix.shape[-1] <= left_matrix.shape[-1]
-    return CheckpointPolicy.MUST_SAVE if should_keep else CheckpointPolicy.PREFER_RECOMPUTE
+        should_save = right_matrix.shape[-1] <= left_matrix.shape[-1]
+    return CheckpointPolicy.MUST_SAVE if should_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -31,13 +31,13 @@ class Sana(DiffusionModel):
         """Encode prompts to text inputs of the denoiser. As in a call of the pipeline, an instruction is put before
         each prompt, except before an empty prompt."""
         call_parameters = inspect.signature(type(self.pipeline).__call__).parameters
-        instruction = call_parameters["complex_human_instruction"].default
+        prompt_instruction = call_parameters["complex_human_instruction"].default
         encoded_prompts = []
         with self._working("text_encoder"):
             for prompt in prompts:
                 embedding_1LD, mask_1L, _, _ = self.pipeline.encode_prompt(
                     [prompt], False, device=self.device, max_sequence_length=self.config.max_prompt_length,
-                    complex_human_instruction=instruction if prompt else None,
+                    complex_human_instruction=prompt_instruction if prompt else None,
                 )  # fmt: skip
                 encoded_prompts.append((embedding_1LD.cpu(), mask_1L.cpu()))
         embeddings_BLD, mask_BL = (torch.cat(tensors) for tensors in zip(*encoded_prompts, strict=True))

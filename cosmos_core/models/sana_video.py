@@ -36,8 +36,8 @@ class SanaVideo(Sana):
         return video_compression_factors(self.folder.settings("vae"))
 
     def call_settings(self, *size: Any, **settings: Any) -> dict[str, Any]:
-        arguments = super().call_settings(*size, **settings)
-        return arguments | {"frames": arguments.pop("num_frames")}
+        call_arguments = super().call_settings(*size, **settings)
+        return call_arguments | {"frames": call_arguments.pop("num_frames")}
 
     def check_context_parallel_size(self, size: int) -> None:
         """Accept any number of context-parallel ranks, because each rank gets whole frames."""
@@ -69,14 +69,14 @@ def latent_channel_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor
     return channel_statistics[0], channel_statistics[1]
 
 
-def video_compression_factors(settings: dict[str, Any]) -> tuple[int, int]:
+def video_compression_factors(vae_settings: dict[str, Any]) -> tuple[int, int]:
     """Return from the settings of a VAE how many frames, and how many pixels per side, a latent position covers."""
-    temporal_factor = settings.get("scale_factor_temporal") or settings.get("temporal_compression_ratio")
-    spatial_factor = settings.get("scale_factor_spatial") or settings.get("spatial_compression_ratio")
+    temporal_factor = vae_settings.get("scale_factor_temporal") or vae_settings.get("temporal_compression_ratio")
+    spatial_factor = vae_settings.get("scale_factor_spatial") or vae_settings.get("spatial_compression_ratio")
     if temporal_factor and spatial_factor:
         return int(temporal_factor), int(spatial_factor)
-    downsamples_time = settings.get("temperal_downsample") or []
-    return 2 ** sum(downsamples_time), 2 ** len(downsamples_time)
+    downsamples_time_by_block = vae_settings.get("temperal_downsample") or []
+    return 2 ** sum(downsamples_time_by_block), 2 ** len(downsamples_time_by_block)
 
 
 FAMILY = SanaVideo

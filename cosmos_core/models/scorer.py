@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from cosmos_core.models import balance
 from cosmos_core.models.length_rounding import pad_for_kernel
 
-PROBE_TOKENS = 8
+NUM_PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
-_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS_IN_MEMORY = 64 << 20, 1 << 30, 64
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _MEMORY_CHUNK_RATIO = 64 << 20, 1 << 30, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def default_chunk_bytes(device: torch.device) -> int:
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     total_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
-    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _CHUNKS_IN_MEMORY).bit_length() - 1)))
+    return min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, 1 << ((total_memory // _MEMORY_CHUNK_RATIO).bit_length() - 1)))
 
 
 class LogprobScorer(nn.Module):
@@ -72,7 +72,7 @@ class LogprobScorer(nn.Module):
         super().__init__()
         self.model = model
         self._chunk_bytes = chunk_bytes
-        self._has_plain_head: bool | None = None
+        self._are_logits_plain_head_output: bool | None = None
         """Whether head(body(x)) equals the model's own logits; None: not tested before the first call."""
         self.num_token_ids: int | None = None
         """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
@@ -83,40 +83,40 @@ class LogprobScorer(nn.Module):
     def forward(
         self,
         inputs: dict[str, Any],
-        scored_N: Tensor,
+        scored_index_N: Tensor,
         *,
-        request: RequestedOutputs = LOGPROBS_ONLY,
+        output_request: RequestedOutputs = LOGPROBS_ONLY,
         dtype: torch.dtype = torch.float32,
         loss_gradient_N: Tensor | None = None,
         top_ids_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return outputs of the selected tokens by name: `logprobs` N and, as requested in `request`, `entropy` N,
+        """Return outputs of the selected tokens by name: `logprobs` N and, as `output_request` says, `entropy` N,
         `top_logprobs` and `top_ids` NK, `is_argmax` N (1 or 0).
 
         Args:
             inputs: inputs of the model, with `input_ids` BT. If an earlier pipeline stage computed embeddings: also
                 `inputs_embeds` BTH, which the model reads instead. If rows continue on another rank: also
-                `shift_labels` BT, the next token of each token; `scored_N` are then indices in the flat BT grid.
-            scored_N: indices of the selected tokens in the flat BS grid of predicted tokens: index b * S + s is token
-                s + 1 of row b, conditioned on the tokens before it.
-            request: the outputs and their temperature.
+                `shift_labels` BT, the next token of each token; `scored_index_N` are then indices in the flat BT grid.
+            scored_index_N: indices of the selected tokens in the flat BS grid of predicted tokens: index b * S + s is
+                token s + 1 of row b, conditioned on the tokens before it.
+            output_request: the outputs and their temperature.
             dtype: dtype of the log-softmax.
             loss_gradient_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
                 time, but changes no result.
-            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `request.top_k`, such as the
-                most likely ids of a teacher.
+            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `output_request.top_k`, such
+                as the most likely ids of a teacher.
         """
         has_shifted_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_shifted_labels else inputs["input_ids"][:, 1:]
-        labels_N = labels_BS.reshape(-1)[scored_N]
+        labels_N = labels_BS.reshape(-1)[scored_index_N]
         hidden_BTH, head, auxiliary_loss = self._run_without_head(inputs)
         hidden_BSH = hidden_BTH if has_shifted_labels else hidden_BTH[:, :-1]
-        hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_N]
+        hidden_NH = hidden_BSH.reshape(-1, hidden_BTH.shape[-1])[scored_index_N]
         max_chunk_bytes = self._chunk_bytes or default_chunk_bytes(hidden_NH.device)
         num_token_ids = min(self.num_token_ids or self.vocab_size, self.vocab_size)
-        num_top_ids = min(request.top_k, num_token_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
+        num_top_ids = min(output_request.top_k, num_token_ids) if top_ids_NK is None else top_ids_NK.shape[-1]
         chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
-        chunk_scorer = _ChunkScorer(head, request, num_top_ids, num_token_ids, dtype, chunk_size)
+        chunk_scorer = _ChunkScorer(head, output_request, num_top_ids, num_token_ids, dtype, chunk_size)
         if loss_gradient_N is not None:
             loss_gradient_N = loss_gradient_N.to(dtype)  # dtype in which `_ChunkedScoring.backward` compares gradients
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
@@ -124,11 +124,11 @@ class LogprobScorer(nn.Module):
         return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
 
     def score_batch(
-        self, batch: Any, request: RequestedOutputs, dtype: torch.dtype, inputs: dict[str, Any] | None = None
+        self, batch: Any, output_request: RequestedOutputs, dtype: torch.dtype, inputs: dict[str, Any] | None = None
     ) -> dict[str, Tensor]:
         """Return the requested outputs for a `TokenBatch`; `inputs` replaces its model inputs unless it is None."""
         return self(
-            inputs or batch.inputs, batch.scored_N, request=request, dtype=dtype,
+            inputs or batch.inputs, batch.scored_index_N, output_request=output_request, dtype=dtype,
             loss_gradient_N=batch.loss_gradient_N, top_ids_NK=batch.top_ids_NK,
         )  # fmt: skip
 
@@ -146,18 +146,18 @@ class LogprobScorer(nn.Module):
     def _run_without_head(self, inputs: dict[str, Any]) -> tuple[Tensor, _OutputHead, dict[str, Tensor]]:
         """Return the hidden states, the head, and the load-balancing loss by name (empty if disabled). If the model's
         logits are not head(body(x)), return the logits and an identity head."""
-        if self._has_plain_head is None:
-            self._has_plain_head = self._test_head_matches_logits(inputs["input_ids"].device)
-        called_module = self.model.base_model if self._has_plain_head else self.model
-        settings = self.load_balancing if torch.is_grad_enabled() else None
-        router_options = {"output_router_logits": True} if settings else {}
+        if self._are_logits_plain_head_output is None:
+            self._are_logits_plain_head_output = self._test_head_matches_logits(inputs["input_ids"].device)
+        called_module = self.model.base_model if self._are_logits_plain_head_output else self.model
+        balance_settings = self.load_balancing if torch.is_grad_enabled() else None
+        router_options = {"output_router_logits": True} if balance_settings else {}
         model_output = called_module(**_select_model_inputs(inputs), use_cache=False, **router_options)
         auxiliary_loss: dict[str, Tensor] = {}
-        if settings:
-            sequence_index_M, num_sequences = inputs[balance.SEQUENCE_INDEX_KEY], int(inputs[balance.NUM_SEQUENCES_KEY])
-            loss = balance.load_balancing_loss(settings, model_output.router_logits, sequence_index_M, num_sequences)
+        if balance_settings:
+            sequence_inputs = inputs[balance.SEQUENCE_INDEX_KEY], int(inputs[balance.NUM_SEQUENCES_KEY])
+            loss = balance.load_balancing_loss(balance_settings, model_output.router_logits, *sequence_inputs)
             auxiliary_loss = {balance.LOAD_BALANCING_OUTPUT: loss}
-        if not self._has_plain_head:
+        if not self._are_logits_plain_head_output:
             return model_output.logits, _OutputHead(None, lambda logits: logits), auxiliary_loss
         return model_output.last_hidden_state, self._output_head, auxiliary_loss
 
@@ -179,21 +179,21 @@ class LogprobScorer(nn.Module):
     @torch.no_grad()
     def _test_head_matches_logits(self, device: torch.device) -> bool:
         """Return True if head(body(x)) equals the model's own logits for a few tokens on `device`."""
-        head = self.model.get_output_embeddings()
-        if head is None or self.model.base_model is self.model:
+        output_head = self.model.get_output_embeddings()
+        if output_head is None or self.model.base_model is self.model:
             return False
         if is_without_weight_data(self.model):
             return True
         was_training = self.model.training
         self.model.eval()  # disables dropout, which would change the logits
-        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
+        token_ids = torch.arange(1, NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
         # The autocast cache is disabled, because a recomputation in a later pass would not find the cached casts.
         with _open_autocast(device, _autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
             model_output = self.model.base_model(input_ids=token_ids, use_cache=False)
             hidden_states = getattr(model_output, "last_hidden_state", None)
             self.model.train(was_training)
-            if hidden_states is None or hidden_states.shape[-1] != head.weight.shape[-1]:
+            if hidden_states is None or hidden_states.shape[-1] != output_head.weight.shape[-1]:
                 return False
             logits = self._output_head(hidden_states, {})
         is_same_shape = expected_logits.shape == logits.shape
@@ -256,7 +256,7 @@ class _ChunkScorer:
     """Settings and formulas of `_ChunkedScoring`: outputs of a chunk, and gradient of the loss for its logits."""
 
     head: _OutputHead
-    request: RequestedOutputs
+    output_request: RequestedOutputs
     num_top_ids: int
     """Number K of token ids whose log-probabilities are returned for each token; 0: none are returned."""
     num_token_ids: int
@@ -268,13 +268,19 @@ class _ChunkScorer:
     @property
     def output_names(self) -> list[str]:
         """Return the names of the outputs in the order of their computation."""
-        top_outputs = ["top_logprobs", "top_ids"] * bool(self.num_top_ids) + ["is_argmax"] * self.request.is_argmax
-        return ["logprobs", *["entropy"] * bool(self.request.entropy), *top_outputs]
+        optional_names = ["top_logprobs", "top_ids"] * bool(self.num_top_ids) + [
+            "is_argmax"
+        ] * self.output_request.is_argmax
+        return ["logprobs", *["entropy"] * bool(self.output_request.entropy), *optional_names]
 
     @property
     def differentiable_outputs(self) -> set[str]:
         """Return the names of the outputs through which gradients flow."""
-        return set(self.output_names) - {"top_ids", "is_argmax", *(["entropy"] * (self.request.entropy != "gradient"))}
+        return set(self.output_names) - {
+            "top_ids",
+            "is_argmax",
+            *(["entropy"] * (self.output_request.entropy != "gradient")),
+        }
 
     def chunk_slices(self, num_tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
@@ -287,8 +293,8 @@ class _ChunkScorer:
     def scale_logits(self, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits MV of a chunk, divided by the temperature, and their logsumexp M1."""
         logits_MV = logits_MV.detach().to(self.dtype)
-        if self.request.temperature != 1.0:
-            logits_MV = logits_MV / self.request.temperature
+        if self.output_request.temperature != 1.0:
+            logits_MV = logits_MV / self.output_request.temperature
         return logits_MV, logits_MV.logsumexp(-1, keepdim=True)
 
     def compute_outputs(
@@ -297,14 +303,14 @@ class _ChunkScorer:
         """Return the outputs of a chunk of tokens by name, from the results of `scale_logits`."""
         label_logits_M1 = logits_MV.gather(-1, labels_M.unsqueeze(-1))
         outputs = {"logprobs": (label_logits_M1 - logsumexp_M1).squeeze(-1)}
-        if self.request.entropy:
+        if self.output_request.entropy:
             logprobs_MV = logits_MV.log_softmax(-1)
             outputs["entropy"] = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
         if self.num_top_ids:
             if top_ids_MK is None:
                 top_ids_MK = logits_MV[:, : self.num_token_ids].topk(self.num_top_ids, dim=-1).indices
             outputs |= {"top_logprobs": logits_MV.gather(-1, top_ids_MK) - logsumexp_M1, "top_ids": top_ids_MK}
-        if self.request.is_argmax:
+        if self.output_request.is_argmax:
             outputs["is_argmax"] = (label_logits_M1.squeeze(-1) == logits_MV.amax(-1)).to(self.dtype)
         return outputs
 
@@ -336,7 +342,9 @@ class _ChunkScorer:
         gradient_MV.scatter_add_(-1, labels_M.unsqueeze(-1), logprob_gradient_M1)
         if "top_logprobs" in output_gradients and top_ids_MK is not None:
             gradient_MV.scatter_add_(-1, top_ids_MK, output_gradients["top_logprobs"])
-        return gradient_MV if self.request.temperature == 1.0 else gradient_MV.div_(self.request.temperature)
+        return (
+            gradient_MV if self.output_request.temperature == 1.0 else gradient_MV.div_(self.output_request.temperature)
+        )
 
 
 class _ChunkedScoring(torch.autograd.Function):
@@ -354,29 +362,29 @@ class _ChunkedScoring(torch.autograd.Function):
     ) -> Any:
         ctx.chunk_scorer, ctx.head_weights = chunk_scorer, head_weights
         ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
-        accumulator, output_names = None, chunk_scorer.output_names
+        grad_accumulator, output_names = None, chunk_scorer.output_names
         is_derivative_known = loss_gradient_N is not None and chunk_scorer.differentiable_outputs == {"logprobs"}
         if is_derivative_known and any(ctx.needs_input_grad):
-            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, head_weights, ctx.compute_dtype)
+            grad_accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, head_weights, ctx.compute_dtype)
         chunk_outputs: list[dict[str, Tensor]] = []
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
-            autocast_weights = {} if accumulator else chunk_scorer.head.make_autocast_weights(ctx.compute_dtype)
+            autocast_weights = {} if grad_accumulator else chunk_scorer.head.make_autocast_weights(ctx.compute_dtype)
             for chunk in chunk_scorer.chunk_slices(len(labels_N)):
                 labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
-                if accumulator:
-                    logits_MV = accumulator.compute_logits(chunk)
+                if grad_accumulator:
+                    logits_MV = grad_accumulator.compute_logits(chunk)
                 else:
                     logits_MV = chunk_scorer.compute_logits(hidden_NH[chunk], autocast_weights)
                 scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(logits_MV)
                 del logits_MV
                 chunk_outputs.append(chunk_scorer.compute_outputs(scaled_MV, logsumexp_M1, labels_M, top_ids_MK))
-                if accumulator and loss_gradient_N is not None:
+                if grad_accumulator and loss_gradient_N is not None:
                     chunk_gradients = {"logprobs": loss_gradient_N[chunk]}
-                    accumulator.add_chunk(
+                    grad_accumulator.add_chunk_gradients(
                         chunk_scorer.compute_logit_gradient(scaled_MV, logsumexp_M1, labels_M, chunk_gradients, None)
                     )
                 del scaled_MV, logsumexp_M1
-        ctx.precomputed_gradients = accumulator.total_gradients() if accumulator else None
+        ctx.precomputed_gradients = grad_accumulator.total_gradients() if grad_accumulator else None
         outputs = {
             name: _concatenate_chunks([outputs_M[name] for outputs_M in chunk_outputs], name, chunk_scorer, hidden_NH)
             for name in output_names
@@ -396,16 +404,16 @@ class _ChunkedScoring(torch.autograd.Function):
             return None, precomputed_gradients[0], None, None, None, *precomputed_gradients[1:]
         del precomputed_gradients
         with _open_autocast(hidden_NH.device, ctx.compute_dtype):
-            accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, ctx.head_weights, ctx.compute_dtype)
+            grad_accumulator = _GradientAccumulator(chunk_scorer, hidden_NH, ctx.head_weights, ctx.compute_dtype)
             for chunk in chunk_scorer.chunk_slices(len(labels_N)):
                 labels_M, top_ids_MK = labels_N[chunk], None if top_ids_NK is None else top_ids_NK[chunk]
-                scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(accumulator.compute_logits(chunk))
+                scaled_MV, logsumexp_M1 = chunk_scorer.scale_logits(grad_accumulator.compute_logits(chunk))
                 chunk_gradients = {name: gradients_by_name[name][chunk] for name in chunk_scorer.differentiable_outputs}
-                accumulator.add_chunk(
+                grad_accumulator.add_chunk_gradients(
                     chunk_scorer.compute_logit_gradient(scaled_MV, logsumexp_M1, labels_M, chunk_gradients, top_ids_MK)
                 )
                 del scaled_MV, logsumexp_M1
-        total_gradients = accumulator.total_gradients()
+        total_gradients = grad_accumulator.total_gradients()
         return None, total_gradients[0], None, None, None, *total_gradients[1:]
 
 
@@ -415,7 +423,7 @@ class _GradientAccumulator:
     def __init__(
         self, chunk_scorer: _ChunkScorer, hidden_NH: Tensor, head_weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> None:
-        self._chunk_scorer, self._hidden_NH, self._weights = chunk_scorer, hidden_NH, head_weights
+        self._chunk_scorer, self._hidden_NH, self._head_weights = chunk_scorer, hidden_NH, head_weights
         self._autocast_weights = chunk_scorer.head.make_autocast_weights(dtype)
         self._tensors_with_grad = chunk_scorer.head.differentiated_tensors(self._autocast_weights, head_weights)
         self._hidden_gradient = torch.empty_like(hidden_NH)
@@ -423,17 +431,17 @@ class _GradientAccumulator:
         self._has_many_chunks = len(hidden_NH) > chunk_scorer.chunk_size
 
     def compute_logits(self, chunk_slice: slice) -> Tensor:
-        """Return the logits of a chunk, and keep their autograd graph for `add_chunk`."""
-        self._current_chunk = chunk_slice
+        """Return the logits of a chunk, and keep their autograd graph for `add_chunk_gradients`."""
+        self._current_chunk_slice = chunk_slice
         self._hidden_MH = self._hidden_NH[chunk_slice].detach().requires_grad_()
         with torch.enable_grad():
             self._logits_MV = self._chunk_scorer.compute_logits(self._hidden_MH, self._autocast_weights)
         return self._logits_MV
 
-    def add_chunk(self, gradient_MV: Tensor) -> None:
+    def add_chunk_gradients(self, gradient_MV: Tensor) -> None:
         """Add the gradients of the newest chunk of tokens to those of the hidden states and of the head; `gradient_MV`
         is the gradient of the loss for the logits of the chunk: M tokens, V vocabulary entries."""
-        self._hidden_gradient[self._current_chunk], *weight_gradients = torch.autograd.grad(
+        self._hidden_gradient[self._current_chunk_slice], *weight_gradients = torch.autograd.grad(
             self._logits_MV, [self._hidden_MH, *self._tensors_with_grad], gradient_MV.to(self._logits_MV.dtype)
         )
         del self._logits_MV
@@ -441,15 +449,16 @@ class _GradientAccumulator:
             self._weight_gradients = [
                 # Gradients of many chunks are summed in float32, as half precision would lose small summands.
                 gradient.to(torch.promote_types(weight.dtype, torch.float32) if self._has_many_chunks else weight.dtype)
-                for gradient, weight in zip(weight_gradients, self._weights, strict=True)
+                for gradient, weight in zip(weight_gradients, self._head_weights, strict=True)
             ]
             return
         for total_gradient, gradient in zip(self._weight_gradients, weight_gradients, strict=True):
             total_gradient.add_(gradient)
 
     def total_gradients(self) -> tuple[Tensor, ...]:
-        weight_gradients = self._weight_gradients or [torch.zeros_like(weight) for weight in self._weights]
-        return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(weight_gradients, self._weights, strict=True)))
+        weights = self._head_weights
+        weight_gradients = self._weight_gradients or [torch.zeros_like(weight) for weight in weights]
+        return (self._hidden_gradient, *(t.to(w.dtype) for t, w in zip(weight_gradients, weights, strict=True)))
 
 
 def _concatenate_chunks(chunks: Sequence[Tensor], name: str, chunk_scorer: _ChunkScorer, hidden_NH: Tensor) -> Tensor:

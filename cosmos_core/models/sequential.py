@@ -18,15 +18,19 @@ ForwardFn = Callable[[Any, OutputSpec], dict[str, Tensor]]
 class SequentialRunner(MicroBatchRunner):
     """Runner of micro-batches through one root module; it needs no empty micro-batches."""
 
-    def __init__(self, root: nn.Module, forward_fn: ForwardFn, train_config: TrainConfig, device: torch.device) -> None:
-        self.root_modules = [root]
+    def __init__(
+        self, root_module: nn.Module, forward_fn: ForwardFn, train_config: TrainConfig, device: torch.device
+    ) -> None:
+        self.root_modules = [root_module]
         self._run_forward, self._train_config, self._device = forward_fn, train_config, device
 
-    def run(self, batches: Sequence[Callable[[], Any]], loss_fn: LossFn, request: OutputSpec, max_rows: int) -> None:
-        for build_batch in batches:
+    def run(
+        self, batch_builders: Sequence[Callable[[], Any]], loss_fn: LossFn, output_request: OutputSpec, max_rows: int
+    ) -> None:
+        for build_batch in batch_builders:
             batch = build_batch()
             with forward_context(self._train_config, self._device):
-                outputs = self._run_forward(batch, request)
+                outputs = self._run_forward(batch, output_request)
             loss = loss_fn(batch, outputs)
             if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]

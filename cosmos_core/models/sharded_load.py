@@ -118,8 +118,8 @@ def check_file_tensors(
     read. `on_progress` is called after each group of tensors."""
     if not Path(model).expanduser().is_dir():
         return ""
-    files, slicing_error = weight_files(model, revision)
-    slicing_error = slicing_error or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), files)
+    paths, slicing_error = weight_files(model, revision)
+    slicing_error = slicing_error or _plan_loading(network, model, revision, network.dtype, torch.device("meta"), paths)
     local_weight_files = (file for file in Path(model).expanduser().glob("*") if file.suffix in _WEIGHT_FILE_SUFFIXES)
     total_bytes = sum(file.stat().st_size for file in local_weight_files)
     if total_bytes > _MAX_CHECKED_BYTES:
@@ -133,22 +133,23 @@ def check_file_tensors(
 
 def _check_weight_values(network: PreTrainedModel, report_progress: Callable[[], None]) -> None:
     """Check the values of all weights in a loading plan; tied weights stay in memory until they are compared."""
-    plan, state, tied_tensors = _LOADING_PLANS.pop(network), network.state_dict(keep_vars=True), dict[int, Tensor]()
-    names_per_tensor = Counter(id(state[name]) for group in plan.tensor_groups for name in group.shapes)
-    for group in plan.tensor_groups:
+    loading_plan, state_dict = _LOADING_PLANS.pop(network), network.state_dict(keep_vars=True)
+    tensor_groups, tied_tensors = loading_plan.tensor_groups, dict[int, Tensor]()
+    name_counts = Counter(id(state_dict[name]) for tensor_group in tensor_groups for name in tensor_group.shapes)
+    for tensor_group in tensor_groups:
         target_tensors, loaded_tensors = dict[str, list[Tensor]](), set(tied_tensors.values())
-        for name in group.shapes:
-            key = id(state[name])
-            tensor = tied_tensors[key] if key in tied_tensors else torch.empty_like(state[name], device="cpu").detach()
+        for name in tensor_group.shapes:
+            meta_tensor, key = state_dict[name], id(state_dict[name])
+            tensor = tied_tensors[key] if key in tied_tensors else torch.empty_like(meta_tensor, device="cpu").detach()
             target_tensors[name] = [tensor]
-            if names_per_tensor[key] > 1:
+            if name_counts[key] > 1:
                 tied_tensors[key] = tensor
         try:
-            _read_tensor_group(group, target_tensors, network, loaded_tensors)
+            _read_tensor_group(tensor_group, target_tensors, network, loaded_tensors)
         except (ModelError, SafetensorError, OSError) as error:
             if is_machine_error(error):
                 raise
-            raise model_error(plan.model, str(error)) from error
+            raise model_error(loading_plan.model, str(error)) from error
         report_progress()
 
 
@@ -162,8 +163,8 @@ def load_shards(model: PreTrainedModel) -> None:
     error_message = None
     try:
         target_tensors, loaded_tensors = _allocate_shards(model, loading_plan.device), set[Tensor]()
-        for group in loading_plan.tensor_groups:
-            _read_tensor_group(group, target_tensors, model, loaded_tensors)
+        for tensor_group in loading_plan.tensor_groups:
+            _read_tensor_group(tensor_group, target_tensors, model, loaded_tensors)
     except (ModelError, SafetensorError, OSError) as error:
         if is_machine_error(error):  # lack of memory, a disk or network error: all ranks restart
             raise
@@ -185,13 +186,13 @@ def _plan_loading(
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
     if float32_names := list(network._get_dtype_plan(dtype)):
-        is_kept_float32 = build_glob_alternation(float32_names)[0].search
+        find_float32_name = build_glob_alternation(float32_names)[0].search
         for name, tensor in network.state_dict(keep_vars=True).items():
-            if tensor.is_floating_point() and is_kept_float32(name):
+            if tensor.is_floating_point() and find_float32_name(name):
                 tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
-        open_files = [safe_open(file, framework="pt") for file in weight_file_paths]
-        tensor_slices = {key: file.get_slice(key) for file in open_files for key in file.keys()}  # noqa: SIM118
+        open_weight_files = [safe_open(file, framework="pt") for file in weight_file_paths]
+        tensor_slices = {key: file.get_slice(key) for file in open_weight_files for key in file.keys()}  # noqa: SIM118
     tensor_groups, loading_info = _group_file_tensors(network, tensor_slices, model)
     missing_names = set(loading_info.missing_keys)
     loading_info.missing_keys -= {
@@ -220,7 +221,7 @@ def _group_file_tensors(
     weight_renamings = [conversion for conversion in weight_conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in weight_conversions if isinstance(conversion, WeightConverter)]
     converter_map = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    sources_by_weight: dict[str, tuple[_WeightTransform, list[_FileTensor]]] = {}
+    file_tensors_by_weight: dict[str, tuple[_WeightTransform, list[_FileTensor]]] = {}
     loading_info = LoadStateDictInfo(set(state_dict), set(), set(), [], {}, set())
     for key in sorted(tensor_slices, key=dot_natural_key):
         name, pattern = rename_source_key(key, weight_renamings, converters, network.base_model_prefix, state_dict)
@@ -231,10 +232,10 @@ def _group_file_tensors(
             loading_info.unexpected_keys |= {name.replace(target_patterns[0], target) for target in target_patterns}
             continue
         transform: _WeightTransform = copy.deepcopy(converter_map[pattern]) if pattern else WeightRenaming(key, name)
-        sources_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, tensor_slices[key]))
+        file_tensors_by_weight.setdefault(name, (transform, []))[1].append((key, pattern or key, tensor_slices[key]))
     network.__dict__["_weight_conversions"] = [conversion for conversion in weight_conversions if conversion.was_used()]
     tensor_groups = []
-    for name, (transform, file_tensors) in sources_by_weight.items():
+    for name, (transform, file_tensors) in file_tensors_by_weight.items():
         meta_tensors = [
             torch.empty(s.get_shape(), dtype=str_to_torch_dtype.get(s.get_dtype(), torch.float32), device="meta")
             for _, _, s in file_tensors
@@ -243,11 +244,11 @@ def _group_file_tensors(
             converted_weights = _convert_tensors(name, transform, file_tensors, meta_tensors, network, loading_info)
         except SkipParameters:
             raise unmergeable_tensors_error(model) from None
-        shapes = {key: tensor.shape for key, tensor in converted_weights.items()}
-        tensor_groups.append(_TensorGroup(transform, file_tensors, shapes))
-        loading_info.missing_keys -= shapes.keys()
-        loading_info.unexpected_keys |= {key for key in shapes if key not in state_dict}
-        for key, shape in shapes.items():
+        weight_shapes = {key: tensor.shape for key, tensor in converted_weights.items()}
+        tensor_groups.append(_TensorGroup(transform, file_tensors, weight_shapes))
+        loading_info.missing_keys -= weight_shapes.keys()
+        loading_info.unexpected_keys |= {key for key in weight_shapes if key not in state_dict}
+        for key, shape in weight_shapes.items():
             if key in state_dict and shape != state_dict[key].shape:
                 loading_info.mismatched_keys.add((key, tuple(shape), tuple(state_dict[key].shape)))  # type: ignore[arg-type]
     return tensor_groups, loading_info
@@ -270,39 +271,39 @@ def _convert_tensors(
 
 
 def _read_tensor_group(
-    group: _TensorGroup, targets: Mapping[str, Sequence[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
+    tensor_group: _TensorGroup, shards: Mapping[str, list[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Read the weights of a group into the tensors `targets` (this rank's shards, by name). Tensors in `loaded_tensors`
-    are already filled, and are compared instead."""
-    local_tensors = {name: [t for t in targets.get(name, ()) if local_shard(t).numel()] for name in group.shapes}
+    """Read the weights of a group into `shards`, this rank's tensors by name. Tensors in `loaded_tensors` already have
+    values, which are compared with the files instead."""
+    local_tensors = {name: [t for t in shards.get(name, ()) if local_shard(t).numel()] for name in tensor_group.shapes}
     if not any(local_tensors.values()):
         return
-    file_tensors, first_row = group.file_tensors, 0
-    if isinstance(group.transform, WeightRenaming):
+    file_tensors, transform, first_row = tensor_group.file_tensors, tensor_group.transform, 0
+    if isinstance(transform, WeightRenaming):
         converted_weights: dict[str, Any] = dict.fromkeys(local_tensors, file_tensors[0][2])
     else:
-        if _is_expert_stack(group):
-            local_rows = shard_bounds(next(iter(local_tensors.values()))[0])[0]
+        if _is_expert_stack(tensor_group):
+            expert_rows = shard_bounds(next(iter(local_tensors.values()))[0])[0]
             tensors_by_pattern: dict[str, list[_FileTensor]] = {}
             for file_tensor in file_tensors:  # the tensors of a pattern are in the order of the experts
                 tensors_by_pattern.setdefault(file_tensor[1], []).append(file_tensor)
-            file_tensors = [t for expert_tensors in tensors_by_pattern.values() for t in expert_tensors[local_rows]]
-            first_row = local_rows.start
+            file_tensors = [t for expert_tensors in tensors_by_pattern.values() for t in expert_tensors[expert_rows]]
+            first_row = expert_rows.start
         readers = [partial(tensor_slice.__getitem__, ...) for _, _, tensor_slice in file_tensors]
-        converted_weights = _convert_tensors(next(iter(local_tensors)), group.transform, file_tensors, readers, model)
+        converted_weights = _convert_tensors(next(iter(local_tensors)), transform, file_tensors, readers, model)
     for name, tensors in local_tensors.items():
         for tensor in tensors:
-            _copy_shard(name, tensor, converted_weights[name], first_row, is_already_filled=tensor in loaded_tensors)
+            _copy_shard(name, tensor, converted_weights[name], first_row, should_compare=tensor in loaded_tensors)
             loaded_tensors.add(tensor)
 
 
-def _is_expert_stack(group: _TensorGroup) -> bool:
+def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
     """Return True if a group of tensors of the files, one per expert, is loaded as one weight of stacked experts."""
-    operations = list(getattr(group.transform, "operations", ()))
-    if len(group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
+    operations = list(getattr(tensor_group.transform, "operations", ()))
+    if len(tensor_group.shapes) > 1 or not isinstance(operations[0], MergeModulelist) or operations[0].dim != 0:
         return False
-    (shape,) = group.shapes.values()
-    num_tensors_by_pattern = Counter(pattern for _, pattern, _ in group.file_tensors)
+    (shape,) = tensor_group.shapes.values()
+    num_tensors_by_pattern = Counter(pattern for _, pattern, _ in tensor_group.file_tensors)
     return all(map(_keeps_first_dim, operations[1:])) and set(num_tensors_by_pattern.values()) == {shape[0]}
 
 
@@ -312,18 +313,18 @@ def _keeps_first_dim(operation: Any) -> bool:
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
-def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, is_already_filled: bool) -> None:
-    """Copy this rank's shard of `full_tensor` to `tensor` or, if `is_already_filled`, compare them. `full_tensor` is a
+def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, should_compare: bool) -> None:
+    """Copy this rank's shard of `full_tensor` to `tensor` or, if `should_compare`, compare them. `full_tensor` is a
     tensor or a slice of a file; it begins with row `first_row` of the whole weight."""
     shard_slices = shard_bounds(tensor)
     if first_row:
         shard_slices = (slice(shard_slices[0].start - first_row, shard_slices[0].stop - first_row), *shard_slices[1:])
-    shard_values, local_tensor = full_tensor[shard_slices or ...], local_shard(tensor).detach()
-    if not is_already_filled:
-        local_tensor.copy_(shard_values)
+    loaded_values, local_tensor = full_tensor[shard_slices or ...], local_shard(tensor).detach()
+    if not should_compare:
+        local_tensor.copy_(loaded_values)
         if problem := describe_nonfinite_values(name, local_tensor):
             raise ModelError(problem)
-    elif not torch.equal(local_tensor, shard_values.to(local_tensor)):
+    elif not torch.equal(local_tensor, loaded_values.to(local_tensor)):
         raise ModelError(
             f"config.json ties {name} to a tensor that has other values in the files; they do not belong together"
         )

@@ -31,59 +31,59 @@ _TEACHER_TRAIN_SETTINGS = (
 )  # fmt: skip
 
 
-def open_teacher(teacher: DistillationConfig, recipe: Recipe, policy: ModelAdapter) -> CausalLM:
+def open_teacher(distillation_config: DistillationConfig, recipe: Recipe, policy_adapter: ModelAdapter) -> CausalLM:
     """Load the teacher model of a distillation, sharded over the mesh of the policy.
 
     Raises:
         ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
         ConfigError: rows of the recipe are longer than the teacher supports.
     """
-    tokenizer = policy.tokenizer
-    check_vocabulary(teacher, tokenizer)
-    teacher_train_config = make_teacher_train_config(teacher, recipe.train)
+    tokenizer = policy_adapter.tokenizer
+    check_vocabulary(distillation_config, tokenizer)
+    teacher_train_config = make_teacher_train_config(distillation_config, recipe.train)
     with name_teacher_in_errors():
-        load_function = init_on_meta if policy.mesh else load_model
-        model = load_function(
-            teacher.model_name_or_path,
-            revision=teacher.model_revision,
+        load_model_function = init_on_meta if policy_adapter.mesh else load_model
+        model = load_model_function(
+            distillation_config.model_name_or_path,
+            revision=distillation_config.model_revision,
             dtype=getattr(torch, teacher_train_config.master_dtype),
-            device=torch.device("cpu") if teacher_train_config.fsdp_offload else policy.device,
+            device=torch.device("cpu") if teacher_train_config.fsdp_offload else policy_adapter.device,
         )
-        move_buffers(model, policy.device)
+        move_buffers(model, policy_adapter.device)
         model.requires_grad_(False)
         check_row_length(model.config, recipe.policy.model_max_length)
-        return CausalLM(model, teacher_train_config, make_input_processing(tokenizer, model), policy.mesh)
+        return CausalLM(model, teacher_train_config, make_input_processing(tokenizer, model), policy_adapter.mesh)
 
 
-def check_teacher(teacher: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check a teacher model as `open_teacher` does, but without reading its weights, and return the line of `cosmos
-    check` about the teacher."""
-    check_vocabulary(teacher, tokenizer)
+def check_teacher(distillation_config: DistillationConfig, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Check a teacher as `open_teacher` does, but without its weights, and return its line for `cosmos check`."""
+    check_vocabulary(distillation_config, tokenizer)
     with name_teacher_in_errors():
-        config = load_config(teacher.model_name_or_path, teacher.model_revision)
+        config = load_config(distillation_config.model_name_or_path, distillation_config.model_revision)
         check_row_length(config, recipe.policy.model_max_length)
-        check_weights(teacher.model_name_or_path)
+        check_weights(distillation_config.model_name_or_path)
     return f"teacher {(config.architectures or [type(config).__name__])[0]}"
 
 
-def check_vocabulary(teacher: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_vocabulary(distillation_config: DistillationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError if a token of the policy has another id in the teacher, which may have additional tokens."""
+    model = distillation_config.model_name_or_path
     with name_teacher_in_errors():
-        teacher_ids = load_tokenizer(teacher.model_name_or_path, teacher.model_revision).get_vocab()
+        teacher_ids = load_tokenizer(model, distillation_config.model_revision).get_vocab()
     policy_ids = tokenizer.get_vocab()
     if differing_tokens := [token for token, token_id in policy_ids.items() if teacher_ids.get(token) != token_id]:
-        first_token = min(differing_tokens, key=lambda token: policy_ids[token])
-        mismatch_text = f"is {teacher_ids[first_token]}" if first_token in teacher_ids else "does not exist"
+        example_token = min(differing_tokens, key=lambda token: policy_ids[token])
+        teacher_id_text = f"is {teacher_ids[example_token]}" if example_token in teacher_ids else "does not exist"
         raise ModelError(
-            f"{TEACHER_RECIPE_KEY} = {teacher.model_name_or_path!r}: {len(differing_tokens)} of {len(policy_ids)} "
-            f"tokens of the policy have another id in its tokenizer or none: {first_token!r} is "
-            f"{policy_ids[first_token]} here and {mismatch_text} there; take a teacher of the policy's family"
+            f"{TEACHER_RECIPE_KEY} = {model!r}: {len(differing_tokens)} of {len(policy_ids)} "
+            f"tokens of the policy have another id in its tokenizer or none: {example_token!r} is "
+            f"{policy_ids[example_token]} here and {teacher_id_text} there; take a teacher of the policy's family"
         )
 
 
-def make_teacher_train_config(teacher: DistillationConfig, train_config: TrainConfig) -> TrainConfig:
+def make_teacher_train_config(distillation_config: DistillationConfig, train_config: TrainConfig) -> TrainConfig:
     """Return the training settings of the recipe with the dtypes and the sharding settings of the teacher."""
-    teacher_settings = {name: getattr(teacher, name) for name in _TEACHER_TRAIN_SETTINGS}
+    teacher_settings = {name: getattr(distillation_config, name) for name in _TEACHER_TRAIN_SETTINGS}
     return train_config.copy_with(**teacher_settings, fp8=FP8Config(), compile=False)
 
 

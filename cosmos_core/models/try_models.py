@@ -27,7 +27,7 @@ from cosmos_core.data.rendering import is_turn_missing, make_list_contents
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import EXIT_OK, EXIT_PREEMPTED, CosmosError, ModelError, first_line
 from cosmos_core.models.model_files import locate_model, translate_load_errors
-from cosmos_core.models.pipeline_folder import MODEL_INDEX
+from cosmos_core.models.pipeline_folder import MODEL_INDEX_FILE
 
 ResponseFn = Callable[[str, int], str]
 """Function from a prompt and its number to the completion of a model, or to the name of the generated image file."""
@@ -47,86 +47,85 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     with suppress(ModelError):  # without a processor of its images, the model still completes text
         template_renderer = load_processor(model) or tokenizer
     loaded_model = load_model(model, dtype=select_dtype(device), device=device)
-    conversation: list[dict[str, Any]] = add_system_turn([], system_prompt)
+    chat_turns: list[dict[str, Any]] = add_system_turn([], system_prompt)
     sampling_options: dict[str, Any] = {"do_sample": bool(temperature)}
     if temperature:
         sampling_options["temperature"] = temperature
 
     def render_turns(turns: list[dict[str, Any]]) -> Any:
-        text = template_renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        rendered_text = template_renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         # Templates of some vision models expect a list as content of a turn, and render nothing for a string.
-        if template_renderer is not tokenizer and is_turn_missing(turns[-1], text):
+        if template_renderer is not tokenizer and is_turn_missing(turns[-1], rendered_text):
             turns = make_list_contents(turns)
-            text = template_renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            rendered_text = template_renderer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tokenizer(rendered_text, add_special_tokens=False, return_tensors="pt")
 
     def generate_response(prompt: str, prompt_index: int) -> str:
-        conversation.append({"role": "user", "content": prompt})
+        chat_turns.append({"role": "user", "content": prompt})
         if template_renderer.chat_template:
             try:
-                tokenized_prompt = render_turns(conversation)
+                tokenized_prompt = render_turns(chat_turns)
             except TemplateError:  # the template refuses a system turn, so merge it into another turn
-                tokenized_prompt = render_turns([*propose_merged_turns(conversation)][-1])
+                tokenized_prompt = render_turns([*propose_merged_turns(chat_turns)][-1])
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(prompt_index)
         input_names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()  # some tokenizers make no mask
-        inputs = {name: tokenized_prompt[name].to(device) for name in input_names}
+        model_inputs = {name: tokenized_prompt[name].to(device) for name in input_names}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output_ids = loaded_model.generate(  # type: ignore[operator]
-            **inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_options
+            **model_inputs, max_new_tokens=max_tokens, pad_token_id=pad_token_id, **sampling_options
         )
-        completion = tokenizer.decode(output_ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        conversation.append({"role": "assistant", "content": completion})
+        completion = tokenizer.decode(output_ids[0, model_inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        chat_turns.append({"role": "assistant", "content": completion})
         return str(completion)
 
     return generate_response
 
 
-def open_image_generator(model: str, name: str, device: torch.device) -> ResponseFn:
+def open_image_generator(model: str, file_prefix: str, device: torch.device) -> ResponseFn:
     """Return a function that writes the generated image of a prompt to the current folder; raise ModelError if the
     pipeline cannot be loaded, or draws videos. Every model gets the same noise."""
     from cosmos_core.models.diffusion import DiffusionModel
     from cosmos_core.models.pipeline_folder import PipelineFolder
 
-    folder = PipelineFolder(model)
-    call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
-    if {"frames", "num_frames"} & call_parameters.keys():
+    pipeline_folder = PipelineFolder(model)
+    pipeline_call_parameters = inspect.signature(pipeline_folder.pipeline_class.__call__).parameters
+    if {"frames", "num_frames"} & pipeline_call_parameters.keys():
         raise ModelError(f"{model}: this pipeline draws videos; cosmos try shows text and images")
     try:
-        pipeline = DiffusionModel.load_pipeline(folder, select_dtype(device)).to(device)
+        pipeline = DiffusionModel.load_pipeline(pipeline_folder, select_dtype(device)).to(device)
     except (ImportError, OSError, ValueError, AttributeError, KeyError) as error:
         # A package of a component, such as the guardrail of Cosmos, or a file of the pipeline is missing.
         remedy = "" if isinstance(error, ImportError) else "; export it again"
         raise ModelError(f"{model}: the pipeline cannot be loaded: {first_line(error)}{remedy}") from error
 
     pipeline.set_progress_bar_config(disable=True)
-    call_settings: dict[str, Any] = {}
-    if "use_resolution_binning" in call_parameters:  # by default, SANA always generates 1024 x 1024 pixels
+    pipeline_call_settings: dict[str, Any] = {}
+    if "use_resolution_binning" in pipeline_call_parameters:  # by default, SANA always generates 1024 x 1024 pixels
         image_size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
-        call_settings = {"height": image_size, "width": image_size, "use_resolution_binning": False}
+        pipeline_call_settings = {"height": image_size, "width": image_size, "use_resolution_binning": False}
 
     def generate_response(prompt: str, prompt_index: int) -> str:
-        image_file = f"{Path(name).name}-{prompt_index}.png"
-        generator = torch.Generator("cpu").manual_seed(prompt_index)
-        pipeline(prompt=prompt, generator=generator, **call_settings).images[0].save(image_file)
+        image_file = f"{Path(file_prefix).name}-{prompt_index}.png"
+        noise_generator = torch.Generator("cpu").manual_seed(prompt_index)
+        pipeline(prompt=prompt, generator=noise_generator, **pipeline_call_settings).images[0].save(image_file)
         return image_file
 
     return generate_response
 
 
 def select_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of models on a device: float32 on a CPU, bfloat16 on a GPU, on which two models that
-    are compared must fit."""
+    """Return the dtype of models on a device: float32 on a CPU, bfloat16 on a GPU, so that two models fit on it."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _is_pipeline(model: str) -> bool:
     """Return True if a folder or Hub id is a diffusers pipeline; raise ModelError if it cannot be read."""
     model_source, load_options = locate_model(model, None)
-    with translate_load_errors(MODEL_INDEX, model):
+    with translate_load_errors(MODEL_INDEX_FILE, model):
         load_options["_raise_exceptions_for_missing_entries"] = False
-        return bool(cached_file(str(model_source), MODEL_INDEX, **load_options))
+        return bool(cached_file(str(model_source), MODEL_INDEX_FILE, **load_options))
 
 
 def _read_prompts(prompt: str) -> Iterator[str]:
@@ -149,8 +148,7 @@ def _respond(name: str, generate_response: ResponseFn, prompt: str, prompt_index
 
 
 def main() -> int:
-    """Print the responses of all models to each prompt and return the exit code; on an error, print one line to
-    standard error."""
+    """Print the responses of all models to each prompt, or one line about an error, and return the exit code."""
     program_options, models = json.loads(sys.argv[1]), sys.argv[2:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(highlight=False, markup=False, emoji=False)
@@ -164,13 +162,13 @@ def main() -> int:
             for model_index, (model, name, system_prompt) in enumerate(models_with_settings)
         ]
         for prompt_index, prompt in zip(count(), _read_prompts(program_options["prompt"]), strict=False):
-            names_and_functions = zip(program_options["names"], response_functions, strict=True)
-            responses = [_respond(*pair, prompt, prompt_index) for pair in names_and_functions]
-            if len(responses) == 1:
-                console.print(responses[0], soft_wrap=True)
+            named_response_functions = zip(program_options["names"], response_functions, strict=True)
+            model_responses = [_respond(*pair, prompt, prompt_index) for pair in named_response_functions]
+            if len(model_responses) == 1:
+                console.print(model_responses[0], soft_wrap=True)
             else:
                 response_table = Table(*program_options["names"], title=prompt, title_justify="left")
-                response_table.add_row(*responses)
+                response_table.add_row(*model_responses)
                 console.print(response_table)
     except CosmosError as error:
         sys.stderr.write(f"cosmos: {' '.join(str(error).split())}\n")

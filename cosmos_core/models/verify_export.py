@@ -52,10 +52,10 @@ _WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 _PROBE_INPUT_SHAPE = (2, 16)
 _PROBE_TEXT = "Is 12 + 7 = 19?\n  Déjà vu: ½ · 東京 🙂"
 _LOAD_TIMEOUT_SECONDS = 3000
-_RELATIVE_TOLERANCE = 1e-4
+_LOGIT_TOLERANCE = 1e-4
 """Maximum difference of logits as a fraction of the largest logit. Both processes compute in float32 with the same
 weights, but on different devices the order of sums may differ."""
-_MERGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
+_MERGE_TOLERANCE_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 """Maximum difference of logits for a merged adapter, by dtype of the weights, which merging rounds once more."""
 _MAX_MEMORY_FRACTION = 0.8
 """Fraction of the free memory that copies of the model may use; the page cache of the files needs the rest."""
@@ -103,10 +103,10 @@ def verify_export(
             first_layers = select_first_layers(model, dtype, int(available_memory * _MAX_MEMORY_FRACTION))
             with keep_first_layers(model, first_layers):
                 merged_logits_BTV = _compute_trainer_logits(model, dtype)
-                reloaded_logits_BTV, reloaded_tokenizer = _compute_reloaded_logits(model, folder, first_layers, pool)
+                reloaded_logits_BTV, tokenizer_description = _compute_reloaded_logits(model, folder, first_layers, pool)
         passed_checks.append(_compare_logits("reload", merged_logits_BTV, reloaded_logits_BTV, folder, first_layers))
         if tokenizer is not None:
-            if reloaded_tokenizer != _describe_tokenizer(tokenizer):
+            if tokenizer_description != _describe_tokenizer(tokenizer):
                 raise ProgramError(
                     f"export {folder} failed the check 'tokenizer': the reloaded one encodes {_PROBE_TEXT!r} "
                     "otherwise or has another chat template; save the tokenizer again from the base model"
@@ -143,15 +143,15 @@ def _check_files(
     Tensors at `float32_addresses` are not cast. Of the keys of a tied weight, one suffices."""
     file_names_by_key: dict[str, str] = {}
     differing_keys: list[str] = []
-    for file, key, tensor in iterate_tensors(export_folder):
-        file_names_by_key[key] = file.name
-        if (expected_tensor := expected_tensors.get(key)) is not None:
+    for tensor_file, tensor_key, tensor in iterate_tensors(export_folder):
+        file_names_by_key[tensor_key] = tensor_file.name
+        if (expected_tensor := expected_tensors.get(tensor_key)) is not None:
             should_cast = expected_tensor.is_floating_point() and expected_tensor.data_ptr() not in float32_addresses
             expected_tensor = expected_tensor.detach().to("cpu", dtype if should_cast else None)
-            differing_keys += [] if are_bits_equal(tensor, expected_tensor) else [key]
+            differing_keys += [] if are_bits_equal(tensor, expected_tensor) else [tensor_key]
     keys_by_storage: dict[tuple[int, torch.Size], set[str]] = {}
-    for key, tensor in expected_tensors.items():
-        keys_by_storage.setdefault((tensor.data_ptr(), tensor.shape), set()).add(key)
+    for tensor_key, tensor in expected_tensors.items():
+        keys_by_storage.setdefault((tensor.data_ptr(), tensor.shape), set()).add(tensor_key)
     missing_keys = sorted(min(keys) for keys in keys_by_storage.values() if not keys & file_names_by_key.keys())
     unexpected_keys = sorted(file_names_by_key.keys() - expected_tensors.keys())
     if missing_keys or unexpected_keys:
@@ -187,8 +187,8 @@ def _check_adapter(
 ) -> list[str]:
     """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
     the base model and the exported adapter."""
-    adapted_logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE[model.dtype]
-    tolerance = merge_tolerance if has_changed_base(model) else _RELATIVE_TOLERANCE
+    adapted_logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE_BY_DTYPE[model.dtype]
+    tolerance = merge_tolerance if has_changed_base(model) else _LOGIT_TOLERANCE
     adapter_folder = folder / ADAPTER_FOLDER
     reloaded_logits_BTV, _ = _compute_reloaded_logits(model, adapter_folder, first_layers, pool)
     return [
@@ -209,8 +209,9 @@ def _compute_reloaded_logits(
         if buffer.is_floating_point() and buffer.dtype != torch.float32
     }
     token_ids, num_threads = _make_probe_ids(model).numpy(), torch.get_num_threads()
-    request = LogitsRequest(token_ids, model.dtype, attention_name, num_threads, first_layers, buffer_dtypes)
-    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, (folder, request), _LOAD_TIMEOUT_SECONDS, folder)
+    logits_request = LogitsRequest(token_ids, model.dtype, attention_name, num_threads, first_layers, buffer_dtypes)
+    arguments = (folder, logits_request)
+    logits_BTV, tokenizer = call_in_interpreter(pool, compute_logits, arguments, _LOAD_TIMEOUT_SECONDS, folder)
     return torch.from_numpy(logits_BTV), tokenizer
 
 
@@ -226,14 +227,14 @@ def _compare_logits(
     reloaded_logits_BTV: torch.Tensor,
     export_folder: Path,
     first_layers: FirstLayers | None,
-    relative_tolerance: float = _RELATIVE_TOLERANCE,
+    logit_tolerance: float = _LOGIT_TOLERANCE,
 ) -> str:
-    """Return a text about a check that passed; raise an error if the logits differ by more than `relative_tolerance`
+    """Return a text about a check that passed; raise an error if the logits differ by more than `logit_tolerance`
     times the largest logit."""
     layer_text = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
         return f"{check_name}{layer_text}: bit-identical"
-    max_allowed_difference = relative_tolerance * float(trainer_logits_BTV.abs().max())
+    max_allowed_difference = logit_tolerance * float(trainer_logits_BTV.abs().max())
     is_same_shape = trainer_logits_BTV.shape == reloaded_logits_BTV.shape
     max_difference = float((trainer_logits_BTV - reloaded_logits_BTV).abs().max()) if is_same_shape else float("inf")
     if not max_difference <= max_allowed_difference:  # `not <=` instead of `>`, so that NaN fails too
@@ -248,17 +249,17 @@ def _compare_logits(
 @torch.no_grad()
 def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
-    float32_addresses = find_float32_weights(model, dtype)
+    float32_weight_addresses = find_float32_weights(model, dtype)
     float32_weights = {
-        name: (p if dtype is None or p.data_ptr() in float32_addresses else p.to(dtype)).float()
+        name: (p if dtype is None or p.data_ptr() in float32_weight_addresses else p.to(dtype)).float()
         for name, p in model.named_parameters()
     }
     was_training = model.training
     model.eval()
     try:
-        model_arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
+        forward_arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
         with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled for another device
-            model_output = torch.func.functional_call(model, float32_weights, kwargs=model_arguments)
+            model_output = torch.func.functional_call(model, float32_weights, kwargs=forward_arguments)
     finally:
         model.train(was_training)
     return model_output.logits.float().cpu()
@@ -279,29 +280,30 @@ def compute_logits(folder: Path, logits_request: LogitsRequest) -> tuple[np.ndar
     return logits_BTV.float().numpy(), tokenizer_description
 
 
-def _load_exported_model(folder: Path, request: LogitsRequest) -> Any:
-    config = truncate_config(AutoConfig.from_pretrained(folder), request.first_layers)
+def _load_exported_model(folder: Path, logits_request: LogitsRequest) -> Any:
+    first_layers, attention_name = logits_request.first_layers, logits_request.attention_name
+    config = truncate_config(AutoConfig.from_pretrained(folder), first_layers)
     model_and_loading_info: Any = select_auto_class(config).from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation=request.attention_name, output_loading_info=True
+        folder, config=config, dtype=torch.float32, attn_implementation=attention_name, output_loading_info=True
     )
     model, loading_info = model_and_loading_info
     unexpected_keys = map(str, loading_info["unexpected_keys"])
-    loading_info["unexpected_keys"] = [k for k in unexpected_keys if not is_layer_removed(k, request.first_layers)]
+    loading_info["unexpected_keys"] = [k for k in unexpected_keys if not is_layer_removed(k, first_layers)]
     if keys_by_problem := {name: sorted(map(str, keys)) for name, keys in loading_info.items() if keys}:
         raise StageFailed(f"transformers found {keys_by_problem}")
     return model
 
 
-def _load_with_adapter(folder: Path, request: LogitsRequest) -> Any:
+def _load_with_adapter(folder: Path, logits_request: LogitsRequest) -> Any:
     """Return the base model that an exported adapter names, with the adapter, in float32. The base model is loaded in
     the dtype of training first, so that its weights are rounded as in training."""
     adapter_config = PeftConfig.from_pretrained(str(folder))
-    base_model_name, revision = str(adapter_config.base_model_name_or_path), adapter_config.revision
-    config = truncate_config(AutoConfig.from_pretrained(base_model_name, revision=revision), request.first_layers)
+    base_name, revision = str(adapter_config.base_model_name_or_path), adapter_config.revision
+    config = truncate_config(AutoConfig.from_pretrained(base_name, revision=revision), logits_request.first_layers)
     model_class: Any = select_auto_class(config)
     base_model = model_class.from_pretrained(
-        base_model_name, config=config, revision=revision, dtype=request.dtype,
-        attn_implementation=request.attention_name,
+        base_name, config=config, revision=revision, dtype=logits_request.dtype,
+        attn_implementation=logits_request.attention_name,
         generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
         **make_dequantize_options(config),
     )  # fmt: skip
@@ -322,12 +324,12 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def are_bits_equal(tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
+def are_bits_equal(first_tensor: torch.Tensor, second_tensor: torch.Tensor) -> bool:
     """Return True if two tensors have the same dtype, shape and bits. Unlike in torch.equal, NaN equals the same NaN,
     and 0.0 does not equal -0.0."""
-    if tensor.dtype != other_tensor.dtype or tensor.shape != other_tensor.shape:
+    if first_tensor.dtype != second_tensor.dtype or first_tensor.shape != second_tensor.shape:
         return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other_tensor)))
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (first_tensor, second_tensor)))
 
 
 def format_names(names: list[str]) -> str:

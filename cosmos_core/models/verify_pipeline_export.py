@@ -102,19 +102,20 @@ def _check_images(
     export_dtype, probe_settings, num_threads = dtype or model.dtype, family.probe_settings(), torch.get_num_threads()
     with merge_adapter(model):
         policy_images = {"images": _generate_with_rounded_weights(family, model, export_dtype)}
-    requests = [ImageRequest(folder, None, probe_settings, export_dtype, model_class, num_threads)]
+    image_requests = [ImageRequest(folder, None, probe_settings, export_dtype, model_class, num_threads)]
     if has_lora_adapter(model):
         policy_images["adapter"] = _generate_with_rounded_weights(family, model, model.dtype)
-        base_path, adapter_path = family.folder.path, folder / ADAPTER_FOLDER
-        requests.append(ImageRequest(base_path, adapter_path, probe_settings, model.dtype, model_class, num_threads))
-    for (name, reference), image in zip(policy_images.items(), _generate_in_interpreter(requests), strict=True):
-        if not are_bits_equal(reference, image):
-            max_difference = float((reference - image).abs().max()) if reference.shape == image.shape else float("inf")
+        folders = family.folder.path, folder / ADAPTER_FOLDER
+        image_requests.append(ImageRequest(*folders, probe_settings, model.dtype, model_class, num_threads))
+    exported_images = _generate_in_interpreter(image_requests)
+    for (check_name, expected), image in zip(policy_images.items(), exported_images, strict=True):
+        if not are_bits_equal(expected, image):
+            max_difference = float((expected - image).abs().max()) if expected.shape == image.shape else float("inf")
             raise StageFailed(
-                f"export {folder} failed the check {name!r}: what a fresh interpreter draws differs by "
+                f"export {folder} failed the check {check_name!r}: what a fresh interpreter draws differs by "
                 f"{max_difference:.2g} from what the policy draws; it must not be used, run the stage again"
             )
-    return [f"{name}: bit-identical" for name in policy_images]
+    return [f"{check_name}: bit-identical" for check_name in policy_images]
 
 
 @torch.no_grad()
@@ -135,20 +136,20 @@ def _round_weights(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """Round the tensors of a model during the block, as diffusers does when it loads an export in `dtype`. diffusers
     converts some modules back to float32, and does not change tensors that are in no file."""
     named_tensors = [*model.named_parameters(), *model.named_buffers()]
-    original_values = {tensor: (tensor.data, tensor.requires_grad) for _, tensor in named_tensors}
-    float32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    original_tensor_state = {tensor: (tensor.data, tensor.requires_grad) for _, tensor in named_tensors}
+    float32_module_names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     is_half_precision = dtype in {torch.float16, torch.bfloat16}
-    saved_names = set(model.state_dict())
+    state_dict_names = set(model.state_dict())
     try:
         for name, tensor in named_tensors:
-            if not tensor.is_floating_point() or name not in saved_names:
+            if not tensor.is_floating_point() or name not in state_dict_names:
                 continue
-            is_kept_float32 = is_half_precision and bool(float32_modules & set(name.split(".")))
+            is_kept_float32 = is_half_precision and bool(float32_module_names & set(name.split(".")))
             tensor.data = tensor.data.to(dtype).to(torch.float32 if is_kept_float32 else dtype)
         _detach_and_align_tensors(model)
         yield
     finally:
-        for tensor, (original_data, requires_grad) in original_values.items():
+        for tensor, (original_data, requires_grad) in original_tensor_state.items():
             tensor.data, tensor.requires_grad = original_data, requires_grad
 
 
@@ -161,25 +162,26 @@ def _detach_and_align_tensors(model: Any) -> None:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
-def _generate_images(pipeline: Any, call_settings: dict[str, Any], **inputs: Any) -> Tensor:
+def _generate_images(pipeline: Any, call_settings: dict[str, Any], **text_inputs: Any) -> Tensor:
     """Return the image or clip that one call of a pipeline generates, with values from 0 to 1."""
     generator = torch.Generator().manual_seed(0)
-    images = pipeline(**inputs, **call_settings, generator=generator, output_type="pt", return_dict=False)[0]
+    images = pipeline(**text_inputs, **call_settings, generator=generator, output_type="pt", return_dict=False)[0]
     return images.float().cpu()  # type: ignore[no-any-return]
 
 
-def _generate_in_interpreter(requests: Sequence[ImageRequest]) -> list[Tensor]:
+def _generate_in_interpreter(image_requests: Sequence[ImageRequest]) -> list[Tensor]:
     """Return the images of the requests, generated in a fresh interpreter."""
+    export_folder = image_requests[0].folder
     with open_interpreter_pool() as pool:
-        images = call_in_interpreter(pool, generate_images, (requests,), _IMAGE_TIMEOUT_SECONDS, requests[0].folder)
+        images = call_in_interpreter(pool, generate_images, (image_requests,), _IMAGE_TIMEOUT_SECONDS, export_folder)
     return [torch.from_numpy(image) for image in images]
 
 
 @torch.no_grad()
 def generate_images(image_requests: Sequence[ImageRequest]) -> list[np.ndarray]:
-    """Return an image for each `ImageRequest`, generated by the diffusers pipeline in its folder, which is loaded as a
-    user would load it, with the adapter if the request has one."""
-    images = []
+    """Return an image for each `ImageRequest`. The diffusers pipeline in the folder of the request generates it, and is
+    loaded as a user would load it, with the adapter if the request has one."""
+    generated_images = []
     for image_request in image_requests:
         torch.set_num_threads(image_request.num_threads)
         folder = PipelineFolder(str(image_request.folder))
@@ -190,7 +192,7 @@ def generate_images(image_requests: Sequence[ImageRequest]) -> list[np.ndarray]:
             if not pipeline.get_active_adapters():
                 raise StageFailed("load_lora_weights attached nothing")
         _detach_and_align_tensors(getattr(pipeline, family.denoiser_name))
-        images.append(_generate_images(pipeline, image_request.call_settings, prompt=[_PROBE_PROMPT]).numpy())
+        generated_images.append(_generate_images(pipeline, image_request.call_settings, prompt=[_PROBE_PROMPT]).numpy())
         del pipeline  # the machine may have too little memory for two pipelines
         gc.collect()
-    return images
+    return generated_images

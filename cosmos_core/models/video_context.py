@@ -54,8 +54,7 @@ class ClipSharding:
         return all_tokens.narrow(token_dim, 0, self.num_tokens)
 
     def token_mask(self, like_tensor: Tensor) -> Tensor:
-        """Return a mask N over this rank's tokens: 1 for tokens, 0 for padding, in dtype and device of
-        `like_tensor`."""
+        """Return a mask N of this rank's tokens, 1 for tokens and 0 for padding, in the dtype of `like_tensor`."""
         position_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
         return (position_N < self.num_tokens).to(like_tensor.dtype)
 
@@ -93,7 +92,7 @@ def shard_blocks(
     clip_sharding: ClipSharding,
     token_dims: TokenDimByArgument,
     prepare_arguments: Callable[[dict[str, Any]], None],
-    dims_by_layer: Mapping[str, TokenDimByArgument],
+    token_dims_by_layer: Mapping[str, TokenDimByArgument],
 ) -> None:
     """Make the blocks of a denoiser process only this rank's tokens.
 
@@ -102,16 +101,16 @@ def shard_blocks(
         clip_sharding: distribution of tokens over ranks, which `prepare_arguments` sets.
         token_dims: token dimension of each argument of a block, except `hidden_states`.
         prepare_arguments: function that changes the arguments of a block, by name, before they are sharded.
-        dims_by_layer: token dimension of each sharded argument of layers after the blocks, by name of the layer.
+        token_dims_by_layer: token dimension of each sharded argument of layers after the blocks, by name of the layer.
     """
 
     def shard_arguments(arguments: dict[str, Any], token_dims: TokenDimByArgument) -> None:
         for name, dim in token_dims.items():
-            entry = arguments.get(name)
-            if isinstance(entry, tuple):
-                arguments[name] = tuple(clip_sharding.local_tokens(tuple_element, dim) for tuple_element in entry)
-            elif isinstance(entry, Tensor) and entry.ndim > dim and entry.shape[dim] == clip_sharding.num_tokens:
-                arguments[name] = clip_sharding.local_tokens(entry, dim)
+            argument, num_tokens = arguments.get(name), clip_sharding.num_tokens
+            if isinstance(argument, tuple):
+                arguments[name] = tuple(clip_sharding.local_tokens(tensor, dim) for tensor in argument)
+            elif isinstance(argument, Tensor) and argument.ndim > dim and argument.shape[dim] == num_tokens:
+                arguments[name] = clip_sharding.local_tokens(argument, dim)
 
     for block_index, block in enumerate(denoiser.transformer_blocks):
 
@@ -120,7 +119,7 @@ def shard_blocks(
             shard_arguments(arguments, {**token_dims, **({"hidden_states": 1} if is_first_block else {})})
 
         _register_argument_hook(block, prepare_and_shard)
-    for name, layer_token_dims in dims_by_layer.items():
+    for name, layer_token_dims in token_dims_by_layer.items():
         _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, token_dims=layer_token_dims))
     denoiser.proj_out.register_forward_hook(lambda module, args, output: clip_sharding.gather_tokens(output, 1))
 
@@ -215,10 +214,10 @@ def _project_output(attn: Any, states: Tensor) -> Tensor:
 
 def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[str, Any]], None]) -> None:
     """Let `change_arguments` modify the arguments, by name, before each call of a module."""
-    signature = inspect.signature(module.forward)
+    forward_signature = inspect.signature(module.forward)
 
     def argument_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        bound_arguments = signature.bind(*args, **kwargs)
+        bound_arguments = forward_signature.bind(*args, **kwargs)
         change_arguments(bound_arguments.arguments)
         return bound_arguments.args, bound_arguments.kwargs
 
@@ -231,16 +230,16 @@ class _ConcatenateOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group, ctx.num_local_tokens = dim, group, tensor.shape[dim]
-        rank_tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(rank_tensors, tensor.contiguous(), group=group)
-        return torch.cat(rank_tensors, dim)
+        tensors_by_rank = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(tensors_by_rank, tensor.contiguous(), group=group)
+        return torch.cat(tensors_by_rank, dim)
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> Any:
-        gradient = output_gradients[0].narrow(
+        local_gradient = output_gradients[0].narrow(
             ctx.dim, dist.get_rank(ctx.group) * ctx.num_local_tokens, ctx.num_local_tokens
         )
-        return gradient, None, None
+        return local_gradient, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):

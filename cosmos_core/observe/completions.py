@@ -14,11 +14,11 @@ from cosmos_core.run.tail import FileTail
 COMPLETIONS_FOLDER = "completions"
 
 
-def iter_completions(run: Path, stage: str, step: int | None, reward_order: str, max_count: int) -> Iterator[str]:
+def iter_completions(run_path: Path, stage: str, step: int | None, reward_order: str, max_count: int) -> Iterator[str]:
     """Yield completions of one train step as text, grouped by prompt or, if `reward_order` is set, sorted by reward.
 
     Args:
-        run: Folder of the run.
+        run_path: Folder of the run.
         stage: Name of a stage; empty: the last stage that has completions.
         step: Number of the train step; None: the newest step.
         reward_order: `best` or `worst` completions first; empty: order of the log.
@@ -27,15 +27,15 @@ def iter_completions(run: Path, stage: str, step: int | None, reward_order: str,
     Raises:
         ConfigError: the stage or the step does not exist.
     """
-    path = _find_stage_path(run, stage)
+    path = _find_stage_path(run_path, stage)
     completion_lines = _read_completions(path, step)
     if reward_order:
         completion_lines = [line for line in completion_lines if isinstance(line.get("reward"), int | float)]
-        sort_sign = -1.0 if reward_order == "best" else 1.0
+        reward_sign = -1.0 if reward_order == "best" else 1.0
 
         def sort_key(line: dict[str, Any]) -> tuple[bool, float]:
             reward = float_or_inf(line["reward"])
-            return math.isnan(reward), sort_sign * reward
+            return math.isnan(reward), reward_sign * reward
 
         completion_lines.sort(key=sort_key)
     if not completion_lines:
@@ -48,10 +48,10 @@ def iter_completions(run: Path, stage: str, step: int | None, reward_order: str,
         yield f"--- {_format_scores(line)}:\n{format_completion(line, path)}"
 
 
-def read_newest_completions(stage: Path, max_count: int) -> list[dict[str, Any]]:
+def read_newest_completions(stage_path: Path, max_count: int) -> list[dict[str, Any]]:
     """Return the first `max_count` completions with text from a stage's newest logged step; empty if none exist."""
-    completion_lines = [line for line in _read_completions(stage, None) if not line.get("media")]
-    return [line for line in completion_lines if format_completion(line, stage)][:max_count]
+    completion_lines = [line for line in _read_completions(stage_path, None) if not line.get("media")]
+    return [line for line in completion_lines if format_completion(line, stage_path)][:max_count]
 
 
 def _format_scores(line: dict[str, Any]) -> str:
@@ -74,23 +74,23 @@ def format_completion(line: dict[str, Any], stage: Path) -> str:
 def _find_stage_path(run: Path, name: str) -> Path:
     stage_paths = [path for path in run.glob("stages/*") if _list_completion_files(path)]
     stage_paths.sort(key=lambda path: path.stat().st_mtime)
-    matching_paths = [path for path in stage_paths if not name or path.name == name]
-    if not matching_paths:
+    matching_stage_paths = [path for path in stage_paths if not name or path.name == name]
+    if not matching_stage_paths:
         logging_hint = "only RL and validations of it log completions"
         no_stages_text = f"none, since {logging_hint}; complete prompts with cosmos try {run.name}"
         names_text, stage_suffix = ", ".join(path.name for path in stage_paths), f" of a stage {name!r}" if name else ""
         raise ConfigError(f"{run.name}: no completions{stage_suffix}; stages with some: {names_text or no_stages_text}")
-    training_paths = [path for path in matching_paths if (path / COMPLETIONS_FOLDER).is_dir()]
-    return (training_paths or matching_paths)[-1]
+    training_paths = [path for path in matching_stage_paths if (path / COMPLETIONS_FOLDER).is_dir()]
+    return (training_paths or matching_stage_paths)[-1]
 
 
-def _list_completion_files(stage: Path) -> list[Path]:
+def _list_completion_files(stage_path: Path) -> list[Path]:
     """Return the files with completions of training by step or, if none exist, the file with those of validation."""
-    return sorted((stage / COMPLETIONS_FOLDER).glob("step_*.jsonl")) or list(stage.glob("samples.jsonl"))
+    return sorted((stage_path / COMPLETIONS_FOLDER).glob("step_*.jsonl")) or list(stage_path.glob("samples.jsonl"))
 
 
-def _read_completions(stage: Path, step: int | None) -> list[dict[str, Any]]:
-    files = _list_completion_files(stage)
+def _read_completions(stage_path: Path, step: int | None) -> list[dict[str, Any]]:
+    files = _list_completion_files(stage_path)
     if step is not None and len(files) > 1:
         files = [file for file in files if file.stem == f"step_{step:06d}"]
     lines = [line for line in parse_json_objects(FileTail(files[-1]).read_lines()) if has_step(line)] if files else []

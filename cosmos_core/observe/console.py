@@ -119,16 +119,16 @@ class ProgressDisplay:
         with self._lock:
             view = self._stage_states.setdefault(stage, _StageDisplayState())
             self._name_width = max(self._name_width, len(stage))
-            has_state_changed, now = state != view.state, self._get_time()
+            has_state_changed, current_time = state != view.state, self._get_time()
             if has_state_changed:
                 view.state = state
                 if state in ACTIVE_STATES:
-                    view.start_time, view.end_time = now if view.start_time is None else view.start_time, None
+                    view.start_time, view.end_time = current_time if view.start_time is None else view.start_time, None
                 elif view.start_time is not None and view.end_time is None:
-                    view.end_time = now
+                    view.end_time = current_time
             if progress is not None:
                 if view.progress is None or view.progress.phase != progress.phase:
-                    view.phase_start_time = now
+                    view.phase_start_time = current_time
                 view.progress = progress
                 if (metric := find_headline_metric(progress.metrics)) and math.isfinite(metric[1]):
                     view.headline_values[progress.step] = metric[1]
@@ -136,9 +136,9 @@ class ProgressDisplay:
                 if not first_progress or first_progress.pid != progress.pid or first_progress.step > progress.step:
                     view.first_step_progress = progress if progress.step else first_progress
             should_print_progress = _get_progress_key(view) != view.last_printed_progress
-            should_print_progress &= now - view.last_print_time >= MIN_LINE_INTERVAL_SECONDS
+            should_print_progress &= current_time - view.last_print_time >= MIN_LINE_INTERVAL_SECONDS
             if self._live_display is None and (has_state_changed or (state in ACTIVE_STATES and should_print_progress)):
-                view.last_print_time = now
+                view.last_print_time = current_time
                 text = "  ".join(self._format_line_parts(view, has_state_changed=has_state_changed))
                 self._write_line(f"{stage:<{self._name_width}}  {text}".rstrip())
                 view.last_printed_progress = () if has_state_changed else _get_progress_key(view)
@@ -263,16 +263,16 @@ def make_console(stream: TextIO | None = None) -> Console:
 
 def _list_notices(run: RunRecord) -> list[Text]:
     """Return a line for each stage that failed or ran again, and for each notice and warning of a stage."""
-    messages = []
+    notices = []
     for stage in run.stages:
         if stage.state.state == "failed" and stage.state.error:
-            messages.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
+            notices.append(Text(f"{stage.name}: {stage.state.error}", style="red"))
         stage_notices = stage.info.get("notices")
         notice_texts = stage_notices if isinstance(stage_notices, list) else []
         rerun_texts = [f"remade: {stage.reason_for_rerun}"] if stage.reason_for_rerun else []
         warnings = [f"warning: {text}" for text in stage.warnings if text not in notice_texts]
-        messages += [Text(f"{stage.name}: {text}", style="yellow") for text in (*rerun_texts, *notice_texts, *warnings)]
-    return messages
+        notices += [Text(f"{stage.name}: {text}", style="yellow") for text in (*rerun_texts, *notice_texts, *warnings)]
+    return notices
 
 
 def _build_table(run: RunRecord, formatters: dict[str, Callable[[StageRecord], str | Text]], title: str = "") -> Table:
@@ -292,8 +292,8 @@ def _format_state(stage: StageRecord) -> Text:
 def _format_stage_metrics(stage: StageRecord) -> Text:
     metric_texts = [f"{key} {format_number(value)}" for key, value in select_table_metrics(stage.metrics).items()]
     if best_step := stage.best_step:
-        best_value = f"{short_metric_name(best_step.metric)} {format_number(best_step.value)}"
-        metric_texts.append(f"best {best_value} at step {best_step.step}")
+        best_metric_text = f"{short_metric_name(best_step.metric)} {format_number(best_step.value)}"
+        metric_texts.append(f"best {best_metric_text} at step {best_step.step}")
     return Text("  ".join(metric_texts))
 
 
@@ -370,12 +370,12 @@ def draw_sparkline(values: Sequence[float]) -> str:
     return "".join(_SPARKLINE_BARS[round((value - lowest) / value_range * 7) if value_range else 0] for value in values)
 
 
-def _make_progress_bar(view: _StageDisplayState, width: int, now: float) -> ProgressBar:
+def _make_progress_bar(view: _StageDisplayState, bar_width: int, now: float) -> ProgressBar:
     step, num_steps = (view.progress.step, view.progress.total) if view.progress else (0, None)
     if view.state in {"done", "reused"}:
-        return ProgressBar(total=1, completed=1, width=width)
+        return ProgressBar(total=1, completed=1, width=bar_width)
     is_pulsing, num_done = not num_steps and view.state == "running", step if num_steps else 0
-    return ProgressBar(total=num_steps or 1, completed=num_done, width=width, pulse=is_pulsing, animation_time=now)
+    return ProgressBar(total=num_steps or 1, completed=num_done, width=bar_width, pulse=is_pulsing, animation_time=now)
 
 
 def _estimate_eta_seconds(view: _StageDisplayState) -> float | None:

@@ -53,14 +53,14 @@ def compute_layout(run: RunRecord) -> StageGraphLayout | None:
     layout_nodes = _build_layout_nodes(run.stages)
     if not layout_nodes:
         return None
-    columns: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in layout_nodes))]
+    nodes_by_column: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in layout_nodes))]
     for node in layout_nodes:
-        columns[node.column].append(node)
-    height = max(sum(node.height + _VERTICAL_GAP for node in column) - _VERTICAL_GAP for column in columns)
-    for column in columns:
+        nodes_by_column[node.column].append(node)
+    height = max(sum(node.height + _VERTICAL_GAP for node in column) - _VERTICAL_GAP for column in nodes_by_column)
+    for column in nodes_by_column:
         _arrange_column(column, height)
     return StageGraphLayout(
-        width=2 * _PAGE_MARGIN + len(columns) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
+        width=2 * _PAGE_MARGIN + len(nodes_by_column) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
         height=height + 2 * _PAGE_MARGIN,
         boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],
         edges=[
@@ -98,6 +98,6 @@ def _arrange_column(column: list[_LayoutNode], total_height: float) -> None:
 def _draw_edge(source_node: _LayoutNode, target_node: _LayoutNode) -> str:
     x1, y1 = source_node.left_edge + _BOX_WIDTH, source_node.y + source_node.height / 2
     x2, y2 = target_node.left_edge, target_node.y + target_node.height / 2
-    svg_path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
+    path_start = f"M{source_node.left_edge:g} {y1:g} H{x1:g}" if source_node.stage is None else f"M{x1:g} {y1:g}"
     middle_x = (x1 + x2) / 2
-    return f"{svg_path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"
+    return f"{path_start} C{middle_x:g} {y1:g} {middle_x:g} {y2:g} {x2:g} {y2:g}"

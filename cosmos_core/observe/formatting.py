@@ -71,8 +71,7 @@ def float_or_inf(number: float) -> float:
 
 
 def format_number(number: Any) -> str:
-    """Return a metric as text: three decimals, thousands separators if whole or large, or three digits if below 0.001;
-    a dash for None."""
+    """Return a metric as text such as `0.123`, `12,345` or `1.23e-05`; a dash for None."""
     if number is None:
         return "–"
     if isinstance(number, bool | str):
@@ -125,14 +124,13 @@ def tokens_per_second(metrics: Mapping[str, Any]) -> float | None:
 
 def select_key_metrics(metrics: Mapping[str, Any], max_count: int = 4) -> dict[str, float]:
     """Return at most `max_count` metrics: first those of validation, then reward, loss and accuracy, then others."""
-
     priorities = {name: priority for priority, name in enumerate(_HEADLINE_METRICS)}
 
     def get_priority(name: str) -> int:
         return -1 if name.startswith("validation/") else priorities.get(metric_family(name), len(priorities))
 
-    candidates = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
-    return {key: metrics[key] for key in sorted(candidates, key=get_priority)[:max_count]}
+    metric_names = [k for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith(RESOURCE_PREFIXES)]
+    return {key: metrics[key] for key in sorted(metric_names, key=get_priority)[:max_count]}
 
 
 def short_metric_name(metric: str) -> str:

@@ -61,12 +61,12 @@ def get_step_folder(stage_path: Path, step: int) -> Path:
     return stage_path / SAMPLES_FOLDER / f"step_{step}"
 
 
-def save_step_samples(stage_path: Path, step: int, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
+def save_step_samples(stage_path: Path, step: int, sample_rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
     """Write generated samples, at most 8 for each of `MAX_PROMPTS` prompts, and their grid to the folder of a train
     step; return the paths of the samples of each prompt, relative to the stage."""
-    step_path = get_step_folder(stage_path, step)
-    file_names = save_samples(step_path, [row[:_MAX_SAMPLES_PER_PROMPT] for row in rows[:MAX_PROMPTS]])
-    return [[str((step_path / name).relative_to(stage_path)) for name in row] for row in file_names]
+    step_folder = get_step_folder(stage_path, step)
+    file_names = save_samples(step_folder, [row[:_MAX_SAMPLES_PER_PROMPT] for row in sample_rows[:MAX_PROMPTS]])
+    return [[str((step_folder / name).relative_to(stage_path)) for name in row] for row in file_names]
 
 
 def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]]) -> list[list[str]]:
@@ -82,7 +82,7 @@ def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]])
 def collect_samples(
     scored_group: ScoredGroup, completion_indices: Iterable[int], *, is_scored: bool = True
 ) -> list[GeneratedSample]:
-    """Return the images or videos of some completions of a group; `is_scored`: their scores are rewards."""
+    """Return the images or videos of some completions of a group; with `is_scored`, their scores are rewards."""
     completions, scores = scored_group.group.completions, scored_group.scores
     samples = [(completions[k].diffusion_sample, scores[k].value) for k in completion_indices]
     text = scored_group.group.prompt.text
@@ -105,12 +105,12 @@ def draw_grid(rows: Sequence[Sequence[GeneratedSample]]) -> np.ndarray:
     grid_image = Image.new("RGB", canvas_size, _BACKGROUND_COLOR)
     image_draw = ImageDraw.Draw(grid_image)
     for prompt_index, row in enumerate(rows):
-        row_top = _CELL_MARGIN + prompt_index * row_height
-        image_draw.text((_CELL_MARGIN, row_top), _truncate_text(row[0].prompt, grid_image.width), fill=_TEXT_COLOR)
+        row_top_y = _CELL_MARGIN + prompt_index * row_height
+        image_draw.text((_CELL_MARGIN, row_top_y), _truncate_text(row[0].prompt, grid_image.width), fill=_TEXT_COLOR)
         for sample_index, sample in enumerate(row):
             x_offset = _CELL_MARGIN + sample_index * column_width
-            grid_image.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top + _LINE_HEIGHT))
-            caption_position = (x_offset, row_top + _LINE_HEIGHT + height)
+            grid_image.paste(_resize_pixels(sample.middle_frame, height, width), (x_offset, row_top_y + _LINE_HEIGHT))
+            caption_position = (x_offset, row_top_y + _LINE_HEIGHT + height)
             image_draw.text(caption_position, _truncate_text(sample.caption, width), fill=_TEXT_COLOR)
     return np.asarray(grid_image)
 
@@ -147,26 +147,26 @@ def _write_video(path: Path, frames: np.ndarray) -> None:
 
     height, width = (length - length % 2 for length in frames.shape[1:3])
     with av.open(str(path), "w") as container:
-        video_stream: Any = container.add_stream("libx264", rate=_FRAMES_PER_SECOND)
-        video_stream.width, video_stream.height, video_stream.pix_fmt = width, height, "yuv420p"
+        encoder_stream: Any = container.add_stream("libx264", rate=_FRAMES_PER_SECOND)
+        encoder_stream.width, encoder_stream.height, encoder_stream.pix_fmt = width, height, "yuv420p"
         for frame in frames:
             frame_pixels = np.ascontiguousarray(frame[:height, :width])
-            container.mux(video_stream.encode(av.VideoFrame.from_ndarray(frame_pixels, format="rgb24")))
-        container.mux(video_stream.encode())
+            container.mux(encoder_stream.encode(av.VideoFrame.from_ndarray(frame_pixels, format="rgb24")))
+        container.mux(encoder_stream.encode())
 
 
 def _scale_cell(image_shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return the size of an image in the grid, in pixels: small images grow by a whole factor, large images shrink."""
     height, width = max(shape[0] for shape in image_shapes), max(shape[1] for shape in image_shapes)
-    zoom = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
-    return round(height * zoom), round(width * zoom)
+    scale = -(-_MIN_CELL_SIZE // width) if width < _MIN_CELL_SIZE else min(1.0, _MAX_CELL_SIZE / max(height, width))
+    return round(height * scale), round(width * scale)
 
 
 def _resize_pixels(pixels: np.ndarray, height: int, width: int) -> Any:
     from PIL import Image
 
-    resampling = Image.Resampling.LANCZOS if pixels.shape[0] > height else Image.Resampling.NEAREST
-    return Image.fromarray(pixels).resize((width, height), resampling)
+    resampling_filter = Image.Resampling.LANCZOS if pixels.shape[0] > height else Image.Resampling.NEAREST
+    return Image.fromarray(pixels).resize((width, height), resampling_filter)
 
 
 def make_data_uri(mime_type: str, file_content: bytes) -> str:

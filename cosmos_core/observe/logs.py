@@ -49,7 +49,7 @@ _ERROR_ONLY_LOGGERS = frozenset({"torchao", "vllm"})
 
 _MIN_LOG_INTERVAL_SECONDS = 1.0
 
-_LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+_SHORT_LEVEL_NAMES = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -> None:
@@ -58,14 +58,14 @@ def configure_logging(level: str | int = "INFO", stream: TextIO | None = None) -
     vLLM: it sets `VLLM_CONFIGURE_LOGGING=0`, without which vLLM adds its own handler."""
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    handler = LineHandler(stream)
-    handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
+    line_handler = LineHandler(stream)
+    line_handler.setFormatter(_LineFormatter("%(asctime)s %(levelname)-5s %(name)s  %(message)s", datefmt="%H:%M:%S"))
     # A filter silences libraries, because Prefect and vLLM reset the levels of loggers when they are imported.
-    handler.addFilter(_should_log_record)
+    line_handler.addFilter(_should_log_record)
     root_logger = logging.getLogger()
     for previous_handler in [each for each in root_logger.handlers if isinstance(each, LineHandler)]:
         root_logger.removeHandler(previous_handler)
-    root_logger.addHandler(handler)
+    root_logger.addHandler(line_handler)
     root_logger.setLevel(level)
 
 
@@ -77,27 +77,27 @@ def add_log_silencing_variables(environment: Mapping[str, str]) -> dict[str, str
 class StepLogger:
     """Logger for the metrics of a stage: one line per step, at most one per second, and always the last step."""
 
-    def __init__(self, progress: ProgressWriter) -> None:
-        self._progress = progress
-        self._pending_line: dict[str, Any] = {}
+    def __init__(self, progress_writer: ProgressWriter) -> None:
+        self._progress_writer = progress_writer
+        self._unlogged_line: dict[str, Any] = {}
         self._last_log_time = -math.inf
 
     def log_metrics_line(self, metrics_line: dict[str, Any]) -> None:
         """Log one line of `metrics.jsonl`, or keep it for `flush` if another line was logged within the last second."""
-        self._pending_line = metrics_line
+        self._unlogged_line = metrics_line
         if time.monotonic() - self._last_log_time >= _MIN_LOG_INTERVAL_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Log the newest line of metrics unless it was already logged."""
-        if not self._pending_line:
+        if not self._unlogged_line:
             return
-        step_line, self._pending_line, self._last_log_time = self._pending_line, {}, time.monotonic()
+        step_line, self._unlogged_line, self._last_log_time = self._unlogged_line, {}, time.monotonic()
         metrics = {key: value for key, value in step_line.items() if key not in {"step", "time"}}
         metric_texts = [f"{key} {format_number(value)}" for key, value in select_key_metrics(metrics).items()]
         if token_rate := tokens_per_second(metrics):
             metric_texts.append(f"{format_count(token_rate)} tok/s")
-        num_steps = self._progress.total
+        num_steps = self._progress_writer.total
         logger.info("step %s%s  %s", step_line["step"], f"/{num_steps}" if num_steps else "", "  ".join(metric_texts))
 
 
@@ -122,7 +122,7 @@ class _LineFormatter(logging.Formatter):
         return mask_text(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        level_name = _LEVEL_NAMES.get(record.levelname, record.levelname)
+        level_name = _SHORT_LEVEL_NAMES.get(record.levelname, record.levelname)
         return self._style._fmt % {**record.__dict__, "levelname": level_name}
 
 

@@ -14,8 +14,7 @@ from cosmos_core.observe.report import open_template_environment
 
 
 def build_comparison_page(run_paths: Sequence[Path]) -> str:
-    """Return the HTML page that compares several runs, matching stages by name; raise ConfigError unless `run_paths`
-    names 2 to 8 different runs."""
+    """Return the HTML page that compares 2 to 8 different runs, stage by stage; otherwise raise ConfigError."""
     run_names = [path.name for path in run_paths]
     if len(set(run_names)) < len(run_names) or not 2 <= len(run_names) <= MAX_CURVES:
         raise ConfigError(
@@ -23,14 +22,14 @@ def build_comparison_page(run_paths: Sequence[Path]) -> str:
         )
     runs = [read_run(path) for path in run_paths]
     stage_names = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
-    stage_curves = []
+    curves_by_stage = []
     for name in stage_names:
         lines_by_run = {run.path.name: stage.metric_lines for run in runs for stage in run.stages if stage.name == name}
         if svg := overlay_runs(lines_by_run, REPORT_PANELS):
-            stage_curves.append((name, svg))
-    settings, metrics = _list_changed_settings(runs), _compare_metrics(runs, stage_names)
+            curves_by_stage.append((name, svg))
+    changed_settings, metrics = _list_changed_settings(runs), _compare_metrics(runs, stage_names)
     page_template = open_template_environment().get_template("compare.html")
-    return page_template.render(runs=runs, settings=settings, metrics=metrics, curves=stage_curves)
+    return page_template.render(runs=runs, settings=changed_settings, metrics=metrics, curves=curves_by_stage)
 
 
 def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
@@ -49,12 +48,12 @@ def _list_changed_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 
 def _compare_metrics(runs: Sequence[RunRecord], stage_names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the key metrics of each stage by run, and whether the change from first to last run is better or worse."""
-    rows = []
+    metric_rows = []
     for name in stage_names:
         metrics_by_run = [next((stage.metrics for stage in run.stages if stage.name == name), {}) for run in runs]
         for key in dict.fromkeys(key for run_metrics in metrics_by_run for key in select_key_metrics(run_metrics)):
             metric_values = [run_metrics.get(key) for run_metrics in metrics_by_run]
-            endpoints = [value for value in (metric_values[0], metric_values[-1]) if isinstance(value, int | float)]
-            change_verdict = judge_change(key, endpoints[1] - endpoints[0]) if len(endpoints) == 2 else ""
-            rows.append({"stage": name, "key": key, "values": metric_values, "verdict": change_verdict})
-    return rows
+            end_values = [value for value in (metric_values[0], metric_values[-1]) if isinstance(value, int | float)]
+            change_verdict = judge_change(key, end_values[1] - end_values[0]) if len(end_values) == 2 else ""
+            metric_rows.append({"stage": name, "key": key, "values": metric_values, "verdict": change_verdict})
+    return metric_rows

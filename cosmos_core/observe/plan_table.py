@@ -18,7 +18,7 @@ from cosmos_core.run.plan import StageDecision
 from cosmos_core.upload.base import open_target
 
 _ACTION_TEXTS = {"adopt": "be reused", "reuse": "be reused", "run": "run", "depends": "run unless unchanged"}
-_RECORD_TIMEOUT_SECONDS = 8.0
+_TARGET_TIMEOUT_SECONDS = 8.0
 """Maximum number of seconds to wait until a publication target returns the record of its published model."""
 
 
@@ -45,23 +45,25 @@ def describe_smallest_effects(pipeline: Pipeline) -> Iterator[str]:
         if not has_paired_comparison or is_import_path(split_publication_target(stage.target)[0]):
             continue
         try:
-            published = call_with_timeout(_RECORD_TIMEOUT_SECONDS, open_target(stage.target).published)
+            published_record = call_with_timeout(_TARGET_TIMEOUT_SECONDS, open_target(stage.target).published)
         except (CosmosError, TimeoutError) as error:
             yield f"{stage.name}: what is published is not known: {error}"
             continue
-        for condition in conditions if published else ():
-            for metric in published["metrics"]:
+        for condition in conditions if published_record else ():
+            for metric in published_record["metrics"]:
                 if any(map(condition.matches_metric, (metric, *(f"{each}.{metric}" for each in stage.after)))):
-                    yield from _describe_detectable_effect(stage, condition, metric, published)
+                    yield from _describe_detectable_effect(stage, condition, metric, published_record)
 
 
 def _describe_detectable_effect(
-    stage: StageConfig, condition: MetricCondition, metric: str, published: dict[str, Any]
+    stage: StageConfig, condition: MetricCondition, metric: str, published_record: dict[str, Any]
 ) -> Iterator[str]:
-    items_folder = next(find_published_item_folders(published, metric), None)
+    items_folder = next(find_published_item_folders(published_record, metric), None)
     if condition.operator == "==" or items_folder is None:
         return
-    smallest_effect = compute_detectable_effect(metric, published["metrics"][metric], items_folder, stage.confidence)
+    smallest_effect = compute_detectable_effect(
+        metric, published_record["metrics"][metric], items_folder, stage.confidence
+    )
     if smallest_effect is None:
         return
     (num_items, difference), required = smallest_effect, abs(condition.published_offset)

@@ -39,7 +39,7 @@ _MAX_PLOTTED_VALUE = 1e300  # larger absolute values are not plotted: matplotlib
 _PANEL_SIZE_INCHES = (3.5, 2.1)  # width and height of one panel in inches
 _MATPLOTLIB_STYLE: Any = {
     "svg.fonttype": "none",  # write text instead of outlines: the file is smaller and has the font of the page
-    "svg.hashsalt": "cosmos",  # fixed salt, so that equal curves give equal ids
+    "svg.hashsalt": "cosmos",  # fixed salt of the ids, so that equal curves give equal files
     "font.family": ["sans-serif"],
     "font.size": 8.0,
     "text.parse_math": False,
@@ -62,8 +62,8 @@ def plot_curves(metric_lines: Sequence[dict[str, Any]], families: Sequence[str] 
         figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color=_TEXT_COLOR)
-        for index, (name, series) in enumerate(panels.items()):
-            _draw_series(figure.add_subplot(num_rows, num_columns, index + 1), name, series)
+        for panel_index, (name, series) in enumerate(panels.items()):
+            _draw_series(figure.add_subplot(num_rows, num_columns, panel_index + 1), name, series)
         png_buffer = io.BytesIO()
         figure.savefig(png_buffer, format="png", dpi=130)
     return png_buffer.getvalue()
@@ -79,10 +79,10 @@ def overlay_runs(lines_by_run: Mapping[str, Sequence[dict[str, Any]]], families:
     """Return one `<svg>` element for each metric of the `families`, with a curve for each run; `lines_by_run` has the
     parsed lines of `metrics.jsonl` by the name of the run."""
     series_by_metric: dict[str, SeriesByMetric] = {}
-    for run, lines in lines_by_run.items():
+    for run_name, lines in lines_by_run.items():
         for panel in _collect_panels(lines, families).values():
             for key, curve_points in panel.items():
-                series_by_metric.setdefault(key, {})[run] = curve_points
+                series_by_metric.setdefault(key, {})[run_name] = curve_points
     return _draw_svg_panels(series_by_metric)
 
 
@@ -106,8 +106,8 @@ def _collect_panels(metric_lines: Sequence[dict[str, Any]], families: Sequence[s
         if not isinstance(step, int | float) or math.isnan(_to_plot_value(step)):
             continue
         for key, value in line.items():
-            metric_prefix, separator, _ = key.partition("/")
-            panel_name = name if (name := metric_family(key)) in panels else metric_prefix + separator
+            metric_prefix, slash, _ = key.partition("/")
+            panel_name = name if (name := metric_family(key)) in panels else metric_prefix + slash
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if panel_name in panels and key not in _REWARD_STATISTICS and is_number:
                 steps, plotted_values = panels[panel_name].setdefault(key, ([], []))
@@ -133,12 +133,12 @@ def _draw_series(axes: Axes, name: str, series: SeriesByMetric) -> None:
     from matplotlib.ticker import MaxNLocator
 
     shown_series = dict(list(series.items())[:MAX_CURVES])
-    for index, (key, (steps, values)) in enumerate(shown_series.items()):
-        colour, line_style = _LINE_COLORS[index % len(_LINE_COLORS)], "-" if index < len(_LINE_COLORS) else "--"
+    for i, (key, (steps, values)) in enumerate(shown_series.items()):
+        colour, line_style = _LINE_COLORS[i % len(_LINE_COLORS)], "-" if i < len(_LINE_COLORS) else "--"
         marker = "o" if len(steps) <= 12 else ""
         axes.plot(steps, values, line_style, color=colour, linewidth=1.4, marker=marker, markersize=2.8, label=key)
-    all_points = [point for line in shown_series.values() for point in zip(*line, strict=True)]
-    plotted_steps = {step for step, value in all_points if math.isfinite(value)}
+    curve_points = [point for line in shown_series.values() for point in zip(*line, strict=True)]
+    plotted_steps = {step for step, value in curve_points if math.isfinite(value)}
     if len(plotted_steps) == 1:
         axes.set_xlim(min(plotted_steps) - 1, max(plotted_steps) + 1)
     axes.set_title(_get_panel_title(name), loc="left", fontsize=9, color=_TEXT_COLOR)

@@ -65,9 +65,9 @@ def format_setting(key: str, setting_value: Any) -> str:
 
 
 def _compare_metrics(old_run: RunRecord, new_run: RunRecord) -> Iterator[tuple[str, str, str, str, str]]:
-    old_stages = {stage.name: stage for stage in old_run.stages}
+    old_stage_by_name = {stage.name: stage for stage in old_run.stages}
     for stage in new_run.stages:
-        old_metrics = old_stages[stage.name].metrics if stage.name in old_stages else {}
+        old_metrics = old_stage_by_name[stage.name].metrics if stage.name in old_stage_by_name else {}
         for key, value in select_key_metrics(stage.metrics).items():
             if not isinstance(old_metrics.get(key), int | float):
                 continue

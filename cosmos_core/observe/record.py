@@ -58,11 +58,11 @@ class GateCondition(JsonDocument):
     @property
     def title(self) -> str:
         """Return the condition as text, with the metric that matched `*` and the statistics per benchmark item."""
-        condition_text, comparison = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
+        condition_text, statistics = self.condition + (f" ({self.metric})" if self.metric else ""), self.paired or {}
         title_template = "{}: {difference:+.3g} ({low:+.3g} .. {high:+.3g}) on {items:,} items"
-        title_template += ", {needed:,} needed" if comparison.get("needed") else ""
-        title_template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in comparison else ""
-        return title_template.format(condition_text, **comparison) if comparison else condition_text
+        title_template += ", {needed:,} needed" if statistics.get("needed") else ""
+        title_template += ", p = {p_holm:.2g} with Holm's correction" if "p_holm" in statistics else ""
+        return title_template.format(condition_text, **statistics) if statistics else condition_text
 
 
 class RankHardware(JsonDocument):
@@ -235,8 +235,8 @@ class StageRecord:
     @cached_property
     def samples(self) -> list[LoggedSample]:
         """Return the parsed lines of `samples.jsonl`."""
-        lines = parse_json_objects(FileTail(self.path / "samples.jsonl").read_lines())
-        return parse_documents([line | {"folder": str(self.path)} for line in lines], LoggedSample)
+        sample_lines = parse_json_objects(FileTail(self.path / "samples.jsonl").read_lines())
+        return parse_documents([line | {"folder": str(self.path)} for line in sample_lines], LoggedSample)
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of the last command, and of them those inside and outside of workers; empty: unknown."""
+    """Return the seconds of the last command as a whole, inside of workers and outside of workers; empty: unknown."""
     if not run.start_time:
         return {}
     wall_seconds, busy_seconds = max(0.0, run.end_time - run.start_time), compute_busy_seconds(run, run.start_time)
@@ -349,9 +349,9 @@ def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
 
 def compute_busy_seconds(run: RunRecord, start_time: float) -> float:
     """Return the number of seconds since the unix time `start_time` in which at least one worker ran."""
-    now, busy_seconds, last_end_time = time.time(), 0.0, start_time
+    current_time, busy_seconds, last_end_time = time.time(), 0.0, start_time
     worker_states = [stage.state for stage in run.stages if stage.kind.in_worker]
-    for begin, end in sorted(span for state in worker_states for span in state.list_attempt_times(now)):
+    for begin, end in sorted(span for state in worker_states for span in state.list_attempt_times(current_time)):
         busy_seconds += max(0.0, end - max(begin, last_end_time))
         last_end_time = max(last_end_time, end)
     return busy_seconds
@@ -390,11 +390,11 @@ def _read_recorded_stage_kind(name: str, recorded_kinds: dict[str, dict[str, Any
 def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str, int]:
     """Return `StageRecord.depth` by stage name, without recursion, because a chain may have a thousand stages."""
     try:
-        names = [*TopologicalSorter(predecessors).static_order()]
+        sorted_names = [*TopologicalSorter(predecessors).static_order()]
     except CycleError:  # only a damaged `pipeline.toml` has a cycle
-        names = [*predecessors]
+        sorted_names = [*predecessors]
     depth_by_stage: dict[str, int] = {}
-    for name in (name for name in names if name in predecessors):
+    for name in (name for name in sorted_names if name in predecessors):
         predecessor_depths = [1 + depth_by_stage[each] for each in predecessors[name] if each in depth_by_stage]
         depth_by_stage[name] = max(predecessor_depths, default=0)
     return depth_by_stage

@@ -42,15 +42,15 @@ class ReportServer(ThreadingHTTPServer):
     """HTTP server for the reports of the runs in the folder `output_dir`; call `serve_forever` to run it. The
     constructor raises ConfigError if the token has fewer than 16 characters, or the port cannot be used."""
 
-    def __init__(self, output_dir: Path, token: str, address: tuple[str, int]) -> None:
+    def __init__(self, output_dir: Path, token: str, host_and_port: tuple[str, int]) -> None:
         if len(token) < _MIN_TOKEN_LENGTH:
             raise ConfigError(f"{TOKEN_VARIABLE} has {len(token)} characters; at least {_MIN_TOKEN_LENGTH} are needed")
         self.output_dir, self.token = output_dir.resolve(), token
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.address_family = socket.AF_INET6 if ":" in host_and_port[0] else socket.AF_INET
         try:
-            super().__init__(address, _ReportRequestHandler)
+            super().__init__(host_and_port, _ReportRequestHandler)
         except OSError as error:
-            port_problem = f"port {address[1]} of {address[0]}: {error.strerror or error}"
+            port_problem = f"port {host_and_port[1]} of {host_and_port[0]}: {error.strerror or error}"
             raise ConfigError(f"{port_problem}; choose another with --port, 0 for any free one") from error
 
 
@@ -60,14 +60,14 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
     server_version, sys_version = "cosmos", ""
 
     def do_GET(self) -> None:
-        status, response_body, headers = 404, b"there is no such report", dict(_RESPONSE_HEADERS)
+        http_status, response_body, headers = 404, b"there is no such report", dict(_RESPONSE_HEADERS)
         if not _is_authorized(self.headers.get("Authorization", ""), self.server.token):
-            status, response_body, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
+            http_status, response_body, headers["WWW-Authenticate"] = 401, b"a token is needed", 'Basic realm="reports"'
         elif (file_content := self._read_requested_file()) is not None:
-            status, response_body = 200, file_content
-        content_subtype = "html" if status == 200 and self.path.endswith(REPORT_FILE) else "plain"
+            http_status, response_body = 200, file_content
+        content_subtype = "html" if http_status == 200 and self.path.endswith(REPORT_FILE) else "plain"
         headers["Content-Type"] = f"text/{content_subtype}; charset=utf-8"
-        self.send_response(status)
+        self.send_response(http_status)
         for name, value in (headers | {"Content-Length": str(len(response_body))}).items():
             self.send_header(name, value)
         self.end_headers()
@@ -78,17 +78,17 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
 
     def _read_requested_file(self) -> bytes | None:
         """Return the content of the requested file; None if it does not exist or must not be served."""
-        if (match := _URL_PATH_PATTERN.fullmatch(self.path)) is None:
+        if (url_match := _URL_PATH_PATTERN.fullmatch(self.path)) is None:
             return None
-        run_path = self.server.output_dir / match[1]
-        requested_file = run_path / match[2]
+        run_path = self.server.output_dir / url_match[1]
+        requested_file = run_path / url_match[2]
         try:  # refuse symbolic links, because they may lead to any file of the server's user
             if requested_file.resolve() != requested_file or _is_private(run_path):
                 return None
-            with requested_file.open("rb") as stream:
+            with requested_file.open("rb") as report_stream:
                 if requested_file.suffix == ".log":
-                    stream.seek(max(0, requested_file.stat().st_size - _MAX_LOG_BYTES))
-                return stream.read()
+                    report_stream.seek(max(0, requested_file.stat().st_size - _MAX_LOG_BYTES))
+                return report_stream.read()
         except OSError:
             return None
 

@@ -45,9 +45,9 @@ def _describe_killed_run(run: RunRecord) -> str:
         run_start_time = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
         return f"died after {format_time(max(end_times, default=run_start_time))}, {resume_hint}"
     last_dead_stage = max(dead_stages, key=lambda stage: stage.died_at or 0.0)
-    state, step = last_dead_stage.state, _get_last_step(last_dead_stage)
-    host_text = f" on {state.launcher_host}" if state.launcher_host and not state.is_local else ""
-    progress_text = f" after step {step}" if step else f" in {last_dead_stage.name}"
+    stage_state, last_step = last_dead_stage.state, _get_last_step(last_dead_stage)
+    host_text = f" on {stage_state.launcher_host}" if stage_state.launcher_host and not stage_state.is_local else ""
+    progress_text = f" after step {last_step}" if last_step else f" in {last_dead_stage.name}"
     return (
         f"died at {format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
         f"{resume_hint}{_describe_resume_steps([last_dead_stage])}"
@@ -56,11 +56,11 @@ def _describe_killed_run(run: RunRecord) -> str:
 
 def change_to_run_folder(run_path: Path) -> list[str]:
     """Change to the working directory in which a run was created, for relative paths in settings; return a notice."""
-    working_directory = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
-    if working_directory == os.getcwd() or not os.access(working_directory, os.X_OK):
+    run_working_directory = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
+    if run_working_directory == os.getcwd() or not os.access(run_working_directory, os.X_OK):
         return []
-    os.chdir(working_directory)
-    return [f"the run continues in {working_directory}, where it was started"]
+    os.chdir(run_working_directory)
+    return [f"the run continues in {run_working_directory}, where it was started"]
 
 
 def make_resume_command(run_path: Path) -> str:

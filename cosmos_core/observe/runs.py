@@ -21,8 +21,8 @@ _MAX_START_DELAY_SECONDS = 60.0
 
 def make_run_table(output_dir: Path, max_runs: int) -> Table:
     """Return a table of the `max_runs` newest runs of a folder, newest last, each with its outcome and last metrics."""
-    run_column = Column("run", no_wrap=True)  # never truncate the run id, which users copy into other commands
-    table = Table(run_column, "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
+    run_id_column = Column("run", no_wrap=True)  # never truncate the run id, which users copy into other commands
+    table = Table(run_id_column, "pipeline", "began", "took", "stages", "outcome", "metrics", caption_justify="left")
     interruption_messages: list[str] = []
     for start_info in list_runs(output_dir)[-max_runs:]:
         run = read_run(output_dir / start_info.run_id)
@@ -40,17 +40,17 @@ def make_run_table(output_dir: Path, max_runs: int) -> Table:
     return table
 
 
-def compare_runs(first_path: Path, second_path: Path, stage_kinds: StageKinds) -> Iterator[str | Table]:
+def compare_runs(first_run_path: Path, second_run_path: Path, stage_kinds: StageKinds) -> Iterator[str | Table]:
     """Yield the differences between two runs: settings as lines of text, then a table of the metrics of shared stages;
     raise ConfigError if a pipeline cannot be read."""
-    pipelines = [load_pipeline(path / PIPELINE_FILE, (), stage_kinds) for path in (first_path, second_path)]
-    setting_lines = list(pipeline_differences(*pipelines))
-    yield from setting_lines or ["the settings are the same"]
-    second_stages = {stage.name: stage for stage in read_run(second_path).stages}
-    table = Table("stage", "metric", first_path.name, second_path.name, "change")
-    for stage in read_run(first_path).stages:
-        if stage.name in second_stages:
-            for table_row in _compare_stage_metrics(stage, second_stages[stage.name]):
+    pipelines = [load_pipeline(path / PIPELINE_FILE, (), stage_kinds) for path in (first_run_path, second_run_path)]
+    difference_lines = list(pipeline_differences(*pipelines))
+    yield from difference_lines or ["the settings are the same"]
+    second_stage_by_name = {stage.name: stage for stage in read_run(second_run_path).stages}
+    table = Table("stage", "metric", first_run_path.name, second_run_path.name, "change")
+    for stage in read_run(first_run_path).stages:
+        if stage.name in second_stage_by_name:
+            for table_row in _compare_stage_metrics(stage, second_stage_by_name[stage.name]):
                 table.add_row(stage.name, *table_row)
     yield table
 
@@ -80,8 +80,8 @@ def is_run_inactive(run: RunRecord) -> bool:
         return False
     finished_stages = {stage.name for stage in run.stages if stage.status in FINISHED_STATES}
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
-    has_ready_stage = any(finished_stages.issuperset(stage.after) for stage in waiting_stages)
-    if not has_ready_stage or run.outcome == "stopped":
+    has_startable_stage = any(finished_stages.issuperset(stage.after) for stage in waiting_stages)
+    if not has_startable_stage or run.outcome == "stopped":
         return True
     run_lock_holder = read_holder(run.path)
     if run_lock_holder and not run_lock_holder.flow_state and run_lock_holder.is_local:

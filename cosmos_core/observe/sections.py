@@ -1,5 +1,4 @@
-"""Compute the content of the report as plain values from the record of a run or a stage; the layout is in
-`templates/`."""
+"""Compute the content of the report from the record of a run or a stage; the layout is in `templates/`."""
 
 from __future__ import annotations
 
@@ -33,17 +32,17 @@ def select_compared_stages(run: RunRecord) -> list[StageRecord]:
     """Return the stages whose validation metrics the report compares: stages that evaluate a model or select a branch
     or, if there are none, all stages with validation metrics. Stages in branches of a sweep are left out."""
     branch_stages = list_sweep_stages(run)
-    candidates = [stage for stage in run.stages if any(map(_is_validation_metric, stage.metrics))]
-    candidates = [stage for stage in candidates if stage.name not in branch_stages]
-    return [stage for stage in candidates if stage.kind.makes == "metrics" or stage.kind.selects_branch] or candidates
+    stages = [stage for stage in run.stages if any(map(_is_validation_metric, stage.metrics))]
+    stages = [stage for stage in stages if stage.name not in branch_stages]
+    return [stage for stage in stages if stage.kind.makes == "metrics" or stage.kind.selects_branch] or stages
 
 
 def make_summary_cards(run: RunRecord) -> list[tuple[str, str]]:
     """Return name and text of each summary card: metrics of the first and last validation, times, stages done."""
     cards = []
     validation_metrics = [formatting.select_table_metrics(metrics) for _, metrics in _list_validation_columns(run)]
-    raw_differences = [stage.metrics.get(_LOGPROB_DIFFERENCE_METRIC) for stage in run.stages]
-    logprob_differences = [formatting.float_or_inf(each) for each in raw_differences if isinstance(each, int | float)]
+    logged_values = [stage.metrics.get(_LOGPROB_DIFFERENCE_METRIC) for stage in run.stages]
+    logprob_differences = [formatting.float_or_inf(each) for each in logged_values if isinstance(each, int | float)]
     for name in validation_metrics[-1] if validation_metrics else ():
         if logprob_differences and name == formatting.short_metric_name(_LOGPROB_DIFFERENCE_METRIC):
             continue  # skip this metric: a separate card shows its maximum over all stages
@@ -59,17 +58,16 @@ def make_summary_cards(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def make_validation_metrics_table(run: RunRecord) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the table of validation metrics: the names of its columns, and one row per metric with its values and the
-    change from the first to the last column."""
-    columns = _list_validation_columns(run)
-    metric_keys, rows = dict.fromkeys(key for _, metrics in columns[-1:] + columns for key in metrics), []
+    """Return the column names of the table of validation metrics, and a row per metric with its values and change."""
+    metric_columns = _list_validation_columns(run)
+    metric_keys, rows = dict.fromkeys(key for _, metrics in metric_columns[-1:] + metric_columns for key in metrics), []
     for key in filter(_is_validation_metric, metric_keys):
-        metric_values = [metrics.get(key) for _, metrics in columns]
+        metric_values = [metrics.get(key) for _, metrics in metric_columns]
         numeric_values = [formatting.float_or_inf(value) for value in metric_values if isinstance(value, int | float)]
         change = numeric_values[-1] - numeric_values[0] if len(numeric_values) > 1 else None
         cells = {"change": "" if change is None else f"{change:+.3f}", "verdict": formatting.judge_change(key, change)}
         rows.append({"name": key.removeprefix("validation/"), "values": metric_values, **cells})
-    return [name for name, _ in columns], rows
+    return [name for name, _ in metric_columns], rows
 
 
 def _list_validation_columns(run: RunRecord) -> list[tuple[str, dict[str, Any]]]:
@@ -111,12 +109,12 @@ def make_sample_table(run: RunRecord) -> dict[str, Any]:
             columns.append((stage.name, _map_newest_samples(stage)))
     all_prompts = list(dict.fromkeys(prompt for _, samples in columns for prompt in samples))
     prompts = [prompt for prompt in all_prompts if all(prompt in samples for _, samples in columns)] or all_prompts
-    rows = []
+    prompt_rows = []
     for prompt in prompts[:NUM_PROMPTS]:
         prompt_samples = [samples.get(prompt) for _, samples in columns]
         reference = next((line.reference for line in prompt_samples if line and line.reference), "")
-        rows.append({"prompt": prompt, "reference": reference, "lines": prompt_samples})
-    return {"columns": [name for name, _ in columns], "rows": rows, "total": len(prompts)}
+        prompt_rows.append({"prompt": prompt, "reference": reference, "lines": prompt_samples})
+    return {"columns": [name for name, _ in columns], "rows": prompt_rows, "total": len(prompts)}
 
 
 def make_lineage_rows(run: RunRecord) -> list[dict[str, Any]]:
@@ -160,12 +158,12 @@ def format_headline_metric(stage: StageRecord) -> str:
 
 def list_stage_times(stage: StageRecord) -> list[tuple[str, str]]:
     """Return times, number of attempts and machines of a stage as pairs of name and value, without unknown values."""
-    state = stage.state
+    stage_state = stage.state
     time_texts = [
-        ("started", formatting.format_timestamp(state.spans[0][0] if state.spans else None)),
-        ("ended", formatting.format_timestamp(state.ended)),
+        ("started", formatting.format_timestamp(stage_state.spans[0][0] if stage_state.spans else None)),
+        ("ended", formatting.format_timestamp(stage_state.ended)),
         ("time", formatting.format_duration(stage.seconds)),
-        ("attempts", str(state.attempt or "")),
+        ("attempts", str(stage_state.attempt or "")),
         ("after", ", ".join(stage.after)),
         ("on", formatting.describe_machines(stage.ranks)),
     ]
@@ -187,11 +185,11 @@ def make_service_rows(stage: StageRecord) -> list[list[Any]]:
     """Return one row per reward of each reward service of a stage, or one row for a service without rewards."""
     rows: list[list[Any]] = []
     for service in stage.services:
-        refusal_texts = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
+        refusal_counts_text = ", ".join(f"{status}: {count:g}" for status, count in sorted(service.refused.items()))
         metrics_by_reward = service.rewards or {"": {}}
         for name, reward_metrics in metrics_by_reward.items():
             metric_texts = [f"{reward_metrics[key]:g}" if key in reward_metrics else "" for key in _SERVICE_METRICS]
-            rows.append([service.url, service.status, name, *metric_texts, refusal_texts])
+            rows.append([service.url, service.status, name, *metric_texts, refusal_counts_text])
     return rows
 
 
@@ -247,9 +245,9 @@ def load_completion_media(sample: LoggedSample) -> list[dict[str, Any]]:
     media_entries = []
     captions = [formatting.format_number(value) if value is not None else "no valid reward" for value in sample.rewards]
     for index, name in enumerate(sample.media[:_MAX_SHOWN_SAMPLES]):
-        path = Path(sample.folder) / name
-        data_uri, caption = gallery.encode_media_file(path), captions[index] if index < len(captions) else ""
-        is_video = bool(data_uri) and path.suffix == gallery.VIDEO_SUFFIX
+        media_path = Path(sample.folder) / name
+        data_uri, caption = gallery.encode_media_file(media_path), captions[index] if index < len(captions) else ""
+        is_video = bool(data_uri) and media_path.suffix == gallery.VIDEO_SUFFIX
         media_entries.append({"path": name, "uri": data_uri, "is_video": is_video, "caption": caption})
     return media_entries
 
@@ -263,8 +261,7 @@ def _map_newest_samples(stage: StageRecord) -> dict[str, LoggedSample]:
 
 
 def make_resource_rows(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the resources of each stage that ran a worker process in this run: its machines, GPU hours, tokens per
-    second and the size of its output files in bytes."""
+    """Return machines, GPU hours, tokens per second and output bytes of each stage that ran a worker in this run."""
     return [
         {
             "stage": stage, "machines": formatting.describe_machines(stage.ranks),
@@ -294,9 +291,9 @@ def compute_reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     fewer than two steps or rewards differ. `first` and `last` are the fractions of the rewards of each half that lie in
     a bin, in percent of the largest fraction of any bin."""
     logged_rewards = [(line.step, value) for line in stage.samples for value in (line.rewards or [line.reward])]
-    rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]
-    steps = sorted({step for step, _ in rewards})
-    reward_values = [value for _, value in rewards]
+    steps_and_rewards = [(step, value) for step, value in logged_rewards if value is not None and math.isfinite(value)]
+    steps = sorted({step for step, _ in steps_and_rewards})
+    reward_values = [value for _, value in steps_and_rewards]
     if stage.kind.feed != "rollouts" or len(steps) < 2:
         return []
     middle_step, min_reward = steps[len(steps) // 2], min(reward_values)
@@ -304,7 +301,7 @@ def compute_reward_bins(stage: StageRecord) -> list[dict[str, float]]:
     if not 0 < bin_width < math.inf:
         return []
     counts_by_half = [[0] * _NUM_HISTOGRAM_BINS, [0] * _NUM_HISTOGRAM_BINS]
-    for step, value in rewards:
+    for step, value in steps_and_rewards:
         counts_by_half[step >= middle_step][min(_NUM_HISTOGRAM_BINS - 1, int((value - min_reward) / bin_width))] += 1
     fractions_by_half = [[count / sum(bin_counts) for count in bin_counts] for bin_counts in counts_by_half]
     max_fraction = max(map(max, fractions_by_half))
@@ -352,5 +349,5 @@ def _sort_key(metric_value: float | None, sort_sign: float) -> tuple[bool, float
 
 def list_sweep_stages(run: RunRecord) -> set[str]:
     """Return the names of all stages of a run that belong to a branch of a sweep."""
-    sweeps = [stage.sweep for stage in run.stages if stage.sweep is not None]
-    return {name for sweep in sweeps for sweep_branch in sweep.branches for name in sweep_branch.stages}
+    branch_choices = [stage.sweep for stage in run.stages if stage.sweep is not None]
+    return {name for sweep in branch_choices for sweep_branch in sweep.branches for name in sweep_branch.stages}

@@ -17,8 +17,8 @@ def print_log(run_path: Path, stage: str, *, should_follow: bool) -> None:
     further attempts until the stage ends. Raise ConfigError if the stage has no log yet."""
     logs = sorted(run_path.glob(f"stages/{stage or '*'}/logs/attempt_*.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
-        if stage and stage not in (names := [each.name for each in read_run(run_path).stages]):
-            raise ConfigError(f"{run_path}: no stage {stage!r} in this run{suggest_names(stage, names)}")
+        if stage and stage not in (stage_names := [each.name for each in read_run(run_path).stages]):
+            raise ConfigError(f"{run_path}: no stage {stage!r} in this run{suggest_names(stage, stage_names)}")
         raise ConfigError(f"{run_path}: {f'stage {stage!r} has' if stage else 'no stage has'} logged anything yet")
     log_folder, printed_files, log_tail, has_ended = logs[-1].parent, set(logs), FileTail(logs[-1]), False
     while not has_ended:

@@ -23,7 +23,7 @@ _PARTIAL_TRAINING_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "
 def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
     """Return each training stage with its properties as pairs of name and text."""
     stage_entries = _read_stage_entries(run)
-    trainings = []
+    training_properties = []
     for stage in run.stages:
         stage_entry = stage_entries.get(stage.name)
         if not (stage.kind.trains_model and stage_entry and isinstance(stage_entry.get("overrides"), dict)):
@@ -38,8 +38,8 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
             ("digest of the data", _format_source_digests(run, data_stages, "data")),
             *_list_training_settings(stage, flatten_tables(stage_entry["overrides"])),
         ]
-        trainings.append((stage, [(name, value) for name, value in properties if value]))
-    return trainings
+        training_properties.append((stage, [(name, value) for name, value in properties if value]))
+    return training_properties
 
 
 def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
@@ -107,12 +107,12 @@ def _describe_data(run: RunRecord, stage_entries: dict[str, dict[str, Any]], sta
     data_source = data_source or (f"output of stage {stage_names[-1]}" if len(stage_names) > 1 else "")
     statistics_paths = [stage.path / "data" / "statistics.json" for stage in run.stages if stage.name in stage_names]
     row_statistics = next((statistics for path in statistics_paths if (statistics := read_json_object(path))), {})
-    data_texts = [data_source] if data_source else []
+    description_parts = [data_source] if data_source else []
     for split_name, rows_suffix in (("train", ""), ("validation", " held out")):
         split_statistics = row_statistics.get(split_name)
         if isinstance(split_statistics, dict) and isinstance(split_statistics.get("rows"), int):
-            data_texts.append(f"{format_number(split_statistics['rows'])} rows{rows_suffix}")
-    return ", ".join(data_texts)
+            description_parts.append(f"{format_number(split_statistics['rows'])} rows{rows_suffix}")
+    return ", ".join(description_parts)
 
 
 def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -126,8 +126,8 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     rate_prefix = "train.optm_lr"
     rate_keys = [key for key in settings if key.startswith(rate_prefix) and isinstance(settings[key], int | float)]
     learning_rates = [(key.removeprefix(rate_prefix).removeprefix("."), settings[key]) for key in rate_keys]
-    partial_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
-    trains_subset = any(value not in ([], {}) for value in partial_settings)
+    subset_settings = [value for key, value in settings.items() if key.startswith(_PARTIAL_TRAINING_KEYS)]
+    freezes_weights = any(value not in ([], {}) for value in subset_settings)
     policy_type = format_setting(f"{policy_prefix}type")
     loss_variant = format_setting(f"{policy_prefix}variant")
     algorithm_name = format_setting(f"{policy_prefix}trainer_type") or policy_type
@@ -135,7 +135,7 @@ def _list_training_settings(stage: StageRecord, settings: dict[str, Any]) -> lis
     warmup_template = "warmup of {} steps" if is_warmup_in_steps else "warmup of {} of all steps"
     setting_groups: list[tuple[str, list[Any]]] = [
         ("algorithm", [algorithm_name, loss_variant if algorithm_name == policy_type != loss_variant else ""]),
-        ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if trains_subset else "all weights",
+        ("trains", [f"LoRA of rank {lora_rank}" if lora_rank else "some weights" if freezes_weights else "all weights",
                     format_setting("param_dtype", "computed in {}")]),
         ("learning rate", [*(f"{rate:g}{path and f' for {path}'}" for path, rate in learning_rates),
                            format_setting("optm_name"), format_setting("optm_decay_type", "{} decay") or "constant",
@@ -156,10 +156,12 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
     if settings.get(f"{policy_prefix}use_remote_reward"):
         reward_functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
         return [f"{each['name']} x {each['weight']:g} of a reward service" for each in reward_functions]
-    prefix = f"{policy_prefix}reward_function."
-    default_weights = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
-    datasets = settings.get(f"{policy_prefix}datasets") or [{}]
-    weights_by_dataset = [dataset.get("reward_function") or default_weights for dataset in datasets]
+    reward_prefix = f"{policy_prefix}reward_function."
+    default_weights = {
+        key.removeprefix(reward_prefix): weight for key, weight in settings.items() if key.startswith(reward_prefix)
+    }
+    dataset_tables = settings.get(f"{policy_prefix}datasets") or [{}]
+    weights_by_dataset = [dataset.get("reward_function") or default_weights for dataset in dataset_tables]
     return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights_by_dataset for name, weight in each.items()))
 
 
@@ -196,7 +198,7 @@ def _read_first_row(arrow_file: Path) -> dict[str, Any]:
         with pa.memory_map(str(arrow_file)) as source:
             row_table = pa.ipc.open_file(source).get_batch(0).slice(0, 1)
             column_names = [name for name in row_table.schema.names if name.endswith(("_ids", "_mask"))]
-            first_rows: list[dict[str, Any]] = row_table.select(column_names).to_pylist()
+            row_dicts: list[dict[str, Any]] = row_table.select(column_names).to_pylist()
     except (OSError, pa.ArrowException, IndexError):
         return {}
-    return first_rows[0] if first_rows else {}
+    return row_dicts[0] if row_dicts else {}

@@ -53,10 +53,10 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
     ) -> tuple[Tensor, None]:
         num_ranks = dist.get_world_size(group)
         if key.shape[1] % num_ranks:
-            num_repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(num_repeats, 1), value.repeat_interleave(num_repeats, 1)
-        exchanged_states = (all_to_all(qkv_state, 1, 2, group) for qkv_state in (query, key, value))
-        output_BPKD = attention_fn(module, *exchanged_states, attention_mask, **kwargs)[0]
+            num_key_repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(num_key_repeats, 1), value.repeat_interleave(num_key_repeats, 1)
+        qkv_by_heads = (all_to_all(qkv_state, 1, 2, group) for qkv_state in (query, key, value))
+        output_BPKD = attention_fn(module, *qkv_by_heads, attention_mask, **kwargs)[0]
         return all_to_all(output_BPKD, 1, 2, group), None
 
     AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
@@ -64,27 +64,26 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
     model.set_attn_implementation(ULYSSES_ATTENTION)
 
 
-def shard_rows(inputs: dict[str, Any], scored_N: Tensor, mesh: DeviceMesh) -> RowShard:
+def shard_rows(inputs: dict[str, Any], scored_index_N: Tensor, mesh: DeviceMesh) -> RowShard:
     """Return this rank's shard of packed rows, whose length in tokens must be divisible by the number of ranks.
-    `inputs` are the model inputs of the packed rows, `scored_N` the indices of the tokens whose outputs the loss needs.
-    """
+    `inputs` are the model inputs of the packed rows, `scored_index_N` the indices of the tokens that the loss needs."""
     ids_1P = inputs["input_ids"]
-    shard_length, remainder = divmod(ids_1P.shape[1], mesh.size())
-    assert not remainder, "packed rows are as long as `collate_rows` was told to fill them"
+    shard_length, num_remaining_tokens = divmod(ids_1P.shape[1], mesh.size())
+    assert not num_remaining_tokens, "packed rows are as long as `collate_rows` was told to fill them"
     shard_start = mesh.get_local_rank() * shard_length
-    is_local_N = (scored_N >= shard_start) & (scored_N < shard_start + shard_length)
+    is_local_N = (scored_index_N >= shard_start) & (scored_index_N < shard_start + shard_length)
     inputs_1P = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
     input_shards = {
         name: values_1P[:, shard_start : shard_start + shard_length] for name, values_1P in inputs_1P.items()
     }
-    return RowShard({**inputs, **input_shards}, scored_N[is_local_N] - shard_start, is_local_N)
+    return RowShard({**inputs, **input_shards}, scored_index_N[is_local_N] - shard_start, is_local_N)
 
 
 def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the values of all scored tokens on every rank; `local_values` are the values of the scored tokens in this
     rank's shard. In the backward pass each rank gets the gradients of its own values."""
-    gathered_values: Tensor = _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())
-    return gathered_values
+    values_of_all_ranks: Tensor = _GatherScoredTokens.apply(local_values, is_local_N, mesh.get_group())
+    return values_of_all_ranks
 
 
 def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -108,9 +107,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _run_all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split_dim)).contiguous()
-    received_chunks = torch.empty_like(chunks)
-    dist.all_to_all_single(received_chunks, chunks, group=group)
+    sent_chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split_dim)).contiguous()
+    received_chunks = torch.empty_like(sent_chunks)
+    dist.all_to_all_single(received_chunks, sent_chunks, group=group)
     return torch.cat(received_chunks.unbind(), dim=concat_dim)
 
 

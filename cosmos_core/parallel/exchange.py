@@ -19,10 +19,8 @@ T = TypeVar("T")
 
 _ALLOWED_CLASSES: list[Any] = [cls for cls in vars(types).values() if isinstance(cls, type) and is_dataclass(cls)]
 _ALLOWED_CLASSES_LOCK = threading.Lock()
-"""Lock around torch's process-wide list of classes that are safe to unpickle.
-
-Without the lock, a thread that leaves `safe_globals` would remove the classes while another thread still needs them.
-"""
+"""Lock around torch's process-wide list of classes that are safe to unpickle: without it, a thread that leaves
+`safe_globals` would remove the classes while another thread still needs them."""
 
 
 def all_gather(local_value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -39,20 +37,20 @@ def all_gather(local_value: T, group: dist.ProcessGroup | None = None) -> list[T
 
 def broadcast(local_value: T, source_rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return on every rank of a process group the value of the rank with global number `source_rank`."""
-    is_source = dist.get_rank() == source_rank
-    serialized_value = _serialize(local_value) if is_source else torch.empty(0, dtype=torch.uint8)
+    is_source_rank = dist.get_rank() == source_rank
+    serialized_value = _serialize(local_value) if is_source_rank else torch.empty(0, dtype=torch.uint8)
     num_bytes = torch.tensor([len(serialized_value)])
     dist.broadcast(num_bytes, src=source_rank, group=group)
-    if not is_source:
+    if not is_source_rank:
         serialized_value = torch.empty(int(num_bytes), dtype=torch.uint8)
     dist.broadcast(serialized_value, src=source_rank, group=group)
-    received_value: T = local_value if is_source else _deserialize(serialized_value)
+    received_value: T = local_value if is_source_rank else _deserialize(serialized_value)
     return received_value
 
 
-def _serialize(local_value: Any) -> Tensor:
+def _serialize(python_value: Any) -> Tensor:
     byte_stream = io.BytesIO()
-    torch.save(local_value, byte_stream)
+    torch.save(python_value, byte_stream)
     return torch.frombuffer(byte_stream.getbuffer(), dtype=torch.uint8)
 
 

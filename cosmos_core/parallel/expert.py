@@ -28,9 +28,8 @@ _TOKEN_DISPATCH_STYLE = "ep_dispatch_experts"
 
 def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> None:
     """Keep this rank's experts of every layer, sharded over `mesh.ep_fsdp`, and dispatch tokens to experts of other
-    ranks; call this function before `apply_fsdp`. Raises the errors of `find_split_experts`.
-    """
-    # This class is not imported at module level, because transformers 5.17 lacks it.
+    ranks; call this function before `apply_fsdp`. Raises the errors of `find_split_experts`."""
+    # `EpDispatchExpertsParallel` is not imported at module level, because transformers 5.17 lacks it.
     from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
     assert mesh.ep is not None
@@ -53,18 +52,18 @@ def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_expe
             adapter wraps the experts; or their number is not divisible by the number of ranks.
     """
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
-    expert_layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    expert_modules = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"
-    if not expert_patterns or not (expert_layers or allows_no_experts):
+    if not expert_patterns or not (expert_modules or allows_no_experts):
         raise ModelError(
             f"{error_prefix} has no plan that sends tokens to experts; set it to 1 and raise dp_shard_size"
         )
-    for name, experts in expert_layers.items():
+    for name, experts in expert_modules.items():
         if not any(matches_pattern(pattern, name) for pattern in expert_patterns):
             remedy = "leave them out of policy.lora, or set it to 1"
             raise ModelError(f"{error_prefix} has experts at {name}, where its plan has none; {remedy}")
         check_expert_split(experts, num_ranks, error_prefix)
-    return list(expert_layers.values())
+    return list(expert_modules.values())
 
 
 def keep_local_experts(experts: Any, expert_mesh: DeviceMesh) -> None:

@@ -33,13 +33,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def fsdp_arguments(train: TrainConfig, *, should_cast: bool = True) -> dict[str, Any]:
-    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `train`. `should_cast` says
+def fsdp_arguments(config: TrainConfig, *, should_cast: bool = True) -> dict[str, Any]:
+    """Return the arguments of torch's `fully_shard` for the settings in the recipe table `config`. `should_cast` says
     whether FSDP gathers weights in `param_dtype`, the dtype in which autocast multiplies them."""
-    param_dtype = getattr(torch, train.param_dtype) if should_cast and gathers_in_param_dtype(train) else None
-    mp_policy = MixedPrecisionPolicy(param_dtype, getattr(torch, train.fsdp_reduce_dtype), cast_forward_inputs=False)
+    param_dtype = getattr(torch, config.param_dtype) if should_cast and gathers_in_param_dtype(config) else None
+    mp_policy = MixedPrecisionPolicy(param_dtype, getattr(torch, config.fsdp_reduce_dtype), cast_forward_inputs=False)
     fsdp_options: dict[str, Any] = {"mp_policy": mp_policy}
-    if train.fsdp_offload:
+    if config.fsdp_offload:
         fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     return fsdp_options
 
@@ -49,7 +49,7 @@ def gathers_in_param_dtype(train_config: TrainConfig) -> bool:
     return train_config.param_dtype != train_config.master_dtype
 
 
-def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig) -> None:
+def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, config: TrainConfig) -> None:
     """Shard `model` block by block inside `root`, the module whose `forward` or `probe_hidden_states` is called.
 
     Modules outside of blocks (embeddings, head, last norm) stay gathered from the forward pass of `root` to the end of
@@ -69,10 +69,10 @@ def apply_fsdp(root: nn.Module, model: nn.Module, mesh: Mesh, train: TrainConfig
         return expert_sharding(num_shards, parameter) if parameter in tp_expert_weights else None
 
     fsdp_options: Any = {"mesh": mesh.fsdp, "ignored_params": ep_expert_weights, "shard_placement_fn": shard_placement}
-    should_reshard = {"always": True, "never": False, "default": mesh.pp is None}[train.fsdp_reshard_after_forward]
+    should_reshard = {"always": True, "never": False, "default": mesh.pp is None}[config.fsdp_reshard_after_forward]
     for block in transformer_blocks(model):
-        fully_shard(block, reshard_after_forward=should_reshard, **fsdp_options, **fsdp_arguments(train))
-    fully_shard(root, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(train, should_cast=False))
+        fully_shard(block, reshard_after_forward=should_reshard, **fsdp_options, **fsdp_arguments(config))
+    fully_shard(root, reshard_after_forward=False, **fsdp_options, **fsdp_arguments(config, should_cast=False))
     register_fsdp_forward_method(root, "probe_hidden_states")
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -85,11 +85,11 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     block is no block, although some model families list its class too."""
     block_class_names = set(getattr(model, "_no_split_modules", None) or ())
     blocks: list[nn.Module] = []
-    nested_modules: set[nn.Module] = set()
+    modules_in_blocks: set[nn.Module] = set()
     for module in model.modules():
-        if type(module).__name__ in block_class_names and module not in nested_modules:
+        if type(module).__name__ in block_class_names and module not in modules_in_blocks:
             blocks.append(module)
-            nested_modules.update(module.modules())
+            modules_in_blocks.update(module.modules())
     return blocks
 
 
@@ -107,13 +107,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def reshard(root: nn.Module) -> None:
+def reshard(root_module: nn.Module) -> None:
     """Free gathered parameters that remain in memory after a forward pass without a backward pass, because the next
     change of the weights makes them outdated. Also wait until a GPU has read all shards in host memory."""
-    for module in root.modules():
+    for module in root_module.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    if torch.cuda.is_available() and any(parameter.device.type == "cpu" for parameter in root.parameters()):
+    if torch.cuda.is_available() and any(parameter.device.type == "cpu" for parameter in root_module.parameters()):
         torch.cuda.synchronize()
 
 
@@ -122,15 +122,15 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     on all ranks, which must iterate together. A tensor that some ranks lack, such as a weight of another pipeline
     stage, is broadcast by the lowest rank that has it. A tensor that is not sharded is yielded without a copy."""
     local_tensors = tensors.state_dict(keep_vars=True) if isinstance(tensors, nn.Module) else tensors
-    local_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
-    metadata_by_rank = all_gather_object(local_metadata)
-    for name in dict.fromkeys(name for metadata in metadata_by_rank for name in metadata):
-        owner_ranks = [rank for rank, metadata in enumerate(metadata_by_rank) if name in metadata]
+    local_tensor_metadata = {name: (t.shape, t.dtype, local_shard(t).device.type) for name, t in local_tensors.items()}
+    tensor_metadata_by_rank = all_gather_object(local_tensor_metadata)
+    for name in dict.fromkeys(name for metadata in tensor_metadata_by_rank for name in metadata):
+        owner_ranks = [rank for rank, metadata in enumerate(tensor_metadata_by_rank) if name in metadata]
         if name in local_tensors:
             full_tensor = _full_tensor(local_tensors[name].detach())
         else:  # the device type of a rank that has the tensor selects the backend of the broadcast
-            shape, dtype, device = metadata_by_rank[owner_ranks[-1]][name]
-            full_tensor = torch.empty(shape, dtype=dtype, device=device)
+            full_shape, dtype, device = tensor_metadata_by_rank[owner_ranks[-1]][name]
+            full_tensor = torch.empty(full_shape, dtype=dtype, device=device)
         if len(owner_ranks) < num_ranks():
             full_tensor = full_tensor.contiguous()
             dist.broadcast(full_tensor, src=owner_ranks[0])
@@ -159,8 +159,8 @@ def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
     meta_model.load_state_dict(full_tensor_by_name, assign=True)
     for first_name, *tied_names in names_by_parameter:  # tie_weights() fails for a head that an adapter wraps
         for name in tied_names:
-            module_name, _, attribute_name = name.rpartition(".")
-            meta_model.get_submodule(module_name)._parameters[attribute_name] = meta_model.get_parameter(first_name)
+            module_name, _, parameter_name = name.rpartition(".")
+            meta_model.get_submodule(module_name)._parameters[parameter_name] = meta_model.get_parameter(first_name)
     return nn.Module.to(meta_model, "cpu")
 
 

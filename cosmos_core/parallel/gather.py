@@ -57,7 +57,7 @@ class FullTensorGatherer:
         num_bytes = sum(_round_up_to_alignment(tensor_template.nbytes) for tensor_template in tensor_templates.values())
         shared_memory = self._shared_memories.pop(0)
         # The collective is also a barrier: a fast rank must not overwrite data that a slow rank still reads.
-        if all_reduce_any(shared_memory is None or shared_memory.size < num_bytes or shared_memory.is_in_use):
+        if all_reduce_any(shared_memory is None or shared_memory.num_bytes < num_bytes or shared_memory.is_in_use):
             shared_memory = None  # free the old memory before new memory is allocated
             shared_memory = _open_shared_memory(max(num_bytes, self._max_bytes))
             self._uses_shared_memory = shared_memory is not None
@@ -88,10 +88,10 @@ class FullTensorGatherer:
 
 
 class _SharedMemory:
-    """Anonymous memory of `size` bytes that several processes map; the kernel frees it with the last mapping."""
+    """Anonymous memory of `num_bytes` bytes that several processes map; the kernel frees it with the last mapping."""
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
-        self.size = num_bytes
+        self.num_bytes = num_bytes
         self._memory_view = memoryview(mmap(file_descriptor, num_bytes))
         self._num_initial_references = sys.getrefcount(self._memory_view)
 

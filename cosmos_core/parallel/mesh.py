@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.02
 _ARRIVALS_KEY, _HEARTBEATS_KEY = "cosmos/arrivals", "cosmos/heartbeats"
-"""Keys of counters in the store of the process group."""
+"""Keys of the numbers of ranks that arrived and of heartbeats, in the key-value store of the process group."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Mesh:
     """Mesh over which FSDP shards the experts of an expert-parallel rank, with dp_replicate as the outer axis if there
     are replicas; None: experts are not sharded."""
 
-    def select_local_items(self, items: Sequence[T]) -> list[T]:
+    def select_local_items(self, global_items: Sequence[T]) -> list[T]:
         """Return the items of this data-parallel rank: of n data-parallel ranks, each gets every n-th item."""
-        return list(items[self.dp.get_local_rank() :: self.dp.size()])
+        return list(global_items[self.dp.get_local_rank() :: self.dp.size()])
 
     def all_gather_object(self, local_value: T) -> list[T]:
         """Return the values of all data-parallel ranks, in order; with pipeline parallelism those of the last pipeline
@@ -68,8 +68,8 @@ def open_mesh(parallelism: ParallelismConfig, device_type: str) -> Mesh | None:
     num_replicas, num_shards = parallelism.dp_replicate_size, abs(parallelism.dp_shard_size) * parallelism.cp_size
     cp_size, ep_size = parallelism.cp_size, parallelism.ep_size
 
-    def init_mesh(**data_axes: int) -> DeviceMesh:
-        axis_sizes = {"pp": parallelism.pp_size, **data_axes, "tp": parallelism.tp_size}
+    def init_mesh(**data_axis_sizes: int) -> DeviceMesh:
+        axis_sizes = {"pp": parallelism.pp_size, **data_axis_sizes, "tp": parallelism.tp_size}
         return init_device_mesh(device_type, tuple(axis_sizes.values()), mesh_dim_names=tuple(axis_sizes))
 
     def select_fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -127,14 +127,14 @@ def all_reduce_any(local_flag: bool) -> bool:
     """Return True on all ranks if `local_flag` is true on any rank."""
     if is_single_rank():
         return local_flag
-    flag_tensor = torch.tensor(int(local_flag))
-    dist.all_reduce(flag_tensor, dist.ReduceOp.MAX)
-    return bool(flag_tensor)
+    reduced_flag = torch.tensor(int(local_flag))
+    dist.all_reduce(reduced_flag, dist.ReduceOp.MAX)
+    return bool(reduced_flag)
 
 
-def first_error_of_ranks(local_message: str | None) -> str | None:
+def first_error_of_ranks(local_error: str | None) -> str | None:
     """Return on all ranks the error message of the lowest rank that has a nonempty one; None: no rank has one."""
-    return next((rank_message for rank_message in all_gather_object(local_message) if rank_message), None)
+    return next((rank_message for rank_message in all_gather_object(local_error) if rank_message), None)
 
 
 def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ from cosmos_core.parallel.fsdp import local_shard, scale_gradients, total_norm
 M = TypeVar("M", bound=nn.Module)
 
 _LAYERS_NAME = "layers"
-_PROBE_TOKENS = 3
+_NUM_PROBE_TOKENS = 3
 
 
 class OtherStageModule(nn.Module):
@@ -70,9 +70,9 @@ class _RecordingPlaceholder(OtherStageModule):
 
 def stage_layer_indices(stage_index: int, num_stages: int, num_layers: int) -> range:
     """Return the layer indices of a pipeline stage. If the stages cannot be equal, the first have one layer more."""
-    layers_per_stage, remainder = divmod(num_layers, num_stages)
-    first_layer = stage_index * layers_per_stage + min(stage_index, remainder)
-    return range(first_layer, first_layer + layers_per_stage + (stage_index < remainder))
+    layers_per_stage, num_longer_stages = divmod(num_layers, num_stages)
+    first_layer_index = stage_index * layers_per_stage + min(stage_index, num_longer_stages)
+    return range(first_layer_index, first_layer_index + layers_per_stage + (stage_index < num_longer_stages))
 
 
 def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
@@ -81,18 +81,18 @@ def num_stages(model: PreTrainedModel, parallelism: ParallelismConfig) -> int:
     num_layers = int(model.config.num_hidden_layers)
     num_model_stages = parallelism.num_pipeline_stages(num_layers)
     if num_model_stages > num_layers:
-        size_setting = f"policy.parallelism.pp_size = {parallelism.pp_size}"
+        pp_size_setting = f"policy.parallelism.pp_size = {parallelism.pp_size}"
         remedy = "lower it, or raise pp_layers_per_stage"
-        raise ModelError(f"{size_setting} makes {num_model_stages} stages of {num_layers} layers; {remedy}")
+        raise ModelError(f"{pp_size_setting} makes {num_model_stages} stages of {num_layers} layers; {remedy}")
     return num_model_stages
 
 
-def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) -> range:
+def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, pipeline_rank: int) -> range:
     """Return the indices of the pipeline stages that one pipeline rank holds."""
-    return range(rank, num_stages(model, parallelism), parallelism.pp_size)
+    return range(pipeline_rank, num_stages(model, parallelism), parallelism.pp_size)
 
 
-def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) -> None:
+def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, pipeline_rank: int) -> None:
     """Keep the pipeline stages of one rank in the model, whose weights may be on the meta device, and free all others.
     If embedding and head are tied, the first and the last rank keep both.
 
@@ -100,8 +100,8 @@ def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, rank: int) 
         ModelError: the model has no pipeline plan, or computes something outside its plan.
     """
     _check_pipeline_support(model, f"policy.parallelism.pp_size = {parallelism.pp_size}: {type(model).__name__}")
-    stage_indices, total_stages = stages_of_rank(model, parallelism, rank), num_stages(model, parallelism)
-    _replace_other_stages(model, model.base_model, stage_indices, total_stages, lambda module: module.to("meta"))
+    stage_indices, num_model_stages = stages_of_rank(model, parallelism, pipeline_rank), num_stages(model, parallelism)
+    _replace_other_stages(model, model.base_model, stage_indices, num_model_stages, lambda module: module.to("meta"))
 
 
 def extract_pipeline_stage(model: PreTrainedModel, stage_index: int, parallelism: ParallelismConfig) -> PreTrainedModel:
@@ -119,12 +119,12 @@ def has_tied_embeddings(model: PreTrainedModel) -> bool:
 
 def sum_tied_gradients(model: PreTrainedModel, pp_mesh: DeviceMesh) -> None:
     """Sum the gradients of a tied embedding and head over the first and last pipeline rank, which have copies."""
-    pp_group, rank, last_rank = pp_mesh.get_group(), pp_mesh.get_local_rank(), pp_mesh.size() - 1
-    weight = model.get_output_embeddings().weight
-    if not has_tied_embeddings(model) or rank not in {0, last_rank} or weight.grad is None:
+    pp_group, pipeline_rank, last_rank = pp_mesh.get_group(), pp_mesh.get_local_rank(), pp_mesh.size() - 1
+    tied_weight = model.get_output_embeddings().weight
+    if not has_tied_embeddings(model) or pipeline_rank not in {0, last_rank} or tied_weight.grad is None:
         return
-    gradient = local_shard(weight.grad)
-    peer_gradient, peer_rank = torch.empty_like(gradient), dist.get_global_rank(pp_group, last_rank - rank)
+    gradient = local_shard(tied_weight.grad)
+    peer_gradient, peer_rank = torch.empty_like(gradient), dist.get_global_rank(pp_group, last_rank - pipeline_rank)
     p2p_operations: list[tuple[Any, Tensor]] = [(dist.isend, gradient), (dist.irecv, peer_gradient)]
     for work in dist.batch_isend_irecv([dist.P2POp(*operation, peer_rank, pp_group) for operation in p2p_operations]):
         work.wait()
@@ -211,15 +211,15 @@ def _check_pipeline_support(model: PreTrainedModel, error_prefix: str) -> None:
         *map(base_model._modules.get, pipeline_plan),
         *(model._modules[name] for name in _output_head_names(model)),
     ]
-    planned_parameters = {parameter for module in modules if module is not None for parameter in module.parameters()}
-    if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in planned_parameters]:
+    parameters_in_plan = {parameter for module in modules if module is not None for parameter in module.parameters()}
+    if unplanned_names := [name for name, parameter in model.named_parameters() if parameter not in parameters_in_plan]:
         raise ModelError(f"{error_prefix}: its plan does not know {unplanned_names[0]}; {remedy}")
     try:
-        unplanned_operation = _find_compute_outside_plan(model, base_model)
+        operation_outside_plan = _find_compute_outside_plan(model, base_model)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        unplanned_operation = " ".join(str(error).split())[:200]
-    if unplanned_operation:
-        raise ModelError(f"{error_prefix} cannot be cut into stages ({unplanned_operation}); {remedy}")
+        operation_outside_plan = " ".join(str(error).split())[:200]
+    if operation_outside_plan:
+        raise ModelError(f"{error_prefix} cannot be cut into stages ({operation_outside_plan}); {remedy}")
 
 
 @torch.no_grad()
@@ -230,11 +230,11 @@ def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) ->
     names_before_layers, names_after_layers = _modules_around_layers(model)
     device = next((buffer.device for buffer in base_model.buffers()), torch.device("cpu"))
     embedding = _EmbeddingPlaceholder(model.get_input_embeddings())
-    ids_BT = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
-    hidden_BTH = embedding(ids_BT)
-    common_inputs = {"position_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "use_cache": False}
-    arguments_by_input: list[list[dict[str, Any]]] = []
-    for probe_input in ({"input_ids": ids_BT}, {"inputs_embeds": hidden_BTH}):
+    token_ids_BT = torch.arange(_NUM_PROBE_TOKENS, device=device).unsqueeze(0)
+    hidden_BTH = embedding(token_ids_BT)
+    common_inputs = {"position_ids": token_ids_BT, "attention_mask": torch.ones_like(token_ids_BT), "use_cache": False}
+    layer_arguments_by_input: list[list[dict[str, Any]]] = []
+    for probe_input in ({"input_ids": token_ids_BT}, {"inputs_embeds": hidden_BTH}):
         probe_model, layer_arguments = _shallow_copy(base_model), list[dict[str, Any]]()
         for name in (*names_before_layers, *names_after_layers):
             module: Any = base_model._modules[name]
@@ -245,8 +245,8 @@ def _find_compute_outside_plan(model: PreTrainedModel, base_model: nn.Module) ->
         probe_output = probe_model(**common_inputs, **probe_input)
         if "inputs_embeds" in probe_input and probe_output.last_hidden_state is not hidden_BTH:
             return "hidden states change outside its layers"
-        arguments_by_input.append(layer_arguments)
-    for arguments_from_ids, arguments_from_hidden in zip(*arguments_by_input, strict=True):
+        layer_arguments_by_input.append(layer_arguments)
+    for arguments_from_ids, arguments_from_hidden in zip(*layer_arguments_by_input, strict=True):
         for name, argument in arguments_from_ids.items():
             if not _are_arguments_equal(argument, arguments_from_hidden.get(name)):
                 return f"its layers are given {name!r}, which is made of tokens"

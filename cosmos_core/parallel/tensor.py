@@ -26,12 +26,10 @@ from cosmos_core.parallel.plan import check_expert_split, check_head_split, chec
 from cosmos_core.transient import is_transient
 
 _MOE_TP_STYLE = "moe_tp_experts"
-_PROBE_TOKENS = 8
+_NUM_PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
-"""Tolerance of gradient differences between ranks in `check_tp_plan`, as a fraction of the largest gradient.
-
-Rounding errors are far smaller, and a gradient that lacks the contributions of other ranks differs far more.
-"""
+"""Tolerance of gradient differences between ranks in `check_tp_plan`, as a fraction of the largest gradient. Rounding
+errors are far smaller, and a gradient that lacks the contributions of other ranks differs far more."""
 
 
 class _AllReduceGradientStyle(ParallelStyle):
@@ -106,13 +104,13 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
         ModelError: the plan is missing or has an unsupported style, or a size is not divisible by the number of ranks.
     """
     tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
-    size_setting, model_name = f"policy.parallelism.tp_size = {num_ranks}", type(model).__name__
+    tp_size_setting, model_name = f"policy.parallelism.tp_size = {num_ranks}", type(model).__name__
     if not tp_plan:
-        raise ModelError(f"{size_setting}: {model_name} has no plan; set it to 1")
+        raise ModelError(f"{tp_size_setting}: {model_name} has no plan; set it to 1")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     check_head_split(model, "tp_size", num_ranks)
     tied_modules = {head, embedding} if head is not None and head.weight is embedding.weight else set()
-    modules_and_styles = []
+    split_modules_and_styles = []
     for name, module in list(model.named_modules()):
         style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
         # A module without parameters is a placeholder for a module of another pipeline stage.
@@ -120,13 +118,13 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
             continue
         if style not in _PARALLEL_STYLES or (style == _MOE_TP_STYLE and not hasattr(module, "_is_expert_parallel")):
             problem = f"{name} of {model_name} is split by {style!r}, which this version cannot"
-            raise ModelError(f"{size_setting}: {problem}; set it to 1 and raise dp_shard_size")
+            raise ModelError(f"{tp_size_setting}: {problem}; set it to 1 and raise dp_shard_size")
         if style == _MOE_TP_STYLE:
-            check_expert_split(module, num_ranks, f"{size_setting}: {model_name}")
+            check_expert_split(module, num_ranks, f"{tp_size_setting}: {model_name}")
         for submodule in _find_split_modules(module, style):
             check_split_dim(model, name, submodule, style, num_ranks)
-        modules_and_styles.append((module, style))
-    return modules_and_styles
+        split_modules_and_styles.append((module, style))
+    return split_modules_and_styles
 
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -138,7 +136,7 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
         ModelError: gradients differ between ranks, or the model raises an error.
     """
     device = torch.device(mesh.device_type)
-    ids_BT = torch.arange(1, _PROBE_TOKENS + 1, device=device).unsqueeze(0)
+    ids_BT = torch.arange(1, _NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0)
     probe_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
     error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
     was_training = model.training
@@ -166,11 +164,11 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
     if parameter.grad is None:
         return False
-    gradient_dim_names = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
-    gradient = local_shard(parameter.grad)
-    if not gradient.numel() or set(gradient_dim_names or ()) & set(mesh.mesh_dim_names or ()):
+    gradient_mesh_dim_names = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
+    local_gradient = local_shard(parameter.grad)
+    if not local_gradient.numel() or set(gradient_mesh_dim_names or ()) & set(mesh.mesh_dim_names or ()):
         return False
-    min_gradient, max_gradient = gradient.clone(), gradient.clone()
+    min_gradient, max_gradient = local_gradient.clone(), local_gradient.clone()
     dist.all_reduce(min_gradient, dist.ReduceOp.MIN, mesh.get_group())
     dist.all_reduce(max_gradient, dist.ReduceOp.MAX, mesh.get_group())
     largest_gradient = max(max_gradient.abs().amax(), min_gradient.abs().amax())
@@ -180,17 +178,17 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 @contextmanager
 def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
     """Replace the weights of a module by the results of `transform_weight` during the block."""
-    parameters = dict(module.named_parameters(recurse=False))
+    parameter_by_name = dict(module.named_parameters(recurse=False))
     try:
-        module._parameters.update({name: transform_weight(parameter) for name, parameter in parameters.items()})
+        module._parameters.update({name: transform_weight(parameter) for name, parameter in parameter_by_name.items()})
         yield
     finally:
-        module._parameters.update(parameters)
+        module._parameters.update(parameter_by_name)
 
 
 def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan, which an adapter may wrap; a LoRA layer is split in its
-    base layer and in the factor that has the split dimension."""
+    """Return the modules to split for a module in the plan. If an adapter wraps the module, these are its base layer
+    and the LoRA factor that has the split dimension."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):

@@ -20,8 +20,8 @@ class AestheticReward:
         predictor_path = str(settings.options.get("predictor") or "")
         predictor_file = Path(os.path.expanduser(predictor_path))
         if predictor_path and not predictor_file.is_file():
-            problem = f"predictor = {predictor_path!r}: no such file in {str(Path.cwd())!r}"
-            raise RewardError(f"the reward 'aesthetic': {problem}; give the whole path")
+            path_problem = f"predictor = {predictor_path!r}: no such file in {str(Path.cwd())!r}"
+            raise RewardError(f"the reward 'aesthetic': {path_problem}; give the whole path")
         if not predictor_path:
             raise RewardError(
                 "the reward 'aesthetic' needs predictor, in [custom.aesthetic] of a recipe or in options of a service: "
@@ -43,12 +43,12 @@ def aesthetic(to_be_evaluated: str, reference: str, *, media: Any, custom: Any) 
     return score_item("aesthetic", RewardInput("", media), custom)
 
 
-def _load_linear_layers(file: Path, device: Any) -> list[tuple[Any, ...]]:
+def _load_linear_layers(path: Path, device: Any) -> list[tuple[Any, ...]]:
     """Return the weight and the bias of each linear layer in the predictor's file, in order."""
     import torch
     from safetensors.torch import load_file
 
-    tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    layer_prefixes = [name.removesuffix("weight") for name in tensors if name.endswith("weight")]
+    state_dict = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    layer_prefixes = [name.removesuffix("weight") for name in state_dict if name.endswith("weight")]
     layer_prefixes.sort(key=lambda name: next((int(part) for part in name.split(".") if part.isdigit()), 0))
-    return [tuple(tensors[layer + part].to(device).float() for part in ("weight", "bias")) for layer in layer_prefixes]
+    return [tuple(state_dict[layer + k].to(device).float() for k in ("weight", "bias")) for layer in layer_prefixes]

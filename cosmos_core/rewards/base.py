@@ -33,7 +33,7 @@ from cosmos_core.registry import (
     suggest_names,
 )
 from cosmos_core.rewards.binding import REWARD_PARAMETERS as REWARD_PARAMETERS
-from cosmos_core.rewards.binding import ParameterBinding, bind_parameters
+from cosmos_core.rewards.binding import ParameterBinding, RequestFields, bind_parameters
 from cosmos_core.types import Group, Score
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ RewardConfig: TypeAlias = "dict[str, float] | RemoteRewardConfig"
 ScoreAndMetrics = tuple[float, dict[str, float]]
 
 REWARDS_PACKAGE = "cosmos_core.rewards"
-_RESULT_RULE = "the rule is a number, or (number, dict of numbers)"
+_RESULT_TYPE_RULE = "the rule is a number, or (number, dict of numbers)"
 _thread_local_data = threading.local()
 
 
@@ -75,17 +75,19 @@ class Reward:
             raise result or ValueError("returned None: it does not apply to this row")
         return result
 
-    def score_group(self, fields: Sequence[Mapping[str, Any]]) -> list[ScoreAndMetrics | ValueError | None]:
+    def score_group(self, requests: Sequence[RequestFields]) -> list[ScoreAndMetrics | ValueError | None]:
         """Score all completions of a prompt in one call. The result of a completion is a `ValueError` if its value is
         not a finite number, and None if the function does not apply to the row, as in TRL. Raise `ValueError` if the
-        function did not return a list with one value per completion, and otherwise the errors of `__call__`."""
-        results = self._call_function(fields, takes_lists=True)
+        function did not return a list with one value per completion, and the other errors that `__call__` raises."""
+        results = self._call_function(requests, takes_lists=True)
         if hasattr(results, "tolist"):  # convert a NumPy array or a torch tensor to a list
             results = results.tolist()
         results = list(results) if isinstance(results, Iterator) else results
-        if not isinstance(results, list | tuple) or len(results) != len(fields):
-            returned = f"{len(results)} values" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
-            raise ValueError(f"returned {returned} for {len(fields)} completions; the rule is a list with one for each")
+        is_list = isinstance(results, list | tuple)
+        if not is_list or len(results) != len(requests):
+            count_text = f"{len(results)} values" if is_list else f"a {type(results).__name__}"
+            rule_text = "the rule is a list with one for each"
+            raise ValueError(f"returned {count_text} for {len(requests)} completions; {rule_text}")
         group_results: list[ScoreAndMetrics | ValueError | None] = []
         for result in results:
             try:
@@ -96,10 +98,10 @@ class Reward:
                 group_results.append(value_error.with_traceback(error.__traceback__))
         return group_results
 
-    def _call_function(self, group_requests: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
-        positional_arguments, keyword_arguments = self.binding.bind_arguments(group_requests, takes_lists=takes_lists)
-        result = self.function(*positional_arguments, **keyword_arguments)
-        return wait_for_result(result) if inspect.isawaitable(result) else result
+    def _call_function(self, requests: Sequence[Mapping[str, Any]], *, takes_lists: bool) -> Any:
+        positional_arguments, keyword_arguments = self.binding.bind_arguments(requests, takes_lists=takes_lists)
+        return_value = self.function(*positional_arguments, **keyword_arguments)
+        return wait_for_result(return_value) if inspect.isawaitable(return_value) else return_value
 
     def find_user_code_location(self, error: BaseException) -> str:
         """Return the file and line of user code that raised an error; empty for packaged rewards."""
@@ -140,8 +142,8 @@ def load_reward(name: str) -> Reward:
         reward_function = import_user_code(name if is_import_path(name) else f"{REWARDS_PACKAGE}.{name}:{name}")
         # A reward class, as in ms-swift, must be instantiated; a reward function, as in TRL, is used as it is.
         if is_class := inspect.isclass(reward_function):
-            problem = f"{name!r} is a class that cannot be made"
-            with convert_errors(lambda e: RewardError(f"{problem}: {error_on_one_line(e)}; name an object of it")):
+            error_text = f"{name!r} is a class that cannot be made"
+            with convert_errors(lambda e: RewardError(f"{error_text}: {error_on_one_line(e)}; name an object of it")):
                 reward_function = reward_function()
         if not callable(reward_function):
             raise RewardError(f"{name!r} is a {type(reward_function).__name__}, not a function")
@@ -153,11 +155,11 @@ def load_reward(name: str) -> Reward:
 def metric_names(rewards: Iterable[str]) -> dict[str, str]:
     """Return a unique metric name for each reward: its function name, if needed after names of its file and folders."""
     name_parts_by_reward = {reward: _split_reward_name(reward) for reward in rewards}
-    suffix_counts = Counter(tuple(each[i:]) for each in name_parts_by_reward.values() for i in range(len(each)))
+    name_suffix_counts = Counter(tuple(each[i:]) for each in name_parts_by_reward.values() for i in range(len(each)))
     metric_name_by_reward = {}
     for reward, name_parts in name_parts_by_reward.items():
-        unique_suffix_lengths = (n for n in range(1, len(name_parts)) if suffix_counts[tuple(name_parts[-n:])] == 1)
-        metric_name_by_reward[reward] = ".".join(name_parts[-next(unique_suffix_lengths, len(name_parts)) :])
+        unique_suffix_sizes = (k for k in range(1, len(name_parts)) if name_suffix_counts[tuple(name_parts[-k:])] == 1)
+        metric_name_by_reward[reward] = ".".join(name_parts[-next(unique_suffix_sizes, len(name_parts)) :])
     return metric_name_by_reward
 
 
@@ -191,10 +193,10 @@ def to_json_value(raw_value: Any) -> Any:
 def error_on_one_line(error: BaseException, error_location: str = "") -> str:
     """Return the class and message of an error on one line of at most 500 characters, then `error_location`."""
     try:
-        summary = " ".join(f"{type(error).__name__}: {error}".split())
+        message = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:  # noqa: BLE001 - the `__str__` of a user's exception may fail
-        summary = f"{type(error).__name__} without a message"
-    return (summary if len(summary) <= 500 else summary[:497] + "...") + f" ({error_location})" * bool(error_location)
+        message = f"{type(error).__name__} without a message"
+    return (message if len(message) <= 500 else message[:497] + "...") + f" ({error_location})" * bool(error_location)
 
 
 def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> CosmosError:
@@ -207,28 +209,28 @@ def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> Cosmo
 
 
 def _parse_score(result: Any) -> ScoreAndMetrics:
-    if isinstance(result, Mapping) and "score" in result:  # a dict as in verl: finite numbers become metrics
-        scalars = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items()}
-        numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
-        result = (result["score"], {k: v for k, v in numbers.items() if k != "score"})
+    if isinstance(result, Mapping) and "score" in result:  # a dict, as in verl, whose numbers become metrics
+        value_by_key = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items() if k != "score"}
+        metrics = {k: v for k, v in value_by_key.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
+        result = (result["score"], metrics)
     raw_score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"returned a tuple with a {type(metrics).__name__}; {_RESULT_RULE}")
+        raise ValueError(f"returned a tuple with a {type(metrics).__name__}; {_RESULT_TYPE_RULE}")
     return _to_finite_float(raw_score, "returned"), {
         str(key): _to_finite_float(raw_metric, f"returned metric {key!r} =") for key, raw_metric in metrics.items()
     }
 
 
-def _to_finite_float(number: Any, message_prefix: str) -> float:
-    if hasattr(number, "item"):  # convert a scalar of NumPy or torch
-        number = number.item()
-    if number is None:
-        raise ValueError(f"{message_prefix} nothing; {_RESULT_RULE}")
-    if not isinstance(number, int | float):
-        raise ValueError(f"{message_prefix} a {type(number).__name__}; {_RESULT_RULE}")
-    if not abs(number) <= sys.float_info.max:  # NaN, infinity, or an integer beyond the range of floats
-        raise ValueError(f"{message_prefix} {number}; the rule is a finite number")
-    return float(number)
+def _to_finite_float(returned_number: Any, message_prefix: str) -> float:
+    if hasattr(returned_number, "item"):  # convert a scalar of NumPy or torch
+        returned_number = returned_number.item()
+    if returned_number is None:
+        raise ValueError(f"{message_prefix} nothing; {_RESULT_TYPE_RULE}")
+    if not isinstance(returned_number, int | float):
+        raise ValueError(f"{message_prefix} a {type(returned_number).__name__}; {_RESULT_TYPE_RULE}")
+    if not abs(returned_number) <= sys.float_info.max:  # NaN, infinity, or an integer beyond the range of floats
+        raise ValueError(f"{message_prefix} {returned_number}; the rule is a finite number")
+    return float(returned_number)
 
 
 def full_reward(
@@ -236,13 +238,13 @@ def full_reward(
 ) -> float | None:
     """Return the reward of a completion for which every reward function returns 1 and no penalty applies; None if no
     reward function distinguishes completions. `metrics` are the metrics of the completion's score; reward functions
-    without a metric do not count, unless `metrics` is empty. A function of negative weight counts with its metric."""
+    without a metric do not count, unless `metrics` is empty. A function of negative weight adds its weighted metric."""
     if not isinstance(rewards, dict):
         return rewards.max_total_reward
     metric_name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
-    weights = {metric_name_by_reward[each]: w for each, w in weight_by_reward.items() if each not in PENALTY_REWARDS}
-    positive_weights = [w for name, w in weights.items() if w > 0 and (not metrics or name in metrics)]
-    negative_terms = [w * metrics.get(name, 0.0) for name, w in weights.items() if w < 0]
+    weight_by_metric = {metric_name_by_reward[r]: w for r, w in weight_by_reward.items() if r not in PENALTY_REWARDS}
+    positive_weights = [w for name, w in weight_by_metric.items() if w > 0 and (not metrics or name in metrics)]
+    negative_terms = [w * metrics.get(name, 0.0) for name, w in weight_by_metric.items() if w < 0]
     return sum(positive_weights) + sum(negative_terms) if positive_weights else None
 
 

@@ -48,7 +48,7 @@ _SINGULAR_NAME_BY_PLURAL = {
 }  # fmt: skip
 _PROMPT_AND_COMPLETION_PARAMETERS = ("completions", "prompts", "solution_strs")
 """Names of list parameters that never mean a column of the row."""
-_GROUP_PARAMETERS = {*_SINGULAR_NAME_BY_PLURAL, "completion_ids"}
+_LIST_PARAMETERS = {*_SINGULAR_NAME_BY_PLURAL, "completion_ids"}
 _UNAVAILABLE_PARAMETERS = {
     **dict.fromkeys(("tokenizer", "config", "data_packer"), "rewards run in child processes without torch"),
     **dict.fromkeys(
@@ -58,7 +58,7 @@ _UNAVAILABLE_PARAMETERS = {
 }
 _NO_DEFAULT = inspect.Parameter.empty
 
-RewardFields = Mapping[str, Any]
+RequestFields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class ParameterBinding:
     @property
     def takes_whole_group(self) -> bool:
         """Return True if a parameter name implies that the function takes all completions of a prompt at once."""
-        names = {parameter.name for parameter in self.parameters if parameter.kind is not parameter.VAR_KEYWORD}
-        return bool(names & _GROUP_PARAMETERS) and not names & {*_COMPLETION_PARAMETERS}
+        parameter_names = {each.name for each in self.parameters if each.kind is not each.VAR_KEYWORD}
+        return bool(parameter_names & _LIST_PARAMETERS) and not parameter_names & {*_COMPLETION_PARAMETERS}
 
     @property
     def takes_images(self) -> bool:
@@ -91,13 +91,14 @@ class ParameterBinding:
         """Return True if the function has a parameter such as `**others`."""
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters)
 
-    def bind_arguments(self, group: Sequence[RewardFields], *, takes_lists: bool) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and keyword arguments of one call of the reward function: for the only completion in
-        `group`, or with `takes_lists` for all completions, as lists. Raise `TypeError` if a parameter is neither a
-        known name nor a column of the row."""
-        get_argument = partial(_get_argument, request=group[0])
+    def bind_arguments(
+        self, requests: Sequence[RequestFields], *, takes_lists: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments of one call of the reward function: values of the only request
+        or, with `takes_lists`, lists of values of all requests. Raise `TypeError` for an unknown parameter name."""
+        get_argument = partial(_get_argument, request_fields=requests[0])
         if takes_lists:
-            get_argument = partial(_get_list_argument, group_requests=group, passes_text=self.passes_text)
+            get_argument = partial(_get_list_argument, group_requests=requests, passes_text=self.passes_text)
         positional_arguments, keyword_arguments = [], {}
         for parameter in self.parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -106,7 +107,7 @@ class ParameterBinding:
                 argument = get_argument(parameter.name)
             except KeyError:
                 if parameter.default is _NO_DEFAULT:
-                    column_names = ", ".join(_row_columns(group[0])) or "none"
+                    column_names = ", ".join(_row_columns(requests[0])) or "none"
                     raise TypeError(
                         f"nothing is called {parameter.name!r} (columns of the row: {column_names}); arguments are "
                         f"bound by name, so write {SIGNATURE_EXAMPLES}"
@@ -120,8 +121,8 @@ class ParameterBinding:
             text_parameters = ("prompts", "completions") if self.takes_whole_group else ("to_be_evaluated", "reference")
             declared_names = {parameter.name for parameter in self.parameters}
             parameter_names = [name for name in REWARD_PARAMETERS if name != "images"]
-            other_names = [*text_parameters, *parameter_names, *_row_columns(group[0])]
-            keyword_arguments |= {name: get_argument(name) for name in other_names if name not in declared_names}
+            variadic_names = [*text_parameters, *parameter_names, *_row_columns(requests[0])]
+            keyword_arguments |= {name: get_argument(name) for name in variadic_names if name not in declared_names}
         return positional_arguments, keyword_arguments
 
 
@@ -132,15 +133,15 @@ def bind_parameters(name: str, reward_function: Callable[..., Any], *, passes_te
         binding = ParameterBinding(tuple(inspect.signature(reward_function).parameters.values()), passes_text)
     except (TypeError, ValueError):
         raise RewardError(f"{name!r} has no signature to bind by name; write {SIGNATURE_EXAMPLES}") from None
-    named_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
+    bindable_parameters = [each for each in binding.parameters if each.kind is not each.VAR_POSITIONAL]
     required_parameters = [each for each in binding.parameters if each.default is _NO_DEFAULT]
     for each in required_parameters:
         if each.name in _UNAVAILABLE_PARAMETERS and each.kind is not each.VAR_KEYWORD:
             unavailable_reason = _UNAVAILABLE_PARAMETERS[each.name]
             raise RewardError(f"{name!r} wants {each.name!r}, which is not offered: {unavailable_reason}")
-    singular_names = {_SINGULAR_NAME_BY_PLURAL.get(each.name, each.name) for each in named_parameters}
+    singular_names = {_SINGULAR_NAME_BY_PLURAL.get(each.name, each.name) for each in bindable_parameters}
     optional_names = [
-        each.name for each in named_parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
+        each.name for each in bindable_parameters if each.kind is each.VAR_KEYWORD or each.default is not _NO_DEFAULT
     ]
     # Refuse `**others` if a required parameter has an unknown name, such as `answer`, that may mean the completion.
     has_only_known_names = singular_names <= {*REWARD_PARAMETERS, *_SINGULAR_NAME_BY_PLURAL.values(), *optional_names}
@@ -151,31 +152,30 @@ def bind_parameters(name: str, reward_function: Callable[..., Any], *, passes_te
     return binding
 
 
-def _get_argument(parameter_name: str, request: RewardFields) -> Any:
-    """Return the argument for a parameter name and one completion. A known name takes precedence over a column of the
-    row; raise KeyError if the name is neither."""
-    row_columns = _row_columns(request)
+def _get_argument(parameter_name: str, request_fields: RequestFields) -> Any:
+    """Return the argument for a known parameter name, or else the column of that name; raise KeyError without one."""
+    row_columns = _row_columns(request_fields)
     if parameter_name in _COMPLETION_PARAMETERS:
-        return request["to_be_evaluated"]
+        return request_fields["to_be_evaluated"]
     if parameter_name == "reference":
-        return request["reference"] or row_columns.get(parameter_name, "")
+        return request_fields["reference"] or row_columns.get(parameter_name, "")
     if parameter_name == "images":
         from cosmos_core.data.images import open_image
 
-        image_references = request.get("images", ())
+        image_references = request_fields.get("images", ())
         return row_columns["images"] if "images" in row_columns else [open_image(each) for each in image_references]
     if parameter_name in REWARD_PARAMETERS:
-        return request.get(parameter_name)
+        return request_fields.get(parameter_name)
     if parameter_name in row_columns:
         return row_columns[parameter_name]
     if parameter_name == "ground_truth":  # verl's rows have the ground truth in the dict `reward_model`
-        reward_model = row_columns.get("reward_model")
-        nested_columns = reward_model if isinstance(reward_model, dict) else {}
-        return nested_columns.get("ground_truth", request["reference"])
+        verl_reward_model = row_columns.get("reward_model")
+        verl_fields = verl_reward_model if isinstance(verl_reward_model, dict) else {}
+        return verl_fields.get("ground_truth", request_fields["reference"])
     return {"extra_info": {}, "data_source": ""}[parameter_name]
 
 
-def _get_list_argument(name: str, group_requests: Sequence[RewardFields], passes_text: bool) -> Any:
+def _get_list_argument(name: str, group_requests: Sequence[RequestFields], passes_text: bool) -> Any:
     """Return the argument for a parameter name and all completions of a prompt, usually a list."""
     row_columns = _row_columns(group_requests[0])
     if name in _SINGLE_VALUE_PARAMETERS:
@@ -192,5 +192,5 @@ def _get_list_argument(name: str, group_requests: Sequence[RewardFields], passes
     return [_get_argument(name, fields) for fields in group_requests]
 
 
-def _row_columns(request_fields: RewardFields) -> Mapping[str, Any]:
+def _row_columns(request_fields: RequestFields) -> Mapping[str, Any]:
     return request_fields.get("metadata") or {}

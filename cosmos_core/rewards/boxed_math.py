@@ -19,7 +19,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _INTEGER_PATTERN = r"\s*(-?\d{1,300}|-?\d{1,3}(?:,\d{3}){1,99})\s*"
 _BOXED_COMMAND_PATTERN = re.compile(r"\\(?:boxed|fbox|framebox)\b(?:\s*(?=\{))?")
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|[~\u00a0\u2009\u202f]|\{,\}|\\thinspace\s)\s*(?=\d{3}(?!\d))")
-_SPACED_NUMBER = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
+_NUMBER_WITH_SPACES = re.compile(r"(?:\A|(?<=\\boxed\{))[\s$]*[-+]?\d{1,3}(?: \d{3})+(?! ?\d)")
 _NUMBER_WITH_EXPONENT = re.compile(
     r"(?<![\w.\\^/])(?<![\^/] )(\d+(?:\.\d+)?)"  # do not read the exponent in 5^2 \cdot 10^3 as a factor of 10^3
     r"(?:[eE]([-+]?\d{1,3})(?!\w)|\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{([-+]?\d{1,3})\}|(\d{1,3})(?!\d)))"
@@ -30,8 +30,7 @@ _REPEATING_DECIMAL = re.compile(
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
 _MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
-# The alternatives match the words around the number in, for example: `(B) \frac{1}{2}`, `\text{John: } \frac{1}{2}`,
-# `Therefore \frac{1}{2}`, `the answer is x = \frac{1}{2}`, `\frac{1}{2} of the cake`, `\frac{3}{8} or 37.5\%`.
+# Match words around a number: `(B) 3`, `\text{John: } 3`, `the answer is x = 3`, `3 apples`, `\frac{1}{2} or 0.5`.
 _WORDS_AROUND_MATH = re.compile(
     r"\A\s*(?:\\(?:text\w*|mathrm)\{\s*\(?[A-E][):]\s*\}|\([A-E]\)(?= )|[A-E]:)[\\\s~]*(?=[\\\d(-])"
     r"|\A\s*\\text\w*\{[^{}]*:\s*\}"
@@ -41,7 +40,7 @@ _WORDS_AROUND_MATH = re.compile(
     r"|(?<=\})(?: or \d*\.?\d+\\?%|\s*=\s*\d*\.\d+)\s*\Z",
     re.S,
 )
-_WORDS_OF_MATH = re.compile(
+_MATH_WORD_PATTERN = re.compile(
     r"\b(?:negative|minus|plus|half|double|twice|hundred|thousand|[mbtr]+illion|dozen|pairs?|squared|cubed|factorial|alpha|beta"
     r"|gamma|delta|theta|lambda|sigma|omega|infinity)\b", re.I,
 )  # fmt: skip
@@ -56,12 +55,12 @@ def boxed_math(to_be_evaluated: str, reference: str) -> float:
     full stop or comma, thin spaces between digits, `6.02e23` and `0.\\overline{3}` are supported in both texts.
     """
     reference = _keep_last_boxed_answer(require_reference(require_reference(reference).rpartition("####")[2]))
-    completion_end = _keep_last_boxed_answer(to_be_evaluated)
-    completion_match = _BOXED_INTEGER_PATTERN.fullmatch(completion_end)
+    completion_answer = _keep_last_boxed_answer(to_be_evaluated)
+    completion_match = _BOXED_INTEGER_PATTERN.fullmatch(completion_answer)
     reference_match = re.fullmatch(_INTEGER_PATTERN, reference)
     if completion_match and reference_match:  # compare boxed integers, the most frequent case, without the slow parser
         return float(int(completion_match[1].replace(",", "")) == int(reference_match[1].replace(",", "")))
-    return _grade_completion(completion_end, reference)
+    return _grade_completion(completion_answer, reference)
 
 
 def _keep_last_boxed_answer(text: str) -> str:
@@ -69,16 +68,16 @@ def _keep_last_boxed_answer(text: str) -> str:
     boxed_command_matches = list(_BOXED_COMMAND_PATTERN.finditer(text))
     text = "\\boxed" + text[boxed_command_matches[-1].end() :] if boxed_command_matches else text
     text = _SPACE_IN_NUMBER.sub("", re.sub("[°º]", r"^\\circ ", text))
-    text = _SPACED_NUMBER.sub(lambda number_match: number_match[0].replace(" ", ""), text)
+    text = _NUMBER_WITH_SPACES.sub(lambda number_match: number_match[0].replace(" ", ""), text)
     text = _NUMBER_WITH_EXPONENT.sub(lambda n: format(Decimal(f"{n[1]}e{n[2] or n[3] or n[4]}"), "f"), text)
     text = _REPEATING_DECIMAL.sub(_repeating_decimal_to_fraction, text)
     if not boxed_command_matches:
         return text
-    boxed, brace_depth = text[len("\\boxed") :], 0
-    for index, character in enumerate(boxed):
+    box_body, brace_depth = text[len("\\boxed") :], 0
+    for index, character in enumerate(box_body):
         brace_depth += (character == "{") - (character == "}")
         if brace_depth == 0:
-            return "\\boxed" + boxed[:1] + _TRAILING_PUNCTUATION.sub(r"\1", boxed[1:index]) + boxed[index:]
+            return "\\boxed" + box_body[:1] + _TRAILING_PUNCTUATION.sub(r"\1", box_body[1:index]) + box_body[index:]
     return text
 
 
@@ -90,11 +89,11 @@ def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
 
 
 @lru_cache(maxsize=1024)  # cached, because many completions of a prompt have the same answer
-def _grade_completion(completion_end: str, reference: str) -> float:
+def _grade_completion(completion_answer: str, reference: str) -> float:
     reference_expressions = _parse_reference(reference)
     if not reference_expressions:
         raise ValueError(f"the reference {reference[-80:]!r} is not a mathematical expression")
-    completion_expressions = _parse_expressions(completion_end, ExprExtractionConfig(), _LATEX_CONFIG)
+    completion_expressions = _parse_expressions(completion_answer, ExprExtractionConfig(), _LATEX_CONFIG)
     return float(verify(reference_expressions, completion_expressions, timeout_seconds=_NO_TIMEOUT))
 
 
@@ -102,13 +101,13 @@ def _grade_completion(completion_end: str, reference: str) -> float:
 def _parse_reference(reference: str) -> list[Any]:
     text = reference if reference.startswith("\\boxed") else _TRAILING_PUNCTUATION.sub(r"\1", reference)
     boxed_text = f"\\boxed{{{text}}}"
-    text_groups = [[text], [boxed_text]]
+    candidates = [[text], [boxed_text]]
     if not _MATH_DELIMITER.search(text):
         # Box the text: math-verify would find only the fraction in x + \frac{1}{2}. Drop words, which it multiplies.
-        formula = text if _WORDS_OF_MATH.search(text) else _WORDS_AROUND_MATH.sub("", text)
-        text_groups = [[*dict.fromkeys([f"\\boxed{{{formula}}}", boxed_text])], [text]]
-    parsed_groups = ([e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in text_groups)
-    return next(filter(None, parsed_groups), [])
+        formula_text = text if _MATH_WORD_PATTERN.search(text) else _WORDS_AROUND_MATH.sub("", text)
+        candidates = [[*dict.fromkeys([f"\\boxed{{{formula_text}}}", boxed_text])], [text]]
+    parsed_candidates = ([e for each in group for e in _parse_expressions(each, _LATEX_CONFIG)] for group in candidates)
+    return next(filter(None, parsed_candidates), [])
 
 
 def _parse_expressions(text: str, *extraction_configs: Any) -> list[Any]:

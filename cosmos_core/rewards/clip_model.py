@@ -15,10 +15,12 @@ _MAX_TEXT_TOKENS = 77
 class ClipModel:
     """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
 
-    def __init__(self, reward: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
+    def __init__(
+        self, reward_name: str, settings: RewardModelSettings, model_path: str, processor_path: str = ""
+    ) -> None:
         """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise
         `RewardError` if the model cannot be loaded, or a package is not installed."""
-        require_packages(reward, "install torch and transformers", "torch", "transformers")
+        require_packages(reward_name, "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoModel, AutoProcessor
 
@@ -26,26 +28,26 @@ class ClipModel:
         self.device = torch.device(select_device(settings))
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
-        default_processor = (processor_path if not settings.model_path else "") or path
-        with translate_loading_errors(reward, path):
+        processor_name = settings.options.get("processor_path") or ("" if settings.model_path else processor_path)
+        with translate_loading_errors(reward_name, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
-            self._processor = AutoProcessor.from_pretrained(settings.options.get("processor_path") or default_processor)
+            self._processor = AutoProcessor.from_pretrained(processor_name or path)
         self.logit_scale = float(self.model.logit_scale.detach().exp())
 
     def embed_images(self, images: Sequence[Image.Image]) -> Any:
         """Return the embeddings of images, one unit vector each."""
-        inputs = self._processor(images=list(images), return_tensors="pt").to(self.device)
-        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
+        image_inputs = self._processor(images=list(images), return_tensors="pt").to(self.device)
+        image_inputs["pixel_values"] = image_inputs["pixel_values"].to(self.dtype)
         with self._torch.inference_mode():
-            return _to_unit_vectors(self.model.get_image_features(**inputs))
+            return _to_unit_vectors(self.model.get_image_features(**image_inputs))
 
     def embed_texts(self, texts: Sequence[str]) -> Any:
         """Return the embeddings of texts, one unit vector each; texts are truncated to the context length of CLIP."""
-        inputs = self._processor(
+        text_inputs = self._processor(
             text=list(texts), padding=True, truncation=True, max_length=_MAX_TEXT_TOKENS, return_tensors="pt"
         ).to(self.device)
         with self._torch.inference_mode():
-            return _to_unit_vectors(self.model.get_text_features(**inputs))
+            return _to_unit_vectors(self.model.get_text_features(**text_inputs))
 
     def text_image_similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
         """Return the cosine similarity of each text and its image."""
@@ -60,17 +62,18 @@ def select_device(settings: RewardModelSettings) -> str:
 
 
 @contextmanager
-def translate_loading_errors(reward: str, path: str) -> Iterator[None]:
+def translate_loading_errors(reward_name: str, path: str) -> Iterator[None]:
     """Convert the errors of the `with` block, which loads the files of a model, to `RewardError`."""
     try:
         yield
     except (OSError, ValueError) as error:
         error_text = " ".join(str(error).split())[:200]
         raise RewardError(
-            f"the reward {reward!r} cannot load {path!r}: {error_text}; download it and set model_path to its folder"
+            f"the reward {reward_name!r} cannot load {path!r}: {error_text}; download it and set model_path to "
+            "its folder"
         ) from error
 
 
-def _to_unit_vectors(features: Any) -> Any:
-    features = getattr(features, "pooler_output", features)
-    return features / features.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+def _to_unit_vectors(embeddings: Any) -> Any:
+    embeddings = getattr(embeddings, "pooler_output", embeddings)
+    return embeddings / embeddings.norm(dim=-1, keepdim=True).clamp_min(1e-12)

@@ -45,14 +45,14 @@ class CosmosReason1Reward:
         import torch
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-        path = settings.model_path or _DEFAULT_MODEL
+        model_path = settings.model_path or _DEFAULT_MODEL
         device = torch.device(select_device(settings))
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        with translate_loading_errors("cosmos_reason1", path):
-            model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
+        with translate_loading_errors("cosmos_reason1", model_path):
+            model: Any = AutoModelForImageTextToText.from_pretrained(model_path, dtype=dtype)
             self._model = model.to(device).eval()
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
-            image_processor: Any = AutoImageProcessor.from_pretrained(path)
+            self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+            image_processor: Any = AutoImageProcessor.from_pretrained(model_path)
         self._pixel_mean = np.array(image_processor.image_mean, np.float32)[:, None, None]
         self._pixel_std = np.array(image_processor.image_std, np.float32)[:, None, None]
         system_prompt = settings.options.get("system_prompt") or _DEFAULT_SYSTEM_PROMPT
@@ -61,7 +61,7 @@ class CosmosReason1Reward:
             self._system_prompt = Path(system_prompt).read_text(encoding="utf-8").strip()
         if system_prompt is _DEFAULT_SYSTEM_PROMPT:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
-        self._question = settings.options.get("question", _JUDGE_QUESTION)
+        self._judge_question = settings.options.get("question", _JUDGE_QUESTION)
         self._max_video_tokens = int(settings.options.get("tokens", _MAX_VIDEO_TOKENS))
         self._yes_token_id = self._tokenizer.encode("Yes", add_special_tokens=False)[0]
         self._no_token_id = self._tokenizer.encode("No", add_special_tokens=False)[0]
@@ -87,11 +87,11 @@ class CosmosReason1Reward:
         patches, patch_grid = self.extract_patches(sampled_frames)
         num_video_tokens = math.prod(patch_grid) // vision_config.spatial_merge_size**2
         video_placeholder = f"<|vision_start|>{_VIDEO_PAD_TOKEN * num_video_tokens}<|vision_end|>"
-        messages = [
+        chat_messages = [
             {"role": "system", "content": self._system_prompt},
-            {"role": "user", "content": f"{video_placeholder}{self._question}"},
+            {"role": "user", "content": f"{video_placeholder}{self._judge_question}"},
         ]
-        prompt = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        prompt = str(self._tokenizer.apply_chat_template(chat_messages, tokenize=False, add_generation_prompt=True))
         input_ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
         video_token_id = self._tokenizer.convert_tokens_to_ids(_VIDEO_PAD_TOKEN)
         inputs: dict[str, Any] = {
@@ -109,19 +109,19 @@ class CosmosReason1Reward:
         return float(logits[self._yes_token_id]), float(logits[self._no_token_id])
 
     def extract_patches(self, frames: Sequence[Image.Image]) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return the patches of a video in the layout of Qwen2.5-VL, and their number along time, height and width."""
+        """Return the patches of a video in the layout of Qwen2.5-VL, and their number per axis: time, height, width."""
         config = self._model.config.vision_config
         patch_size, merge_size, patch_frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
         frames = frames[: len(frames) // patch_frames * patch_frames] or [frames[0]] * patch_frames
         max_pixels = self._max_video_tokens * (patch_size * merge_size) ** 2 * patch_frames // len(frames)
         height, width = fit_size(frames[0].size[::-1], patch_size * merge_size, max_pixels)
-        pixels = np.stack([
+        pixel_values = np.stack([
             np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC), np.float32).transpose(2, 0, 1) / 255
             for frame in frames
         ])  # fmt: skip
-        pixels = (pixels - self._pixel_mean) / self._pixel_std
+        pixel_values = (pixel_values - self._pixel_mean) / self._pixel_std
         patch_grid = (len(frames) // patch_frames, height // patch_size, width // patch_size)
-        patches = pixels.reshape(
+        patches = pixel_values.reshape(
             patch_grid[0], patch_frames, 3,
             patch_grid[1] // merge_size, merge_size, patch_size,
             patch_grid[2] // merge_size, merge_size, patch_size,

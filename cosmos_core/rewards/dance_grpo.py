@@ -21,13 +21,12 @@ from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
 
 _INSTALL_HINT = "install av and DanceGRPO's fastvideo in their own environment and name that in venv_python"
-_SCORE_KEY_BY_NAME = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
+_SCORE_KEY_BY_VIDEOALIGN_NAME = {"VQ": "vq_reward", "MQ": "mq_reward", "TA": "ta_reward", "Overall": "overall_reward"}
 _DEFAULT_FPS = 16.0
 
 
 class DanceGrpoReward:
-    """Reward model with the normalised scores `vq_reward`, `mq_reward`, `ta_reward` and `overall_reward`; `model_path`
-    is the folder of the model VideoReward."""
+    """Reward model with normalised scores: `vq_reward`, `mq_reward`, `ta_reward`, `overall_reward`."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("dance_grpo", _INSTALL_HINT, "torch", "av", "fastvideo")
@@ -39,35 +38,35 @@ class DanceGrpoReward:
                 f"KwaiVGI/VideoReward and set model_path to its folder"
             )
         videoalign_module: Any = importlib.import_module("fastvideo.models.videoalign.inference")
-        path, dtype = os.path.abspath(settings.model_path), getattr(torch, settings.dtype)
+        model_path, dtype = os.path.abspath(settings.model_path), getattr(torch, settings.dtype)
         with contextlib.chdir(settings.download_path or "."):
             self._inferencer = videoalign_module.VideoVLMRewardInference(
-                load_from_pretrained=path, device=select_device(settings), dtype=dtype
+                load_from_pretrained=model_path, device=select_device(settings), dtype=dtype
             )
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        score_columns: ScoreColumns = {key: [] for key in _SCORE_KEY_BY_NAME.values()}
+        score_columns: ScoreColumns = {key: [] for key in _SCORE_KEY_BY_VIDEOALIGN_NAME.values()}
         with tempfile.TemporaryDirectory() as folder:
             for i, item in enumerate(items):
                 video_file = Path(folder, f"{i}.mp4")
                 write_video(video_file, item.media, float(item.info.get("video_fps") or _DEFAULT_FPS))
-                [score_by_name] = self._inferencer.reward([str(video_file)], [item.prompt], use_norm=True)
-                for name, key in _SCORE_KEY_BY_NAME.items():
-                    score_columns[key].append(float(score_by_name[name]))
+                [score_by_videoalign_name] = self._inferencer.reward([str(video_file)], [item.prompt], use_norm=True)
+                for name, key in _SCORE_KEY_BY_VIDEOALIGN_NAME.items():
+                    score_columns[key].append(float(score_by_videoalign_name[name]))
         return score_columns
 
 
-def write_video(file: Path, media: Any, fps: float) -> None:
+def write_video(video_file: Path, media: Any, fps: float) -> None:
     """Write a video as H.264 with lossless luma and subsampled chroma."""
     import av
 
     frames = to_frames(media)
-    with av.open(str(file), "w") as container:
+    with av.open(str(video_file), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         width, height = frames[0].size
         stream.width, stream.height, stream.pix_fmt = width - width % 2, height - height % 2, "yuv420p"
         stream.options = {"qp": "0"}
         for frame in frames:
-            pixels = np.asarray(frame)[: stream.height, : stream.width]
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
+            frame_pixels = np.asarray(frame)[: stream.height, : stream.width]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_pixels), format="rgb24")))
         container.mux(stream.encode())

@@ -39,20 +39,19 @@ _PATTERN_REPLACEMENTS = (
 def direct_math(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion's last `Answer: ...` line equals the reference after normalisation, else -1.
 
-    Normalisation removes units and some other words. Raise `ValueError` if it removes the whole reference, as it does
-    with "ways".
+    Normalisation removes units and some other words. Raise `ValueError` if it removes the whole reference ("ways").
     """
     normalised_reference = _normalise_answer(require_reference(reference))
     if not normalised_reference:
         raise ValueError(f"the reference {reference[-80:]!r} is empty after normalisation")
-    answers = _ANSWER_PATTERN.findall(to_be_evaluated)
-    return 1.0 if answers and _normalise_answer(answers[-1]) == normalised_reference else -1.0
+    completion_answers = _ANSWER_PATTERN.findall(to_be_evaluated)
+    return 1.0 if completion_answers and _normalise_answer(completion_answers[-1]) == normalised_reference else -1.0
 
 
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles, except in formulas, where `a` is a variable (`$a sin x$`)."""
     text_parts = _MATH_DELIMITER.split(answer)
-    starts_in_formula = len(text_parts) % 4 == 3  # an odd number of delimiters: the caller cut off the opening one
+    starts_in_formula = len(text_parts) % 4 == 3  # the caller has removed an opening delimiter
     return "".join(
         part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(text_parts)
     )

@@ -1,5 +1,4 @@
-"""Exchange of one request with a reward service: enqueue the request at a replica, fetch the scores, and enqueue a lost
-request again.
+"""Exchange of one request with a reward service: enqueue it at a replica, again if it is lost, and fetch the scores.
 
 The content of requests and the use of scores are in `remote.py`, the wire format is in `protocol.py`.
 """
@@ -56,8 +55,7 @@ class ServiceEndpoints:
 
 
 def read_service_endpoints(environment_variables: Mapping[str, str] = os.environ) -> ServiceEndpoints:
-    """Return the endpoints of the reward service from environment variables, which hold one or more URLs, separated by
-    commas. Raise `RewardError` if a variable is missing or invalid."""
+    """Return the endpoints in environment variables with comma-separated URLs; raise `RewardError` for a wrong one."""
     enqueue_urls, fetch_urls = (
         [url for url_entry in environment_variables.get(name, "").split(",") if (url := url_entry.strip())]
         for name in (ENQUEUE_URL_VARIABLE, FETCH_URL_VARIABLE)
@@ -77,20 +75,20 @@ def read_service_endpoints(environment_variables: Mapping[str, str] = os.environ
         for enqueue_url, fetch_url in zip(enqueue_urls, fetch_urls, strict=True)
     )
     pins_replica = environment_variables.get(DISABLE_REPLICA_PINNING_VARIABLE, "0") != "1"
-    token = environment_variables.get(TOKEN_VARIABLE, "").strip()  # a token from a file may end with a newline
-    if not (token.isascii() and token.isprintable()):
+    bearer_token = environment_variables.get(TOKEN_VARIABLE, "").strip()  # a token from a file may end with a newline
+    if not (bearer_token.isascii() and bearer_token.isprintable()):
         raise RewardError(f"the token in {TOKEN_VARIABLE} must be printable ASCII")
-    return ServiceEndpoints(replica_urls, token, pins_replica)
+    return ServiceEndpoints(replica_urls, bearer_token, pins_replica)
 
 
 def _normalise_url(variable_name: str, url: str) -> str:
     """Return a URL without trailing slashes; raise RewardError if the URL lacks a host or a path."""
     try:
         url_parts = urlsplit(url)
-        is_valid = url_parts.scheme in {"http", "https"} and bool(url_parts.hostname) and url_parts.port != 0
+        is_valid_url = url_parts.scheme in {"http", "https"} and bool(url_parts.hostname) and url_parts.port != 0
     except ValueError:
-        is_valid = False
-    if not is_valid:
+        is_valid_url = False
+    if not is_valid_url:
         raise RewardError(f"{url!r} is no URL of a reward service; it begins with http:// or https:// and a host")
     if not (path := url_parts.path.rstrip("/")):
         raise RewardError(f"{variable_name} = {url!r} has no path; the rule is http://HOST:PORT/api/reward/...")
@@ -98,8 +96,7 @@ def _normalise_url(variable_name: str, url: str) -> str:
 
 
 def ping(endpoints: ServiceEndpoints, reward_names: Sequence[str]) -> None:
-    """Check that each replica responds and accepts the token. Raise `RewardError` if a replica does not respond, or
-    refuses the token."""
+    """Raise `RewardError` if a replica does not respond, refuses the token, or does not serve the rewards."""
     form_data = {"info_data": json.dumps({"reward_fn": dict.fromkeys(reward_names, 1.0)})}
     ping_route, tls_context = PING_PATH.rpartition("/")[2], make_tls_verify()
     for enqueue_url, _ in endpoints.replica_urls:
@@ -119,14 +116,14 @@ def ping(endpoints: ServiceEndpoints, reward_names: Sequence[str]) -> None:
 class ReplicaState:
     """State of the replicas of a reward service, shared by the concurrent requests of one client."""
 
-    pending_counts: list[int]
+    pending_request_counts: list[int]
     """Number of pending requests at each replica."""
-    cooldown_ends: dict[int, float] = field(default_factory=dict)
+    cooldown_end_by_replica: dict[int, float] = field(default_factory=dict)
     """Monotonic time in seconds until which a failed replica is avoided, by the index of the replica."""
 
     def cooldown_seconds(self, replica_index: int) -> float:
         """Return the seconds for which a failed replica is still avoided; 0 if the replica is not avoided."""
-        return max(0.0, self.cooldown_ends.get(replica_index, 0.0) - time.monotonic())
+        return max(0.0, self.cooldown_end_by_replica.get(replica_index, 0.0) - time.monotonic())
 
 
 class MissingScoresError(Exception):
@@ -137,17 +134,16 @@ class ServiceRequest:
     """Request to a reward service, which is enqueued again if the service loses it, until its scores are fetched."""
 
     def __init__(
-        self, service: ServiceEndpoints, client: httpx.AsyncClient, timeout_seconds: float, replica_state: ReplicaState
+        self, service: ServiceEndpoints, http_client: httpx.AsyncClient, timeout_seconds: float, replicas: ReplicaState
     ) -> None:
-        self._endpoints, self._http_client, self._replica_state = service, client, replica_state
+        self._endpoints, self._http_client, self._replica_state = service, http_client, replicas
         self._timeout_seconds, self._deadline = timeout_seconds, time.monotonic() + timeout_seconds
-        self._replica_index, self._pinned_id = -1, ""
+        self._replica_index, self._pinned_replica_id = -1, ""
         self._pause_seconds = _MIN_PAUSE_SECONDS
 
     async def fetch_results(self, request_body: bytes, reward_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the response of the service for each reward in `reward_names`, with an error for those that were
-        missing at the deadline. Raise `MissingScoresError` if all were missing, and `RewardError` if the service
-        refuses the request."""
+        """Return the service's response for each reward, with an error in the responses that were missing at the
+        deadline. Raise `MissingScoresError` if all were missing, and `RewardError` if the service refuses a request."""
         idempotency_key, result_by_reward = str(uuid.uuid4()), dict[str, dict[str, Any]]()
         enqueue_pause_seconds = _MIN_PAUSE_SECONDS
         try:
@@ -171,18 +167,18 @@ class ServiceRequest:
     async def _enqueue(self, request_body: bytes, idempotency_key: str) -> str:
         timeout_seconds = _ENQUEUE_BASE_TIMEOUT_SECONDS + _ENQUEUE_SECONDS_PER_MIB * len(request_body) / 2**20
         timeout_seconds = min(max(timeout_seconds, _ENQUEUE_TIMEOUT_BOUNDS[0]), _ENQUEUE_TIMEOUT_BOUNDS[1])
-        headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_HEADER: idempotency_key}
+        request_headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_HEADER: idempotency_key}
         while True:
             url = self._choose_replica()
-            response = await self._post_or_pause(url, timeout_seconds, content=request_body, headers=headers)
+            response = await self._post_or_pause(url, timeout_seconds, content=request_body, headers=request_headers)
             if response is None:
                 continue
             if response.status_code == 200:
-                response_content = _parse_json_object(response)
-                replica_id = str(response_content.get("replica_id") or "")
-                self._pinned_id = replica_id if replica_id.isascii() and replica_id.isprintable() else ""
-                if isinstance(response_content.get("uuid"), str):
-                    return str(response_content["uuid"])
+                response_fields = _parse_json_object(response)
+                replica_id = str(response_fields.get("replica_id") or "")
+                self._pinned_replica_id = replica_id if replica_id.isascii() and replica_id.isprintable() else ""
+                if isinstance(response_fields.get("uuid"), str):
+                    return str(response_fields["uuid"])
             if response.status_code in _ENQUEUE_REFUSAL_CODES or response.is_redirect:
                 raise RewardError(f"the reward service at {url} refuses a request: {_describe_response(response)}")
             self._mark_replica_failed(_retry_after_seconds(response))
@@ -190,13 +186,14 @@ class ServiceRequest:
                 failure_text = f"the reward service at {url} does not take the request: {_describe_response(response)}"
                 await self._pause_before_retry(response, failure_text)
 
-    async def _fetch_score(self, request_id: str, name: str) -> dict[str, Any] | None:
+    async def _fetch_score(self, request_id: str, reward: str) -> dict[str, Any] | None:
         """Return the response of the service for one reward function; None if the service has lost the request."""
-        headers = {REPLICA_HEADER: self._pinned_id} if self._pinned_id and self._endpoints.pins_replica else {}
+        uses_pinned_replica = self._pinned_replica_id and self._endpoints.pins_replica
+        request_headers = {REPLICA_HEADER: self._pinned_replica_id} if uses_pinned_replica else {}
         url = self._endpoints.replica_urls[self._replica_index][1]
-        self._pause_seconds, num_failed_fetches, form_data = _MIN_PAUSE_SECONDS, 0, {"uuid": request_id, "type": name}
+        self._pause_seconds, num_failed_fetches, form_data = _MIN_PAUSE_SECONDS, 0, {"uuid": request_id, "type": reward}
         while True:
-            response = await self._post_or_pause(url, _FETCH_TIMEOUT_SECONDS, data=form_data, headers=headers)
+            response = await self._post_or_pause(url, _FETCH_TIMEOUT_SECONDS, data=form_data, headers=request_headers)
             if response is None:
                 num_failed_fetches += 1
                 if num_failed_fetches >= _MAX_FAILED_FETCHES and len(self._endpoints.replica_urls) > 1:
@@ -204,7 +201,7 @@ class ServiceRequest:
                     return None
                 continue
             if response.status_code == 200:
-                self._replica_state.cooldown_ends.pop(self._replica_index, None)
+                self._replica_state.cooldown_end_by_replica.pop(self._replica_index, None)
                 return _parse_json_object(response)
             response_text = _describe_response(response)
             if response.status_code in {401, 403}:
@@ -214,44 +211,45 @@ class ServiceRequest:
             if response.headers.get(STATE_HEADER) == "unknown":
                 self._release_replica()
                 return None
-            failure_reason = f"no score of {name!r} after {self._timeout_seconds:g} s"
+            failure_reason = f"no score of {reward!r} after {self._timeout_seconds:g} s"
             failure_reason += "" if response.status_code == 400 else f"; the last response: {response_text}"
             await self._pause_before_retry(response, failure_reason)
 
-    async def _post_or_pause(self, url: str, timeout_seconds: float, **request_content: Any) -> httpx.Response | None:
+    async def _post_or_pause(self, url: str, timeout_seconds: float, **post_arguments: Any) -> httpx.Response | None:
         """Post a request and return the response; if the service does not respond, pause and return None."""
         seconds_left = max(0.1, self._deadline - time.monotonic())
         try:
             # The timeout of httpx restarts with each received byte, so asyncio limits the whole exchange.
             async with asyncio.timeout(seconds_left):
-                return await self._http_client.post(url, timeout=min(timeout_seconds, seconds_left), **request_content)
+                return await self._http_client.post(url, timeout=min(timeout_seconds, seconds_left), **post_arguments)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             failure_reason = f"the reward service at {url} is not there: {type(error).__name__}: {error}".rstrip(": ")
         except TimeoutError:
             failure_reason = f"the reward service at {url} gives no whole response within {seconds_left:.3g} s"
-        if "content" in request_content:
+        if "content" in post_arguments:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)
         return None
 
     def _choose_replica(self) -> str:
-        """Return the enqueue URL of this request's replica; if it has none, choose one with few pending requests."""
-        state = self._replica_state
+        """Return the enqueue URL of the request's replica; if it has none, choose a working one with few requests."""
+        replicas = self._replica_state
         if self._replica_index < 0:
-            sort_keys = [(state.cooldown_seconds(i), n, random.random(), i) for i, n in enumerate(state.pending_counts)]
+            pending_counts = enumerate(replicas.pending_request_counts)
+            sort_keys = [(replicas.cooldown_seconds(i), n, random.random(), i) for i, n in pending_counts]
             self._replica_index = min(sort_keys)[-1]
-            state.pending_counts[self._replica_index] += 1
+            replicas.pending_request_counts[self._replica_index] += 1
         return self._endpoints.replica_urls[self._replica_index][0]
 
     def _mark_replica_failed(self, cooldown_seconds: float = 0.0) -> None:
         cooldown_end = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)
-        self._replica_state.cooldown_ends[self._replica_index] = cooldown_end
+        self._replica_state.cooldown_end_by_replica[self._replica_index] = cooldown_end
         self._release_replica()
 
     def _release_replica(self) -> None:
         """Release the replica, so that the next enqueue may choose another one."""
         if self._replica_index >= 0 and len(self._endpoints.replica_urls) > 1:
-            self._replica_state.pending_counts[self._replica_index] -= 1
+            self._replica_state.pending_request_counts[self._replica_index] -= 1
             self._replica_index = -1
 
     async def _pause_before_retry(self, response: httpx.Response | None, failure_reason: str) -> None:
@@ -274,15 +272,15 @@ def _retry_after_seconds(response: httpx.Response) -> float:
 
 def _parse_json_object(response: httpx.Response) -> dict[str, Any]:
     try:
-        json_value = response.json()
+        json_content = response.json()
     except (ValueError, RecursionError):
         return {}
-    return json_value if isinstance(json_value, dict) else {}
+    return json_content if isinstance(json_content, dict) else {}
 
 
 def _describe_response(response: httpx.Response) -> str:
-    response_content = _parse_json_object(response)
-    message_text = str(response_content.get("message") or response_content.get("detail") or response.text)
+    response_fields = _parse_json_object(response)
+    message_text = str(response_fields.get("message") or response_fields.get("detail") or response.text)
     if response.is_redirect:
         message_text = f"it redirects to {response.headers.get('Location', 'nowhere')}, where no token is sent"
     return " ".join(f"status {response.status_code}: {message_text}".split())[:300]

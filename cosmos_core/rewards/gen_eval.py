@@ -18,13 +18,13 @@ from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, S
 
 _DEFAULT_DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 _DEFAULT_CLIP_MODEL = "openai/clip-vit-large-patch14"
-_TASK_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+_GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 _COLOR_PROMPTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 _COCO_NAME_BY_GENEVAL_NAME = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
 """Class names of GenEval that differ from COCO's, with the names in COCO."""
 _CONFIDENCE_THRESHOLD, _COUNTING_CONFIDENCE_THRESHOLD, _MAX_OBJECTS_PER_CLASS = 0.3, 0.9, 16
-_POSITION_THRESHOLD = 0.1
+_OVERLAP_MARGIN_FRACTION = 0.1
 _SCORE_OF_OTHER_TAGS = -10.0
 """Score in `gen_eval_group` for each tag that is not the tag of the item, as in Cosmos-RL."""
 
@@ -53,7 +53,7 @@ class GenEvalReward:
         self._device = torch.device(select_device(settings))
         with translate_loading_errors("gen_eval", detector_path):
             self._detector = AutoModelForUniversalSegmentation.from_pretrained(detector_path).to(self._device).eval()
-            self._processor = AutoImageProcessor.from_pretrained(detector_path)
+            self._image_processor = AutoImageProcessor.from_pretrained(detector_path)
         clip_model_path = settings.options.get("clip", _DEFAULT_CLIP_MODEL)
         clip_settings = RewardModelSettings(clip_model_path, dtype=settings.dtype, device=settings.device)
         self._clip_model = ClipModel("gen_eval", clip_settings, clip_model_path)
@@ -62,55 +62,56 @@ class GenEvalReward:
         """Return the scores of each image; an item whose row lacks `tag` or `include` has no scores."""
         self.errors = [""] * len(items)
         score_columns: ScoreColumns = {f"gen_eval_{name}": [] for name in ("score", "reward", "strict")}
-        scores_by_tag: dict[str, list[float]] = {tag: [] for tag in _TASK_TAGS}
+        scores_by_tag: dict[str, list[float]] = {tag: [] for tag in _GENEVAL_TAGS}
         for i, item in enumerate(items):
             try:
-                scores: Sequence[float | None] = self._score_image(middle_image(item.media), item.info)
+                item_scores: Sequence[float | None] = self._score_image(middle_image(item.media), item.info)
             except (KeyError, TypeError, ValueError) as error:
-                scores = (None, None, None)
+                item_scores = (None, None, None)
                 self.errors[i] = f"the row of the prompt needs tag and include, as GenEval has them: {error!r}"
-            for column, item_score in zip(score_columns.values(), scores, strict=True):
+            for column, item_score in zip(score_columns.values(), item_scores, strict=True):
                 column.append(item_score)
             for tag, tag_scores in scores_by_tag.items():
-                is_tag_of_item = tag == item.info.get("tag") and scores[1] is not None
-                tag_scores.append(float(scores[1] or 0.0) if is_tag_of_item else _SCORE_OF_OTHER_TAGS)
+                is_tag_of_item = tag == item.info.get("tag") and item_scores[1] is not None
+                tag_scores.append(float(item_scores[1] or 0.0) if is_tag_of_item else _SCORE_OF_OTHER_TAGS)
         return {**score_columns, "gen_eval_group": scores_by_tag}
 
     def _score_image(self, image: Image.Image, row: Mapping[str, Any]) -> tuple[float, float, float]:
         # Drop None: parquet files give all entries of a column the same keys, with None for missing values.
-        include, exclude = (
+        object_requests, exclusions = (
             [{key: value for key, value in entry.items() if value is not None} for entry in entries]
             for entries in (row["include"], row.get("exclude") or [])
         )
         confidence_threshold = _COUNTING_CONFIDENCE_THRESHOLD if row["tag"] == "counting" else _CONFIDENCE_THRESHOLD
-        class_names = {entry["class"] for entry in (*include, *exclude)}
+        class_names = {entry["class"] for entry in (*object_requests, *exclusions)}
         objects = self.detect(image, class_names, confidence_threshold)
         colors = {name: [self.classify_color(image, each, name) for each in objects[name]] for name in class_names}
-        has_objects = has_requested_objects(include, exclude, objects, colors) and not row.get("geneval_only_strict")
-        score, has_exact_counts = strict_score(include, objects, colors)
-        return score, float(has_objects), float(has_exact_counts)
+        is_strict_only = row.get("geneval_only_strict")
+        has_all_objects = has_requested_objects(object_requests, exclusions, objects, colors) and not is_strict_only
+        partial_score, has_exact_counts = strict_score(object_requests, objects, colors)
+        return partial_score, float(has_all_objects), float(has_exact_counts)
 
     def detect(self, image: Image.Image, class_names: set[str], min_confidence: float) -> dict[str, list[Detection]]:
         """Return the objects of the classes `class_names` in an image, by class, in descending order of confidence."""
         import torch
 
-        inputs = self._processor(images=image, return_tensors="pt").to(self._device)
+        detector_inputs = self._image_processor(images=image, return_tensors="pt").to(self._device)
         with torch.inference_mode():
-            outputs = self._detector(**inputs)
-        [segmentation_result] = self._processor.post_process_instance_segmentation(
-            outputs, threshold=min_confidence, target_sizes=[image.size[::-1]], return_binary_maps=True
+            detector_outputs = self._detector(**detector_inputs)
+        [segmentation_result] = self._image_processor.post_process_instance_segmentation(
+            detector_outputs, threshold=min_confidence, target_sizes=[image.size[::-1]], return_binary_maps=True
         )
         objects_by_class: dict[str, list[Detection]] = {class_name: [] for class_name in class_names}
         label_by_id = self._detector.config.id2label
-        masks = segmentation_result["segmentation"]
+        object_masks = segmentation_result["segmentation"]
         for i, segment in enumerate(segmentation_result["segments_info"]):
             detected_label = label_by_id[segment["label_id"]]
-            mask = np.asarray(masks[i].cpu(), bool)
+            object_mask = np.asarray(object_masks[i].cpu(), bool)
             for class_name in class_names:
-                if detected_label in {class_name, _COCO_NAME_BY_GENEVAL_NAME.get(class_name)} and mask.any():
-                    ys, xs = np.nonzero(mask)
+                if detected_label in {class_name, _COCO_NAME_BY_GENEVAL_NAME.get(class_name)} and object_mask.any():
+                    ys, xs = np.nonzero(object_mask)
                     box = (float(xs.min()), float(ys.min()), float(xs.max() + 1), float(ys.max() + 1))
-                    objects_by_class[class_name].append(Detection(box, mask, segment["score"]))
+                    objects_by_class[class_name].append(Detection(box, object_mask, segment["score"]))
         for objects in objects_by_class.values():
             objects.sort(key=lambda detection: -detection.confidence)
         return {class_name: objects[:_MAX_OBJECTS_PER_CLASS] for class_name, objects in objects_by_class.items()}
@@ -132,54 +133,56 @@ ColorsByClass = Mapping[str, Sequence[str]]
 
 
 def has_requested_objects(
-    requests: ObjectRequests, exclusions: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass
+    object_requests: ObjectRequests, exclusions: ObjectRequests, detections: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
     """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
     matches_by_request: list[Sequence[Detection] | None] = []
-    for request in requests:
-        class_name, requested_count = request["class"], request["count"]
-        matched_objects = objects[class_name][:requested_count]
-        is_satisfied = len(matched_objects) >= requested_count
-        if is_satisfied and "color" in request:
-            is_satisfied = list(colors[class_name][:requested_count]).count(request["color"]) >= requested_count
-        if is_satisfied and "position" in request:
-            is_satisfied = _has_requested_relation(matched_objects, request["position"], matches_by_request)
-        matches_by_request.append(matched_objects if is_satisfied else None)
-    return None not in matches_by_request and all(len(objects[each["class"]]) < each["count"] for each in exclusions)
+    for object_request in object_requests:
+        class_name, requested_count = object_request["class"], object_request["count"]
+        matched_objects = detections[class_name][:requested_count]
+        is_met = len(matched_objects) >= requested_count
+        if is_met and "color" in object_request:
+            is_met = list(colors[class_name][:requested_count]).count(object_request["color"]) >= requested_count
+        if is_met and "position" in object_request:
+            is_met = _has_requested_relation(matched_objects, object_request["position"], matches_by_request)
+        matches_by_request.append(matched_objects if is_met else None)
+    return None not in matches_by_request and all(len(detections[each["class"]]) < each["count"] for each in exclusions)
 
 
-def strict_score(requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
+def strict_score(object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
     """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
     whether all requests are met with exact counts."""
     matches_by_request: list[Sequence[Detection] | None] = []
-    scores: list[float] = []
-    for request in requests:
-        class_name, requested_count = request["class"], request["count"]
+    partial_scores: list[float] = []
+    for object_request in object_requests:
+        class_name, requested_count = object_request["class"], object_request["count"]
         matched_objects = objects[class_name]
         has_exact_count = len(matched_objects) == requested_count
-        scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
-        if not has_exact_count and ("color" in request or "position" in request):
-            scores.append(0.0)
-        if has_exact_count and "color" in request:
-            num_colored = list(colors[class_name]).count(request["color"])
-            scores.append(1 - abs(requested_count - num_colored) / requested_count)
-            has_exact_count = num_colored == requested_count
-        if has_exact_count and "position" in request:
-            has_exact_count = _has_requested_relation(matched_objects, request["position"], matches_by_request)
-            scores.append(float(has_exact_count))
+        partial_scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
+        if not has_exact_count and ("color" in object_request or "position" in object_request):
+            partial_scores.append(0.0)
+        if has_exact_count and "color" in object_request:
+            num_color_matches = list(colors[class_name]).count(object_request["color"])
+            partial_scores.append(1 - abs(requested_count - num_color_matches) / requested_count)
+            has_exact_count = num_color_matches == requested_count
+        if has_exact_count and "position" in object_request:
+            has_exact_count = _has_requested_relation(matched_objects, object_request["position"], matches_by_request)
+            partial_scores.append(float(has_exact_count))
         matches_by_request.append(matched_objects if has_exact_count else None)
-    return sum(scores) / len(scores) if scores else 0.0, None not in matches_by_request
+    return sum(partial_scores) / len(partial_scores) if partial_scores else 0.0, None not in matches_by_request
 
 
 def _has_requested_relation(
-    objects: Sequence[Detection], position: Sequence[Any], matches_by_request: Sequence[Sequence[Detection] | None]
+    matched_objects: Sequence[Detection],
+    position: Sequence[Any],
+    matches_by_request: Sequence[Sequence[Detection] | None],
 ) -> bool:
     """Return True if each object is in the requested position relative to each object that matches an earlier request;
     `position` has the relation and the index of that request."""
-    relation, target_request_index = position
-    target_objects = matches_by_request[target_request_index]
-    return target_objects is not None and all(
-        relation in spatial_relations(detection, other) for detection in objects for other in target_objects
+    relation, anchor_request_index = position
+    anchor_objects = matches_by_request[anchor_request_index]
+    return anchor_objects is not None and all(
+        relation in spatial_relations(detection, other) for detection in matched_objects for other in anchor_objects
     )
 
 
@@ -187,10 +190,10 @@ def spatial_relations(detection: Detection, other_detection: Detection) -> set[s
     """Return the spatial relations of an object to another (left of, right of, above, below), empty if they overlap."""
     box_corners, other_corners = (np.array(detection.box).reshape(2, 2) for detection in (detection, other_detection))
     center_offset = box_corners.mean(0) - other_corners.mean(0)
-    overlap_margin = _POSITION_THRESHOLD * (np.ptp(box_corners, axis=0) + np.ptp(other_corners, axis=0))
+    overlap_margin = _OVERLAP_MARGIN_FRACTION * (np.ptp(box_corners, axis=0) + np.ptp(other_corners, axis=0))
     offset_beyond_margin = np.maximum(np.abs(center_offset) - overlap_margin, 0) * np.sign(center_offset)
     if np.all(np.abs(offset_beyond_margin) < 1e-3):
         return set()
     x, y = offset_beyond_margin / np.linalg.norm(center_offset)
-    relation_holds = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, holds in relation_holds.items() if holds}
+    holds_by_relation = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, holds in holds_by_relation.items() if holds}

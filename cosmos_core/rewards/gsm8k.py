@@ -16,10 +16,10 @@ def gsm8k(to_be_evaluated: str, reference: str) -> float:
     The reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`,
     whereas in Cosmos-RL the score is then 1 if the completion has no number.
     """
-    marked_reference = _normalise(f"#### {reference.strip()}")
-    number_match = _NUMBER_PATTERN.match(marked_reference)
-    is_number_alone = number_match is not None and not marked_reference[number_match.end() :].strip("}]) \\$.*_`")
-    reference_number = _extract_number(marked_reference if is_number_alone else reference)
+    reference_with_marker = _normalise(f"#### {reference.strip()}")
+    number_match = _NUMBER_PATTERN.match(reference_with_marker)
+    is_bare_number = number_match is not None and not reference_with_marker[number_match.end() :].strip("}]) \\$.*_`")
+    reference_number = _extract_number(reference_with_marker if is_bare_number else reference)
     if reference_number is None:
         raise ValueError(f"the reference {reference[-80:]!r} has no '#### number'")
     return float(_extract_number(to_be_evaluated) == reference_number)
@@ -29,11 +29,11 @@ def _extract_number(text: str) -> Decimal | None:
     number_matches = _NUMBER_PATTERN.findall(_normalise(text))
     if not number_matches:
         return None
-    sign, digits, numerator, denominator = number_matches[-1]
-    decimal_value = Decimal(sign + digits.replace(",", ""))
+    number_sign, number_digits, numerator, denominator = number_matches[-1]
+    number = Decimal(number_sign + number_digits.replace(",", ""))
     if numerator:  # a mixed number, such as 1 1/2
-        return decimal_value + Decimal(sign + numerator) / Decimal(denominator)
-    return decimal_value / Decimal(denominator) if denominator else decimal_value
+        return number + Decimal(number_sign + numerator) / Decimal(denominator)
+    return number / Decimal(denominator) if denominator else number
 
 
 def _normalise(text: str) -> str:

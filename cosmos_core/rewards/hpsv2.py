@@ -49,7 +49,7 @@ def _load_checkpoint(settings: RewardModelSettings) -> Any:
     @torch.inference_mode()
     def cosine_similarities(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
         pixels = torch.stack([preprocess(image) for image in images]).to(device)
-        features = model(pixels, tokenize(list(texts)).to(device))
-        return (features["image_features"] * features["text_features"]).sum(-1).float().tolist()
+        embeddings = model(pixels, tokenize(list(texts)).to(device))
+        return (embeddings["image_features"] * embeddings["text_features"]).sum(-1).float().tolist()
 
     return cosine_similarities

@@ -28,7 +28,9 @@ class Hpsv3Reward:
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         images = [middle_image(item.media) for item in items]
-        rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
-        rows = rewards.float().reshape(len(items), -1).tolist()
-        columns: ScoreColumns = {"hpsv3": [row[0] for row in rows]}
-        return columns | ({"hpsv3_sigma": [row[1] for row in rows]} if self._returns_sigma and len(rows[0]) > 1 else {})
+        predicted_rewards = self._inferencer.reward(prompts=[item.prompt for item in items], image_paths=images)
+        predictions = predicted_rewards.float().reshape(len(items), -1).tolist()
+        score_columns: ScoreColumns = {"hpsv3": [row[0] for row in predictions]}
+        if self._returns_sigma and len(predictions[0]) > 1:
+            score_columns["hpsv3_sigma"] = [row[1] for row in predictions]
+        return score_columns

@@ -59,26 +59,26 @@ class ImageRewardReward:
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         import torch
 
-        pixels = np.stack([_preprocess_image(middle_image(item.media), self._image_size) for item in items])
+        pixel_values = np.stack([_preprocess_image(middle_image(item.media), self._image_size) for item in items])
         tokens = self._tokenizer(
             [item.prompt for item in items], padding="max_length", truncation=True, max_length=_MAX_TEXT_TOKENS,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
         with torch.inference_mode():
-            features = self._vision_encoder(torch.from_numpy(pixels).to(self._device)).last_hidden_state
+            features = self._vision_encoder(torch.from_numpy(pixel_values).to(self._device)).last_hidden_state
             text_hidden_states = self._text_encoder(
                 input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], encoder_hidden_states=features,
                 encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long, device=self._device),
             ).last_hidden_state  # fmt: skip
-            scores = (self._linear_layers(text_hidden_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD
-        return {"image_reward": scores.float().tolist()}
+            rewards = (self._linear_layers(text_hidden_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD
+        return {"image_reward": rewards.float().tolist()}
 
 
 def _find_checkpoint(settings: RewardModelSettings) -> Path:
     """Return the path of the checkpoint: the file in the settings, in the download folder, or on the Hub."""
-    path = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
-    if settings.model_path or path.is_file():
-        return path
+    checkpoint_path = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
+    if settings.model_path or checkpoint_path.is_file():
+        return checkpoint_path
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(_HUB_REPOSITORY, _CHECKPOINT_FILE))
@@ -94,21 +94,21 @@ def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         for prefix in ("blip.visual_encoder.", "blip.text_encoder.", "mlp.")
     )
     patch_weight = vision_state_dict["patch_embed.proj.weight"]
-    num_side_patches = round((vision_state_dict["pos_embed"].shape[1] - 1) ** 0.5)
-    vision_width = patch_weight.shape[0]
+    patches_per_side = round((vision_state_dict["pos_embed"].shape[1] - 1) ** 0.5)
+    vision_hidden_size = patch_weight.shape[0]
     image_encoder = BlipVisionModel(
         BlipVisionConfig(
-            hidden_size=vision_width, intermediate_size=len(vision_state_dict["blocks.0.mlp.fc1.weight"]),
+            hidden_size=vision_hidden_size, intermediate_size=len(vision_state_dict["blocks.0.mlp.fc1.weight"]),
             num_hidden_layers=_count_layers(vision_state_dict, r"blocks\.(\d+)"),
-            num_attention_heads=vision_width // _HEAD_DIM,
-            image_size=num_side_patches * patch_weight.shape[-1], patch_size=patch_weight.shape[-1], layer_norm_eps=1e-6
+            num_attention_heads=vision_hidden_size // _HEAD_DIM,
+            image_size=patches_per_side * patch_weight.shape[-1], patch_size=patch_weight.shape[-1], layer_norm_eps=1e-6
         )
     )  # fmt: skip
     image_encoder.load_state_dict({_convert_parameter_name(name): value for name, value in vision_state_dict.items()})
     vocab_size, hidden_size = text_state_dict["embeddings.word_embeddings.weight"].shape
     text_encoder = BlipTextModel(
         BlipTextConfig(
-            vocab_size=vocab_size, hidden_size=hidden_size, encoder_hidden_size=vision_width,
+            vocab_size=vocab_size, hidden_size=hidden_size, encoder_hidden_size=vision_hidden_size,
             intermediate_size=len(text_state_dict["encoder.layer.0.intermediate.dense.weight"]),
             num_hidden_layers=_count_layers(text_state_dict, r"encoder\.layer\.(\d+)"),
             num_attention_heads=hidden_size // _HEAD_DIM,
@@ -142,5 +142,5 @@ def _preprocess_image(image: Image.Image, image_size: int) -> np.ndarray:
     width, height = (max(image_size, int(side_length * resize_factor)) for side_length in image.size)
     x, y = round((width - image_size) / 2), round((height - image_size) / 2)
     cropped_image = image.resize((width, height), Image.Resampling.BICUBIC).crop((x, y, x + image_size, y + image_size))
-    pixels = np.asarray(cropped_image, np.float32) / 255
-    return ((pixels - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)
+    pixel_values = np.asarray(cropped_image, np.float32) / 255
+    return ((pixel_values - _PIXEL_MEAN) / _PIXEL_STD).transpose(2, 0, 1)

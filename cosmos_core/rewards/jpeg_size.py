@@ -15,11 +15,11 @@ class JpegSizeReward:
     """Reward model with the score `jpeg_size`, minus the JPEG size in 100 kB; `options.quality` is the JPEG quality."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        self._quality = int(settings.options.get("quality", _DEFAULT_JPEG_QUALITY))
+        self._jpeg_quality = int(settings.options.get("quality", _DEFAULT_JPEG_QUALITY))
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image, or the mean over the frames of each video."""
-        return {"jpeg_size": [_score_media(item.media, self._quality) for item in items]}
+        return {"jpeg_size": [_score_media(item.media, self._jpeg_quality) for item in items]}
 
 
 def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any, custom: Any = None) -> float:

@@ -44,12 +44,12 @@ async def _request_score(
     token_counts = {"prompt_tokens": 0.0, "completion_tokens": 0.0}
     if "text" not in judge_reply:
         try:
-            response = await judge_client.chat.completions.create(**request_arguments)
-            judge_reply = {"text": response.choices[0].message.content or ""}
+            chat_response = await judge_client.chat.completions.create(**request_arguments)
+            judge_reply = {"text": chat_response.choices[0].message.content or ""}
         except (BadRequestError, UnprocessableEntityError, AttributeError, LookupError, TypeError) as error:
             # Invalidate only this completion: it is too long for the judge, or the response has no chat message.
             return ValueError(error_on_one_line(error))
-        token_counts = {name: float(getattr(response.usage, name, 0) or 0) for name in token_counts}
+        token_counts = {name: float(getattr(chat_response.usage, name, 0) or 0) for name in token_counts}
     if isinstance(judge_score := _parse_judge_score(judge_reply["text"], judge_config["highest_score"]), ValueError):
         return judge_score
     if judge_config["cache"]:

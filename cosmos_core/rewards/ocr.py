@@ -80,10 +80,10 @@ def _normalise_text(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def _levenshtein_distance(text: str, other_text: str) -> int:
-    distances = list(range(len(other_text) + 1))
-    for i, a in enumerate(text, 1):
+def _levenshtein_distance(first_text: str, second_text: str) -> int:
+    distances = list(range(len(second_text) + 1))
+    for i, a in enumerate(first_text, 1):
         diagonal, distances[0] = distances[0], i
-        for j, b in enumerate(other_text, 1):
+        for j, b in enumerate(second_text, 1):
             diagonal, distances[j] = distances[j], min(distances[j] + 1, distances[j - 1] + 1, diagonal + (a != b))
     return distances[-1]

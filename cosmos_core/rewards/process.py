@@ -25,7 +25,7 @@ from cosmos_core.parent import kill_with_parent
 
 START_TIMEOUT_SECONDS = 120.0
 """Timeout in seconds for the start of a process, including imports; a user module may import a large package."""
-_HEARTBEAT_SECONDS = 1.0
+_WAIT_INTERVAL_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
 """Pause in seconds after a process has ended, in which pebble reads the acknowledgement of the last call: without it,
@@ -45,7 +45,7 @@ class WorkerPool(ABC):
         self._start_pool()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -72,8 +72,7 @@ class WorkerPool(ABC):
 
 
 class _WorkerProcess(SpawnProcess):
-    """Worker process with the standard environment variables and those in `environment_names`; when it ends, the other
-    processes of its process group are killed."""
+    """Worker process with selected environment variables; when it ends, its process group is killed."""
 
     _is_terminated = False
 
@@ -89,7 +88,7 @@ class _WorkerProcess(SpawnProcess):
         """Kill the process group with SIGKILL, because Python does not handle SIGTERM during a loop in C code."""
         self._is_terminated = True
         self._kill_process_group()
-        self.kill()  # right after its start, a process may not yet lead a process group
+        self.kill()  # kill the process too: right after its start its group may not exist
 
     def is_alive(self) -> bool:
         """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""
@@ -119,12 +118,12 @@ class _Popen(popen_spawn_posix.Popen):
     """
 
     def _launch(self, process_obj: _WorkerProcess) -> None:
-        process_data = BytesIO()
+        pickled_process = BytesIO()
         tracker_fd = resource_tracker.getfd()  # type: ignore[attr-defined]
         set_spawning_popen(self)
         try:
-            reduction.dump(spawn.get_preparation_data(process_obj.name), process_data)
-            reduction.dump(process_obj, process_data)
+            reduction.dump(spawn.get_preparation_data(process_obj.name), pickled_process)
+            reduction.dump(process_obj, pickled_process)
         finally:
             set_spawning_popen(None)
         self.sentinel, child_sentinel = os.pipe()
@@ -141,27 +140,27 @@ class _Popen(popen_spawn_posix.Popen):
         finally:
             os.close(child_input)
             os.close(child_sentinel)
-        with open(parent_output, "wb", closefd=False) as file:
-            file.write(process_data.getbuffer())
+        with open(parent_output, "wb", closefd=False) as pipe_file:
+            pipe_file.write(pickled_process.getbuffer())
 
 
 def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
-    ignore_job_signals()  # the parent process ends this process with SIGKILL
-    multiprocessing.set_start_method(None, force=True)  # back to fork: spawned children cannot import user files
+    ignore_job_signals()  # the parent does not need them: it ends this process with SIGKILL
+    multiprocessing.set_start_method(None, force=True)  # use fork again: spawned children cannot import user files
     os.dup2(2, 1)  # send the standard output of user code to the log, with standard error
     configure_logging()
-    _lower_oom_priority()
+    _limit_memory_use()
     mask_secrets(environment_names)
 
 
-def _lower_oom_priority() -> None:
+def _limit_memory_use() -> None:
     """Limit this process to the memory of the machine, and let the OOM killer choose it first."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-    soft_limit = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
+    soft_limit = total_memory_bytes if hard_limit == resource.RLIM_INFINITY else min(total_memory_bytes, hard_limit)
     resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # some sandboxes have no /proc
         file.write("1000")
@@ -171,7 +170,7 @@ def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, on
     """Wait for futures and call `on_wait` every second; return False if none finishes within `max_idle_seconds`."""
     pending_futures, last_progress_time = set(futures), time.monotonic()
     while pending_futures:
-        done_futures, pending_futures = wait(pending_futures, _HEARTBEAT_SECONDS)
+        done_futures, pending_futures = wait(pending_futures, _WAIT_INTERVAL_SECONDS)
         on_wait()
         last_progress_time = time.monotonic() if done_futures else last_progress_time
         if time.monotonic() - last_progress_time > max_idle_seconds:
@@ -179,10 +178,10 @@ def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, on
     return True
 
 
-def describe_exit(error: BrokenProcessPool | ProcessExpired) -> str:
+def describe_exit(exit_error: BrokenProcessPool | ProcessExpired) -> str:
     """Return a description of how a process has ended."""
-    if isinstance(error, BrokenProcessPool):
+    if isinstance(exit_error, BrokenProcessPool):
         return "its process ended"
-    if error.exitcode < 0:
-        return f"its process was killed by signal {-error.exitcode}"
-    return f"its process exited with code {error.exitcode}"
+    if exit_error.exitcode < 0:
+        return f"its process was killed by signal {-exit_error.exitcode}"
+    return f"its process exited with code {exit_error.exitcode}"

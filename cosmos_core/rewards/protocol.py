@@ -39,10 +39,10 @@ class ProtocolError(ValueError):
     """Error for an HTTP body that violates the protocol; the message describes the problem on one line."""
 
 
-def encode_request(fields: Mapping[str, Any], array: np.ndarray) -> bytes:
+def encode_request(json_fields: Mapping[str, Any], array: np.ndarray) -> bytes:
     """Return the HTTP body that enqueues items at a reward service, byte for byte as Cosmos-RL's client writes it."""
     body_buffer = io.BytesIO()
-    body_buffer.write(json.dumps(fields).encode("utf-8") + b"\n")
+    body_buffer.write(json.dumps(json_fields).encode("utf-8") + b"\n")
     np.save(body_buffer, array, allow_pickle=False)
     return body_buffer.getvalue()
 
@@ -51,41 +51,41 @@ def decode_request(request_body: bytes | bytearray | memoryview) -> tuple[dict[s
     """Return the JSON fields and the array in the HTTP body of an enqueue; the array is a read-only view of the body.
     Raise `ProtocolError` if the body does not have the format of the protocol."""
     body_view = memoryview(request_body)
-    body_start = bytes(body_view[: MAX_JSON_BYTES + 1])
-    newline_index = body_start.find(b"\n")
+    leading_bytes = bytes(body_view[: MAX_JSON_BYTES + 1])
+    newline_index = leading_bytes.find(b"\n")
     if newline_index < 0:
         raise ProtocolError(f"no newline within {MAX_JSON_BYTES} bytes; the body is one line of JSON, then an array")
-    fields, array_bytes = _parse_json_fields(body_start[:newline_index]), body_view[newline_index + 1 :]
+    json_fields, array_bytes = _parse_json_fields(leading_bytes[:newline_index]), body_view[newline_index + 1 :]
     if bytes(array_bytes[:4]) != ZIP_SIGNATURE:
-        return fields, decode_array(array_bytes)
+        return json_fields, decode_array(array_bytes)
     try:
         array = read_tensor(array_bytes)
     except NotATensorError as error:
         raise ProtocolError(f"the array was saved by torch, and {error}") from error
     if not 1 <= array.ndim <= _MAX_AXES:
         raise ProtocolError(f"the tensor has {array.ndim} axes; from one to {_MAX_AXES} are read")
-    return fields, array
+    return json_fields, array
 
 
 def decode_array(npy_bytes: memoryview) -> np.ndarray:
     """Return the array in a file of numpy's format, without unpickling. Raise `ProtocolError` if the content is no
     array of numbers, or its length differs from its header."""
     header_stream = io.BytesIO(bytes(npy_bytes[: _MAX_NPY_HEADER_BYTES + 16]))
-    header_error = "no array in numpy's format follows the JSON: "
-    with convert_errors(lambda error: ProtocolError(header_error + type(error).__name__), ProtocolError):
+    header_error_prefix = "no array in numpy's format follows the JSON: "
+    with convert_errors(lambda error: ProtocolError(header_error_prefix + type(error).__name__), ProtocolError):
         version = np.lib.format.read_magic(header_stream)
         if version not in {(1, 0), (2, 0)}:
             raise ProtocolError(f"the array has format version {version}; 1.0 and 2.0 are read")
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran_order, dtype = read_header(header_stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
-    if dtype.str not in _SUPPORTED_DTYPES:
-        raise ProtocolError(f"the array is of {dtype.str!r}; uint8, float16, float32 and float64 are read")
+        shape, is_fortran_order, array_dtype = read_header(header_stream, max_header_size=_MAX_NPY_HEADER_BYTES)  # type: ignore[call-arg]
+    if array_dtype.str not in _SUPPORTED_DTYPES:
+        raise ProtocolError(f"the array is of {array_dtype.str!r}; uint8, float16, float32 and float64 are read")
     if not 1 <= len(shape) <= _MAX_AXES or any(type(axis_size) is not int or axis_size < 0 for axis_size in shape):
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}; from one to {_MAX_AXES} axes are read")
-    data_offset, num_bytes = header_stream.tell(), math.prod(shape) * dtype.itemsize
+    data_offset, num_bytes = header_stream.tell(), math.prod(shape) * array_dtype.itemsize
     if len(npy_bytes) - data_offset != num_bytes:
         raise ProtocolError(f"the array has {len(npy_bytes) - data_offset} bytes; its shape and dtype make {num_bytes}")
-    flat_array = np.frombuffer(npy_bytes, dtype, offset=data_offset)
+    flat_array = np.frombuffer(npy_bytes, array_dtype, offset=data_offset)
     try:
         return flat_array.reshape(shape, order="F" if is_fortran_order else "C")
     except ValueError as error:  # an empty array whose axes exceed the limits of NumPy
@@ -96,16 +96,16 @@ def _parse_json_fields(json_line: bytes) -> dict[str, Any]:
     if _json_depth(json_line) > _MAX_JSON_DEPTH:
         raise ProtocolError(f"the JSON is nested more than {_MAX_JSON_DEPTH} deep")
     try:
-        fields = json.loads(json_line, parse_constant=_refuse_json_constant, parse_float=_parse_finite_float)
+        json_fields = json.loads(json_line, parse_constant=_refuse_json_constant, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(fields, dict):
-        raise ProtocolError(f"the JSON is a {type(fields).__name__}; the rule is an object")
-    return fields
+    if not isinstance(json_fields, dict):
+        raise ProtocolError(f"the JSON is a {type(json_fields).__name__}; the rule is an object")
+    return json_fields
 
 
 def _json_depth(json_line: bytes) -> int:
-    """Return the nesting depth of JSON text; for a text with few brackets, their number, which is an upper bound."""
+    """Return the nesting depth of JSON text; if it has few brackets, return their number, an upper bound."""
     num_brackets = json_line.count(b"[") + json_line.count(b"{")
     if num_brackets <= _MAX_JSON_DEPTH:
         return num_brackets
@@ -125,8 +125,8 @@ def _json_depth(json_line: bytes) -> int:
 
 
 def _parse_finite_float(number_text: str) -> float:
-    number = float(number_text)
-    return number if math.isfinite(number) else _refuse_json_constant(number_text[:40])
+    parsed_number = float(number_text)
+    return parsed_number if math.isfinite(parsed_number) else _refuse_json_constant(number_text[:40])
 
 
 def _refuse_json_constant(constant_name: str) -> Any:

@@ -18,10 +18,10 @@ def reasoning_gym(to_be_evaluated: str, metadata: Mapping[str, Any]) -> float:
     generator_info = metadata.get("reasoning_gym")
     if generator_info is None:
         raise ValueError("the row has no column 'reasoning_gym': no generator of reasoning-gym made it")
-    answer = extract_answer(to_be_evaluated)
-    answer = to_be_evaluated.strip() if answer is None else answer
+    completion_answer = extract_answer(to_be_evaluated)
+    completion_answer = to_be_evaluated.strip() if completion_answer is None else completion_answer
     dataset = _create_dataset(generator_info["generator"], json.dumps(generator_info["arguments"], sort_keys=True))
-    return float(dataset.score_answer(answer=answer, entry=ast.literal_eval(generator_info["entry"])))
+    return float(dataset.score_answer(answer=completion_answer, entry=ast.literal_eval(generator_info["entry"])))
 
 
 @cache

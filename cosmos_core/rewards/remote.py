@@ -46,10 +46,10 @@ class _CompletionScores:
     is_service_error: bool = False
     """Whether the service responded with an error for the completion; False if the service did not respond in time."""
 
-    def record_missing_score(self, reward: RewardFunctionConfig, reason: str, *, is_service_error: bool) -> None:
+    def record_missing_score(self, function: RewardFunctionConfig, error_text: str, *, is_service_error: bool) -> None:
         """Record that a function returned no score; ignore functions of weight 0, which are only logged."""
-        if reward.weight:
-            self.error, self.is_service_error = self.error or f"{reward.name}: {reason}", is_service_error
+        if function.weight:
+            self.error, self.is_service_error = self.error or f"{function.name}: {error_text}", is_service_error
 
 
 _RequestAndScores = tuple[Mapping[str, Any], _CompletionScores]
@@ -96,18 +96,18 @@ class RemoteRewards:
     def _run_in_thread(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in a separate thread and call `on_wait` while it runs."""
         event_loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=event_loop.run_forever, name="remote rewards", daemon=True)
-        thread.start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, event_loop)
+        event_loop_thread = threading.Thread(target=event_loop.run_forever, name="remote rewards", daemon=True)
+        event_loop_thread.start()
+        coroutine_future = asyncio.run_coroutine_threadsafe(coroutine, event_loop)
         try:
-            wait_for_futures([future], math.inf, self._on_wait)
-            future.result()
+            wait_for_futures([coroutine_future], math.inf, self._on_wait)
+            coroutine_future.result()
         except BaseExceptionGroup as error_group:
             raise error_group.exceptions[0] from error_group
         finally:
             asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), event_loop).result()
             event_loop.call_soon_threadsafe(event_loop.stop)
-            thread.join()
+            event_loop_thread.join()
             event_loop.close()
 
     def _compute_total_score(self, completion_scores: _CompletionScores) -> Score:
@@ -119,25 +119,29 @@ class RemoteRewards:
 
     async def _score_batches(self, requests_and_scores: Sequence[_RequestAndScores]) -> None:
         request_semaphore = asyncio.Semaphore(self._config.max_in_flight)
-        limits = httpx.Limits(max_connections=self._config.max_in_flight)
+        connection_limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
-            httpx.AsyncClient(headers=self._endpoints.auth_headers, limits=limits, verify=make_tls_verify()) as client,
+            httpx.AsyncClient(
+                headers=self._endpoints.auth_headers, limits=connection_limits, verify=make_tls_verify()
+            ) as http_client,
             asyncio.TaskGroup() as task_group,
         ):
             for batch in _split_into_batches(requests_and_scores, self._config.batch_size):
-                task_group.create_task(self._score_batch(client, request_semaphore, batch))
+                task_group.create_task(self._score_batch(http_client, request_semaphore, batch))
 
     async def _score_batch(
-        self, client: httpx.AsyncClient, request_semaphore: asyncio.Semaphore, batch: Sequence[_RequestAndScores]
+        self, http_client: httpx.AsyncClient, request_semaphore: asyncio.Semaphore, batch: Sequence[_RequestAndScores]
     ) -> None:
         async with request_semaphore:
-            service_request = ServiceRequest(self._endpoints, client, self._config.timeout_seconds, self._replica_state)
+            service_request = ServiceRequest(
+                self._endpoints, http_client, self._config.timeout_seconds, self._replica_state
+            )
             batch_scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
                 # Fetch the rewards of weight 0 last, because they are only metrics.
-                functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)
-                reward_names = dict.fromkeys(item.name for item in functions)
+                reward_functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)
+                reward_names = dict.fromkeys(item.name for item in reward_functions)
                 result_by_function = await service_request.fetch_results(request_body, list(reward_names))
             except MissingScoresError as error:
                 for scores in batch_scores:
@@ -149,28 +153,33 @@ class RemoteRewards:
                 _record_scores(reward_function, metric_name, result_by_function[reward_function.name], batch_scores)
 
     def _encode_body(self, requests: Sequence[Mapping[str, Any]]) -> bytes:
-        """Return the HTTP body that enqueues one batch: images as uint8 of B, H, W, C; videos or their latents as B, C,
-        T, H, W; texts within the JSON."""
+        """Return the HTTP body of a batch: images of shape B, H, W, C, videos or latents of B, C, T, H, W, or texts."""
         media: list[Any] = [request.get("media") for request in requests]
         # Send positive weights, because the service skips functions whose weight is not above 0.
         sent_weights = {item.name: item.weight if item.weight > 0 else 1.0 for item in self._config.reward_fns}
-        fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests]}
-        fields["reward_fn"] = sent_weights
+        request_fields: dict[str, Any] = {"prompts": [request.get("prompt") or "" for request in requests]}
+        request_fields["reward_fn"] = sent_weights
         if media[0] is None:
             media_array = np.zeros((len(media), 0), np.uint8)
-            fields |= {"media_type": "text", "completions": [request["to_be_evaluated"] for request in requests]}
+            request_fields |= {
+                "media_type": "text",
+                "completions": [request["to_be_evaluated"] for request in requests],
+            }
             for name in ("num_tokens", "finish_reason", "turns"):
                 if any(name in request for request in requests):
-                    fields[name] = [request.get(name) for request in requests]
+                    request_fields[name] = [request.get(name) for request in requests]
         elif isinstance(media[0], np.ndarray):
-            fields["media_type"], media_array = self._encode_videos(media)
+            request_fields["media_type"], media_array = self._encode_videos(media)
             frame_rates = [(request.get("metadata") or {}).get("video_fps") or _DEFAULT_FPS for request in requests]
-            fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
+            request_fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
         else:
-            fields["media_type"], media_array = "image", np.stack([np.asarray(item.convert("RGB")) for item in media])
+            request_fields["media_type"], media_array = (
+                "image",
+                np.stack([np.asarray(item.convert("RGB")) for item in media]),
+            )
         if any(request.get("reference") for request in requests):
-            fields["references"] = [request.get("reference") or "" for request in requests]
-        return encode_request(to_json_value(fields | _build_metadata_fields(requests)), media_array)
+            request_fields["references"] = [request.get("reference") or "" for request in requests]
+        return encode_request(to_json_value(request_fields | _build_metadata_fields(requests)), media_array)
 
     def _encode_videos(self, videos: Sequence[np.ndarray]) -> tuple[str, np.ndarray]:
         if not self._config.video_vae:
@@ -214,43 +223,46 @@ def _record_metrics(
 ) -> None:
     """Record the numbers of a response of the service, other than the reward itself, as metrics, without clipping."""
     score_columns = response.get("scores")
-    for score_key, column in score_columns.items() if isinstance(score_columns, dict) else ():
+    for score_key, score_column in score_columns.items() if isinstance(score_columns, dict) else ():
         for i, completion_scores in enumerate(batch_scores):
-            number = _read_finite_number(column, i, len(batch_scores))
-            if number is not None and score_key != reward_function.name:
-                completion_scores.metrics[f"{reward_function.name}/{score_key}"] = number
+            metric = _read_finite_number(score_column, i, len(batch_scores))
+            if metric is not None and score_key != reward_function.name:
+                completion_scores.metrics[f"{reward_function.name}/{score_key}"] = metric
 
 
 def _record_scores(
     reward: RewardFunctionConfig, metric_name: str, response: Mapping[str, Any], batch: Sequence[_CompletionScores]
 ) -> None:
     """Record the score, or the error, for each completion; raise RewardError if the response lacks the score key."""
-    scores, errors = response.get("scores"), response.get("errors")
-    if not isinstance(scores, dict) or not scores:
+    score_columns, errors = response.get("scores"), response.get("errors")
+    if not isinstance(score_columns, dict) or not score_columns:
         error = response.get("error")
         is_service_error = bool(error) and not response.get("is_lost")  # a retry may help if the request was lost
         for each in batch:
             each.record_missing_score(reward, error or "the response has no scores", is_service_error=is_service_error)
         return
     score_key = reward.score_key or reward.name
-    keys = [score_key] if score_key in scores else [part.strip() for part in score_key.split("+") if part.strip()]
-    unknown_keys = [part for part in keys if part not in scores]
-    if unknown_keys or not keys:
-        missing_keys_text = ", ".join(map(repr, unknown_keys or [score_key]))
+    score_keys = [score_key] if score_key in score_columns else [k.strip() for k in score_key.split("+") if k.strip()]
+    missing_keys = [k for k in score_keys if k not in score_columns]
+    if missing_keys or not score_keys:
+        missing_keys_text = ", ".join(map(repr, missing_keys or [score_key]))
         raise RewardError(
             f"remote_reward.reward_fns: {reward.name!r} returns no {missing_keys_text}; set score_key to one of "
-            f"{', '.join(sorted(scores))}, or to several with +"
+            f"{', '.join(sorted(score_columns))}, or to several with +"
         )
-    for i, each in enumerate(batch):
-        numbers = [None if _has_item_failed(scores, i) else _read_finite_number(scores[k], i, len(batch)) for k in keys]
+    for i, completion_scores in enumerate(batch):
+        has_failed = _has_item_failed(score_columns, i)
+        numbers = [None if has_failed else _read_finite_number(score_columns[k], i, len(batch)) for k in score_keys]
         if None in numbers:
             item_error = errors[i] if isinstance(errors, list) and len(errors) == len(batch) and errors[i] else ""
-            each.record_missing_score(reward, item_error or "the response has no number for it", is_service_error=True)
+            item_error = item_error or "the response has no number for it"
+            completion_scores.record_missing_score(reward, item_error, is_service_error=True)
             continue
         total_score = math.fsum(v for v in numbers if v is not None)
-        each.scores[reward] = reward.clip_score(total_score)
+        completion_scores.scores[reward] = reward.clip_score(total_score)
         # A function of weight 0 is only logged, so its score is not clipped.
-        each.metrics[metric_name] = each.scores[reward] if reward.weight else total_score
+        metric = completion_scores.scores[reward] if reward.weight else total_score
+        completion_scores.metrics[metric_name] = metric
 
 
 def _has_item_failed(scores: Mapping[str, Any], i: int) -> bool:
@@ -278,5 +290,5 @@ def _invalidate_partial_group(scores: tuple[Score, ...]) -> tuple[Score, ...]:
     """Return the scores of a group, all marked invalid if one is invalid, because only whole groups are compared."""
     if (first_invalid := next((score for score in scores if score.value is None), None)) is None:
         return scores
-    error = f"its group is dropped: {first_invalid.error}"
-    return tuple(score if score.value is None else replace(score, value=None, error=error) for score in scores)
+    group_error = f"its group is dropped: {first_invalid.error}"
+    return tuple(score if score.value is None else replace(score, value=None, error=group_error) for score in scores)

@@ -1,5 +1,4 @@
-"""Interface of reward models: loaded once with settings, then called with batches of items, in a training process or in
-the reward service.
+"""Interface of reward models, which are loaded once and score batches of items, in a training or the reward service.
 
     class PickscoreReward:
         def __init__(self, settings: RewardModelSettings) -> None: ...          # loads
@@ -66,8 +65,8 @@ class FunctionReward:
     """Reward model that calls a reward function once per item."""
 
     def __init__(self, name: str, reward: Reward, settings: RewardModelSettings) -> None:
-        self._reward_name, self._reward, self._custom = name, reward, dict(settings.options)
-        self._option_values = {name: self._custom[name] for name in _OPTION_PARAMETERS if name in self._custom}
+        self._reward_name, self._reward, self._options = name, reward, dict(settings.options)
+        self._option_values = {name: self._options[name] for name in _OPTION_PARAMETERS if name in self._options}
         self.errors: list[str] = []
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
@@ -78,7 +77,7 @@ class FunctionReward:
             request_fields = {
                 **item.info, **self._option_values, "to_be_evaluated": item.to_be_evaluated,
                 "reference": item.reference,
-                "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._custom,
+                "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._options,
             }  # fmt: skip
             try:
                 reward_value, metrics = self._reward(request_fields)
@@ -103,43 +102,43 @@ def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> S
             return cast(Callable[[RewardModelSettings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(import_path), settings)
     if has_model(name):
-        scorer = load_class(name, REWARDS_PACKAGE, "Reward")(settings)
-        return scorer
+        reward_model = load_class(name, REWARDS_PACKAGE, "Reward")(settings)
+        return reward_model
     reward_names = sorted({*list_defined_names(REWARDS_PACKAGE, "Reward"), *list_defined_names(REWARDS_PACKAGE)})
     if name not in reward_names:
         raise RewardError(
             f"reward_type = {name!r}: there is no such reward; one of your own is named by entry = "
             f'"path/file.py:thing"{suggest_names(name, reward_names)}'
         )
-    reward = load_reward(name)
-    if "judge_config" in reward.binding.declared_parameters:
+    text_reward = load_reward(name)
+    if "judge_config" in text_reward.binding.declared_parameters:
         raise RewardError(f"reward_type = {name!r} has its settings in recipes alone; name it in reward_function there")
-    required_options = [option for option in _OPTION_PARAMETERS if option in reward.binding.declared_parameters]
+    required_options = [option for option in _OPTION_PARAMETERS if option in text_reward.binding.declared_parameters]
     if missing_options := [f"options.{option}" for option in required_options if option not in settings.options]:
         raise RewardError(
             f"the reward {name!r} needs {' and '.join(missing_options)}, which no request has; for example options = "
             "{ max_tokens = 1024, overlong = { buffer_length = 256, penalty_factor = 1.0 } }"
         )
-    return FunctionReward(name, reward, settings)
+    return FunctionReward(name, text_reward, settings)
 
 
-def replace_nonfinite(columns: ScoreColumns, num_items: int) -> tuple[ScoreColumns, list[str]]:
+def replace_nonfinite(score_columns: ScoreColumns, num_items: int) -> tuple[ScoreColumns, list[str]]:
     """Return the columns with None for numbers that are not finite, and the reason for each item without a score. Raise
     `ValueError` if the length of a column is not the number of items."""
     errors = [""] * num_items
-    return {key: _nonfinite_to_none(key, column, num_items, errors) for key, column in columns.items()}, errors
+    return {key: _nonfinite_to_none(key, column, num_items, errors) for key, column in score_columns.items()}, errors
 
 
 def _nonfinite_to_none(score_name: str, column: Any, num_items: int, item_errors: list[str]) -> Any:
     if isinstance(column, dict):
         return {k: _nonfinite_to_none(f"{score_name}.{k}", v, num_items, [""] * num_items) for k, v in column.items()}
-    json_values = to_json_value(column)
-    if not isinstance(json_values, list) or len(json_values) != num_items:
+    column_values = to_json_value(column)
+    if not isinstance(column_values, list) or len(column_values) != num_items:
         raise ValueError(f"returned no list of {num_items} values as {score_name!r}")
-    for i, (raw_value, json_value) in enumerate(zip(column, json_values, strict=True)):
+    for i, (raw_value, json_value) in enumerate(zip(column, column_values, strict=True)):
         if json_value is None and raw_value is not None:
             item_errors[i] = item_errors[i] or f"{score_name} is {raw_value}"
-    return json_values
+    return column_values
 
 
 def require_packages(reward: str, install_hint: str, *module_names: str) -> None:
@@ -153,34 +152,34 @@ def has_model(reward_name: str) -> bool:
     return reward_name in list_defined_names(REWARDS_PACKAGE, "Reward")
 
 
-def open_model(reward_name: str, custom: Mapping[str, Any] | None) -> Scorer:
-    """Return the model of a built-in reward with the settings in `[custom.NAME]`, loaded once per process, or raise
-    `RewardError`."""
+def open_model(reward_name: str, custom_table: Mapping[str, Any] | None) -> Scorer:
+    """Return the model of a built-in reward with the settings in `[custom.NAME]`, loaded once per process."""
 
     def make_reward_error(error: Exception) -> Exception:
-        problem = f"the reward {reward_name!r} cannot be loaded with the settings in [custom.{reward_name}]"
-        return error if is_transient(error) else RewardError(f"{problem}: {error_on_one_line(error)}")
+        error_prefix = f"the reward {reward_name!r} cannot be loaded with the settings in [custom.{reward_name}]"
+        return error if is_transient(error) else RewardError(f"{error_prefix}: {error_on_one_line(error)}")
 
     with convert_errors(make_reward_error):
-        settings = dict((custom or {}).get(reward_name) or {})
+        settings = dict((custom_table or {}).get(reward_name) or {})
         cache_key = (reward_name, repr(sorted(settings.items())))
         if cache_key not in _loaded_models:
-            fields = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
-            options = settings | dict(fields.pop("options", {}))
-            model_settings = RewardModelSettings(**fields, options=options)
+            model_fields = {k: settings.pop(k) for k in list(settings) if k in RewardModelSettings.__dataclass_fields__}
+            model_options = settings | dict(model_fields.pop("options", {}))
+            model_settings = RewardModelSettings(**model_fields, options=model_options)
             _loaded_models[cache_key] = load_class(reward_name, REWARDS_PACKAGE, "Reward")(model_settings)
         return _loaded_models[cache_key]
 
 
-def score_item(reward_name: str, item: RewardInput, custom: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
-    """Return the score of one item by the model of a built-in reward, see `open_model`. Raise `ValueError` if the item
-    has no score."""
-    columns, errors = replace_nonfinite(open_model(reward_name, custom).score([item]), 1)
-    number_by_key = {k: v[0] for k, v in columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
-    score = number_by_key.pop(next(iter(columns)), None)
-    if score is None:
-        raise ValueError(errors[0] or "it has no score")
-    return float(score), {k: float(v) for k, v in number_by_key.items()}
+def score_item(
+    reward_name: str, item: RewardInput, custom_table: Mapping[str, Any] | None
+) -> tuple[float, dict[str, float]]:
+    """Return one item's score by the model of a built-in reward; raise `ValueError` if the item has no score."""
+    score_columns, item_errors = replace_nonfinite(open_model(reward_name, custom_table).score([item]), 1)
+    score_by_key = {k: v[0] for k, v in score_columns.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    main_score = score_by_key.pop(next(iter(score_columns)), None)
+    if main_score is None:
+        raise ValueError(item_errors[0] or "it has no score")
+    return float(main_score), {k: float(v) for k, v in score_by_key.items()}
 
 
 _loaded_models: dict[tuple[str, str], Scorer] = {}

@@ -91,10 +91,10 @@ class RewardRunner(WorkerPool):
     ) -> None:
         """Set up the runner; `num_workers` None starts one process per core, or one process if a reward has a model."""
         self._reward_weights = weights
-        self._group_rewards = {name for name in weights if calls_per_group and is_import_path(name)}
-        self._image_function_names: set[str] = set()
+        self._group_reward_names = {name for name in weights if calls_per_group and is_import_path(name)}
+        self._image_reward_names: set[str] = set()
         self._metric_names = metric_names(weights)
-        self._default_timeout, self._retries, self._has_loaded_rewards = timeout_seconds, retries, False
+        self._default_timeout_seconds, self._retries, self._has_loaded_rewards = timeout_seconds, retries, False
         self._timeout_by_reward = timeout_by_reward or {}
         self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
@@ -113,21 +113,22 @@ class RewardRunner(WorkerPool):
         return [score for (score,) in self._score_requests([[request] for request in requests])]
 
     def _score_requests(
-        self, groups: Sequence[Sequence[Mapping[str, Any]]], data_sources: Sequence[str] = ()
+        self, request_groups: Sequence[Sequence[Mapping[str, Any]]], data_sources: Sequence[str] = ()
     ) -> list[tuple[Score, ...]]:
         """Return the scores of the requests of each prompt; `data_sources` are the data sets of the prompts."""
-        calls = []
+        reward_calls = []
         get_weights = partial(reward_weights_of_source, self._reward_weights)
-        weights_by_group = list(map(get_weights, data_sources or [""] * len(groups)))
-        for group, weights in zip(groups, weights_by_group, strict=True):
+        weights_by_group = list(map(get_weights, data_sources or [""] * len(request_groups)))
+        for group, weights in zip(request_groups, weights_by_group, strict=True):
             for name in weights:
-                requests = group if name in self._image_function_names else [{**each, "images": ()} for each in group]
-                request_batches = [requests] if name in self._group_rewards else [[request] for request in requests]
-                calls += [_RewardCall(name, batch, name in self._group_rewards) for batch in request_batches if batch]
+                requests = group if name in self._image_reward_names else [{**each, "images": ()} for each in group]
+                takes_lists = name in self._group_reward_names
+                request_batches = [requests] if takes_lists else [[request] for request in requests]
+                reward_calls += [_RewardCall(name, batch, takes_lists) for batch in request_batches if batch]
         with cleanup_on_error(self.close), self._scoring_lock:  # after an error, kill processes that still run calls
-            results = itertools.chain.from_iterable(self._run_reward_calls(calls))
+            results = itertools.chain.from_iterable(self._run_reward_calls(reward_calls))
         scores = []
-        for group, weights in zip(groups, weights_by_group, strict=True):
+        for group, weights in zip(request_groups, weights_by_group, strict=True):
             results_by_reward = [[next(results) for _ in group] for _ in weights]
             scores.append(tuple(self._combine_results(each, weights) for each in zip(*results_by_reward, strict=True)))
         return scores
@@ -136,56 +137,58 @@ class RewardRunner(WorkerPool):
         """Start the processes and wait until one of them has loaded the rewards. Raise `RewardError` if a reward cannot
         be loaded, or the process exits. Raise `StageFailed` if loading times out, if a signal kills the process, or if
         the process exits although an earlier pool of this runner has loaded the rewards."""
-        names = list(self._reward_weights)
+        reward_names = list(self._reward_weights)
+        failure_prefix = f"loading the rewards {', '.join(reward_names)} failed"
         process_pool = self._replace_pool(
             _start_worker,
-            names,
+            reward_names,
             self._constant_fields,
             environment_names=self._environment_names,
             num_processes=self._num_workers,
         )
         try:
             with cleanup_on_error(self.close):
-                load_future = process_pool.schedule(_load_rewards, args=(names,))
+                load_future = process_pool.schedule(_load_rewards, args=(reward_names,))
                 if not wait_for_futures([load_future], _LOAD_SECONDS, self._on_wait):
-                    raise StageFailed(f"loading the rewards {', '.join(names)} failed: not done in {_LOAD_SECONDS:g} s")
-                group_function_names, self._image_function_names = load_future.result()
-                self._group_rewards |= group_function_names
+                    raise StageFailed(f"{failure_prefix}: not done in {_LOAD_SECONDS:g} s")
+                group_reward_names, self._image_reward_names = load_future.result()
+                self._group_reward_names |= group_reward_names
         except (BrokenProcessPool, ProcessExpired) as error:
             is_transient_exit = self._has_loaded_rewards or getattr(error, "exitcode", 0) < 0
-            raise (StageFailed if is_transient_exit else RewardError)(
-                f"loading the rewards {', '.join(names)} failed: a process ended while it loaded"
-            ) from error
+            error_class = StageFailed if is_transient_exit else RewardError
+            raise error_class(f"{failure_prefix}: a process ended while it loaded") from error
         self._has_loaded_rewards = True
         return process_pool
 
-    def _run_reward_calls(self, calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
+    def _run_reward_calls(self, reward_calls: Sequence[_RewardCall]) -> list[list[_RewardResult]]:
         """Return the results of each call of a reward function. Calls that ended their worker process are retried when
         all other calls are done, unless the remaining calls of that reward function were cancelled."""
-        results_by_call: list[list[_RewardResult]] = [[]] * len(calls)
-        pending_indices = list(range(len(calls)))
+        results_by_call: list[list[_RewardResult]] = [[]] * len(reward_calls)
+        pending_indices = list(range(len(reward_calls)))
         attempt, num_broken_pools = 1, 0
         while pending_indices and attempt <= self._retries + 1 and num_broken_pools <= _MAX_BROKEN_POOLS:
             process_pool = self._get_working_pool()
             call_futures = {
-                i: process_pool.schedule(_score_completions, args=calls[i], timeout=self._get_timeout(calls[i].reward))
+                i: process_pool.schedule(
+                    _score_completions, args=reward_calls[i], timeout=self._get_timeout(reward_calls[i].reward)
+                )
                 for i in pending_indices
             }
             cancelled_rewards: set[str] = set()
-            reward_futures = [(calls[i].reward, future) for i, future in call_futures.items()]
-            cancel_hanging_rewards = partial(self._cancel_hanging_rewards, reward_futures, cancelled_rewards)
-            max_timeout = max(self._get_timeout(calls[i].reward) for i in pending_indices)
+            rewards_and_futures = [(reward_calls[i].reward, future) for i, future in call_futures.items()]
+            cancel_hanging_rewards = partial(self._cancel_hanging_rewards, rewards_and_futures, cancelled_rewards)
+            max_timeout = max(self._get_timeout(reward_calls[i].reward) for i in pending_indices)
             if not wait_for_futures(call_futures.values(), max_timeout + START_TIMEOUT_SECONDS, cancel_hanging_rewards):
                 self.close()  # the pool is unusable: a call was lost with its process, or no process started
             pending_indices, is_pool_broken = [], False
             for i, future in call_futures.items():
-                reward = calls[i].reward
+                reward = reward_calls[i].reward
                 try:
                     results_by_call[i] = future.result(timeout=0)
                 except (BrokenProcessPool, ProcessExpired, TimeoutError, CancelledError) as error:
                     is_pool_broken |= isinstance(error, BrokenProcessPool)
                     error_text = self._describe_failure(error, reward)
-                    results_by_call[i] = [_RewardResult(error=error_text)] * len(calls[i].requests)
+                    results_by_call[i] = [_RewardResult(error=error_text)] * len(reward_calls[i].requests)
                     if reward not in cancelled_rewards:
                         pending_indices.append(i)
                         log.warning("reward %s: %s (attempt %d of %d)", reward, error_text, attempt, self._retries + 1)
@@ -195,26 +198,28 @@ class RewardRunner(WorkerPool):
             attempt, num_broken_pools = attempt + (not is_pool_broken), num_broken_pools + is_pool_broken
         return results_by_call
 
-    def _cancel_hanging_rewards(self, futures: Sequence[tuple[str, Future[Any]]], cancelled_rewards: set[str]) -> None:
+    def _cancel_hanging_rewards(
+        self, rewards_and_futures: Sequence[tuple[str, Future[Any]]], cancelled_rewards: set[str]
+    ) -> None:
         """Call `on_wait`, and cancel the remaining calls of each reward whose first calls have all timed out, because
         each would occupy a process until its deadline; add the names of these rewards to `cancelled_rewards`."""
         self._on_wait()
-        for reward in {name for name, _ in futures} - cancelled_rewards:
-            reward_futures = [future for name, future in futures if name == reward]
-            exceptions = [future.exception() for future in reward_futures if future.done()]
-            if len(exceptions) >= self._max_timeouts and all(isinstance(each, TimeoutError) for each in exceptions):
+        for reward in {name for name, _ in rewards_and_futures} - cancelled_rewards:
+            reward_futures = [future for name, future in rewards_and_futures if name == reward]
+            call_errors = [future.exception() for future in reward_futures if future.done()]
+            if len(call_errors) >= self._max_timeouts and all(isinstance(each, TimeoutError) for each in call_errors):
                 cancelled_rewards.add(reward)
                 for future in reward_futures:
                     future.cancel()
 
     def _get_timeout(self, reward: str) -> float:
-        return self._timeout_by_reward.get(reward, self._default_timeout)
+        return self._timeout_by_reward.get(reward, self._default_timeout_seconds)
 
-    def _describe_failure(self, error: Exception, reward: str) -> str:
-        if isinstance(error, BrokenProcessPool | ProcessExpired):
-            return describe_exit(error)
+    def _describe_failure(self, call_error: Exception, reward: str) -> str:
+        if isinstance(call_error, BrokenProcessPool | ProcessExpired):
+            return describe_exit(call_error)
         timeout_text = f"not done in {self._get_timeout(reward):g} s"
-        if isinstance(error, CancelledError):
+        if isinstance(call_error, CancelledError):
             return f"given up, because the {self._max_timeouts} calls before were {timeout_text}"
         return timeout_text
 
@@ -245,24 +250,25 @@ _logged_errors: set[tuple[str, type]] = set()
 """Reward and error class pairs that were already logged, so that the log shows one traceback for each."""
 
 
-def _start_worker(rewards: Sequence[str], fields: Mapping[str, Any], env_names: Sequence[str], parent_pid: int) -> None:
+def _start_worker(
+    reward_names: Sequence[str], constant_fields: Mapping[str, Any], environment_names: Sequence[str], parent_pid: int
+) -> None:
     """Prepare a worker process and load the rewards; ignore `RewardError`, which `_load_rewards` raises again."""
-    init_worker(env_names, parent_pid)
-    mask_secrets(secret_values=find_secrets(fields["custom"]))
-    _constant_fields.update(fields)
+    init_worker(environment_names, parent_pid)
+    mask_secrets(secret_values=find_secrets(constant_fields["custom"]))
+    _constant_fields.update(constant_fields)
     with suppress(RewardError):
-        _load_rewards(rewards)
+        _load_rewards(reward_names)
 
 
 def _load_rewards(reward_names: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Load the rewards with their models. Return the names of rewards whose parameters require lists, and the names of
-    rewards that take the images of prompts."""
-    bindings = {name: _load_cached_reward(name).binding for name in reward_names}
-    group_function_names = {name for name, binding in bindings.items() if binding.takes_whole_group}
-    image_function_names = {name for name, binding in bindings.items() if binding.takes_images}
+    """Load the rewards with their models. Return the names of those that take lists, and of those that take images."""
+    binding_by_reward = {name: _load_cached_reward(name).binding for name in reward_names}
+    group_reward_names = {name for name, binding in binding_by_reward.items() if binding.takes_whole_group}
+    image_reward_names = {name for name, binding in binding_by_reward.items() if binding.takes_images}
     for name in filter(has_model, reward_names):
         open_model(name, _constant_fields["custom"])
-    return group_function_names, image_function_names
+    return group_reward_names, image_reward_names
 
 
 _load_cached_reward = cache(load_reward)

@@ -19,7 +19,7 @@ from cosmos_core.error_handling import convert_errors
 
 ZIP_SIGNATURE = b"PK\x03\x04"
 _DIRECTORY_SEARCH_BYTES = 16 * 2**10
-"""Number of bytes at the end of the archive that contain its directory."""
+"""Number of bytes at the end of the archive in which its directory is searched."""
 _MAX_PICKLE_BYTES = 4096
 _DTYPE_BY_STORAGE_TYPE: dict[str, np.dtype[Any]] = {
     "ByteStorage": np.dtype("|u1"), "HalfStorage": np.dtype("<f2"), "BFloat16Storage": np.dtype("<u2"),
@@ -64,18 +64,18 @@ def read_tensor(file_bytes: memoryview) -> np.ndarray:
         raise NotATensorError("its numbers are not little-endian")
     error_prefix = "its description is none of a tensor: "
     with convert_errors(lambda error: NotATensorError(error_prefix + type(error).__name__), NotATensorError):
-        storage, offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
-    dtype = _DTYPE_BY_STORAGE_TYPE[storage.type_name]
-    tensor_bytes = archive_files.get(f"{archive_root}/data/{storage.key}")
-    if tensor_bytes is None or len(tensor_bytes) != storage.num_elements * dtype.itemsize:
+        storage_ref, offset, shape, strides = _parse_tensor(bytes(pickle_bytes))
+    dtype = _DTYPE_BY_STORAGE_TYPE[storage_ref.type_name]
+    tensor_bytes = archive_files.get(f"{archive_root}/data/{storage_ref.key}")
+    if tensor_bytes is None or len(tensor_bytes) != storage_ref.num_elements * dtype.itemsize:
         raise NotATensorError("its numbers are not there, or not as many as it says")
     strides = tuple(stride if axis_size > 1 else 0 for axis_size, stride in zip(shape, strides, strict=True))
-    last_index = offset + sum((axis_size - 1) * stride for axis_size, stride in zip(shape, strides, strict=True))
-    if not 0 < math.prod(shape) <= storage.num_elements or last_index >= storage.num_elements:
+    max_index = offset + sum((axis_size - 1) * stride for axis_size, stride in zip(shape, strides, strict=True))
+    if not 0 < math.prod(shape) <= storage_ref.num_elements or max_index >= storage_ref.num_elements:
         raise NotATensorError("it is empty, or its shape goes beyond its numbers")
     flat_array, byte_strides = np.frombuffer(tensor_bytes, dtype)[offset:], [each * dtype.itemsize for each in strides]
-    array = np.lib.stride_tricks.as_strided(flat_array, shape, byte_strides, writeable=False)
-    return np.ascontiguousarray(array).view(np.uint8) if storage.type_name == "BFloat16Storage" else array
+    tensor = np.lib.stride_tricks.as_strided(flat_array, shape, byte_strides, writeable=False)
+    return np.ascontiguousarray(tensor).view(np.uint8) if storage_ref.type_name == "BFloat16Storage" else tensor
 
 
 def _read_zip_files(file_bytes: memoryview) -> dict[str, memoryview]:
@@ -99,10 +99,10 @@ def _read_zip_member(file_bytes: memoryview, header_offset: int, file_size: int)
     if not 0 <= header_offset <= len(file_bytes) - 30 or header_signature != ZIP_SIGNATURE:
         raise NotATensorError("its directory is wrong")
     name_length, extra_field_length = struct.unpack_from("<2H", file_bytes, header_offset + 26)
-    data_offset = header_offset + 30 + name_length + extra_field_length
-    if data_offset + file_size > len(file_bytes):
+    content_offset = header_offset + 30 + name_length + extra_field_length
+    if content_offset + file_size > len(file_bytes):
         raise NotATensorError("it is cut off")
-    return file_bytes[data_offset : data_offset + file_size]
+    return file_bytes[content_offset : content_offset + file_size]
 
 
 def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:
@@ -110,15 +110,15 @@ def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[in
     pickled_call = _interpret_pickle(pickle_bytes)
     if not isinstance(pickled_call, _PickledCall) or pickled_call.function.name != _REBUILD_TENSOR_FUNCTION:
         raise NotATensorError("it holds something else than one tensor")
-    storage, storage_offset, shape, strides, _, hooks = pickled_call.arguments[:6]
+    storage_ref, storage_offset, shape, strides, _, hooks = pickled_call.arguments[:6]
     if not isinstance(hooks, _PickledCall) or hooks.function.name != _HOOKS_DICT_TYPE or hooks.arguments:
         raise NotATensorError("its tensor has hooks")
-    if storage.type_name not in _DTYPE_BY_STORAGE_TYPE:
-        raise NotATensorError(f"its tensor is of {storage.type_name!r}; uint8 and floating-point numbers are read")
-    tensor_integers = (storage_offset, storage.num_elements, *shape, *strides)
-    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in tensor_integers):
+    if storage_ref.type_name not in _DTYPE_BY_STORAGE_TYPE:
+        raise NotATensorError(f"its tensor is of {storage_ref.type_name!r}; uint8 and floating-point numbers are read")
+    layout_integers = (storage_offset, storage_ref.num_elements, *shape, *strides)
+    if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in layout_integers):
         raise NotATensorError("its shape is none")
-    return storage, storage_offset, tuple(shape), tuple(strides)
+    return storage_ref, storage_offset, tuple(shape), tuple(strides)
 
 
 def _interpret_pickle(pickle_bytes: bytes) -> Any:
@@ -148,8 +148,8 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
                 tuple_size = int(opcode.name[-1])
                 pickle_stack[-tuple_size:] = [tuple(pickle_stack[-tuple_size:])]
             case "BINPERSID":
-                id_type, storage_type, storage_key, _, num_elements = pickle_stack.pop()
-                if id_type != "storage" or storage_type.name[0] != "torch":
+                persistent_id_type, storage_type, storage_key, _, num_elements = pickle_stack.pop()
+                if persistent_id_type != "storage" or storage_type.name[0] != "torch":
                     raise NotATensorError("its numbers are kept elsewhere")
                 pickle_stack.append(_StorageReference(storage_type.name[1], storage_key, num_elements))
             case "REDUCE":
@@ -157,5 +157,5 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
                 pickle_stack[-1] = _PickledCall(pickle_stack[-1], call_arguments)
             case name:
                 raise NotATensorError(f"its description does more than to describe a tensor ({name})")
-    [result] = pickle_stack
-    return result
+    [unpickled_object] = pickle_stack
+    return unpickled_object

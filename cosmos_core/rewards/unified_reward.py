@@ -1,5 +1,4 @@
-"""Score of an image by a vision-language judge behind an endpoint: UnifiedReward (arXiv 2503.05236), whose
-score from 1 to 5 is divided by 5.
+"""Score of an image by a vision-language judge at an endpoint, from 0.2 to 1: UnifiedReward (arXiv 2503.05236).
 
 The endpoint is any server with the chat API of OpenAI, such as vLLM with the published model.
 """
@@ -41,8 +40,8 @@ class UnifiedRewardReward:
         self._model = settings.options.get("model") or settings.model_path or _DEFAULT_MODEL
         self._question_template = settings.options.get("question", _JUDGE_QUESTION)
         self._max_concurrency = int(settings.options.get("concurrent", 8))
-        headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
-        self._http_client = httpx.Client(base_url=settings.endpoint_url, headers=headers, timeout=_TIMEOUT_SECONDS)
+        auth_headers = {"Authorization": f"Bearer {settings.endpoint_api_key}"} if settings.endpoint_api_key else {}
+        self._http_client = httpx.Client(base_url=settings.endpoint_url, headers=auth_headers, timeout=_TIMEOUT_SECONDS)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image; an image for which the judge returns no number has no score."""
@@ -61,8 +60,8 @@ class UnifiedRewardReward:
         ]
         request = {"model": self._model, "messages": [{"role": "user", "content": message_content}], "temperature": 0}
         try:
-            response = self._http_client.post("chat/completions", json=request).raise_for_status()
-            reply_text = str(response.json()["choices"][0]["message"]["content"])
+            chat_response = self._http_client.post("chat/completions", json=request).raise_for_status()
+            reply_text = str(chat_response.json()["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             return None, error_on_one_line(error)
         match = _SCORE_PATTERN.search(reply_text)

@@ -1,7 +1,7 @@
 """Encoder and decoder of the video latents that Cosmos-RL's clients and service use: latent means of Wan's VAE.
 
-A video of F frames, H by W, becomes B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4. The latents are always normalised by
-the mean and standard deviation per channel in the configuration of the VAE. The wire format is in `protocol.py`.
+Latents of B videos with F frames of H by W pixels have the shape B, C, T, H/8, W/8 with T = 1 + (F - 1) / 4. They are
+always normalised, per channel, by the statistics in the configuration of the VAE. `protocol.py` has the wire format.
 """
 
 import re
@@ -53,9 +53,9 @@ class WanVae:
         latents = []
         with torch.inference_mode():
             for video in videos:
-                pixels = torch.from_numpy(np.ascontiguousarray(np.moveaxis(video, -1, 0)))[None].to(self._device)
-                latent = self._vae.encode((pixels / 127.5 - 1).to(self._dtype)).latent_dist.mode()
-                latents.append(((latent - self._latents_mean) / self._latents_std).to(torch.float16).cpu())
+                pixel_tensor = torch.from_numpy(np.ascontiguousarray(np.moveaxis(video, -1, 0)))[None].to(self._device)
+                latent_mean = self._vae.encode((pixel_tensor / 127.5 - 1).to(self._dtype)).latent_dist.mode()
+                latents.append(((latent_mean - self._latents_mean) / self._latents_std).to(torch.float16).cpu())
         return torch.cat(latents).numpy()
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
@@ -81,13 +81,13 @@ def describe_vae(setting_name: str, path: str) -> str:
             raise RewardError(f"{setting_name} = {path!r}: no such file")
         return f"{setting_name}: {path}"
     try:
-        class_name = AutoencoderKLWan.load_config(path).get("_class_name", "")
+        vae_class_name = AutoencoderKLWan.load_config(path).get("_class_name", "")
     except (OSError, ValueError) as error:
         raise RewardError(f"{setting_name} = {path!r}: {' '.join(str(error).split())[:300]}") from error
-    if class_name != AutoencoderKLWan.__name__:
+    if vae_class_name != AutoencoderKLWan.__name__:
         remedy = f"give a Wan VAE ({AutoencoderKLWan.__name__})"
-        raise RewardError(f"{setting_name} = {path!r} is of the class {class_name!r}; {remedy}")
-    return f"{setting_name}: {class_name}"
+        raise RewardError(f"{setting_name} = {path!r} is of the class {vae_class_name!r}; {remedy}")
+    return f"{setting_name}: {vae_class_name}"
 
 
 def _load_published_vae(path: str) -> Any:

@@ -34,7 +34,7 @@ StepStatus = Literal["waiting", "stale", "whole"]
 class AsyncGroupSource:
     """Group source whose engines generate groups while the ranks train; all ranks call its methods together."""
 
-    fleet: EngineFleet
+    engine_fleet: EngineFleet
     take_prompts: Callable[[int, int], Sequence[Prompt]]
     """Function `(position, count)` that returns `count` prompts from `position` on in all epochs; fewer at the end."""
     score: ScoreGroups
@@ -54,22 +54,22 @@ class AsyncGroupSource:
     too old are generated again. With a filter, it is at most the number of groups that the filter may drop."""
     max_steps_ahead: int | None = None
     """Maximum number of train steps whose groups are being generated or wait to be trained on; None: unbounded."""
-    filter: GroupFilter | None = None
+    group_filter: GroupFilter | None = None
     """Filter of groups without a learning signal, which are replaced by new groups; None: all groups are kept."""
     sleeps_in_training: bool = False
     """Whether engines sleep during training, so that they get prompts only while the training waits for groups."""
     sampled_groups: Sequence[ScoredGroup] = ()
-    _train_position: int = 0
+    _first_unused_position: int = 0
     """Position, in the order of the data, of the first prompt that no train step has used."""
     _next_step: int = 0
     """Number of the train step that will use the first unused prompt."""
     _num_groups_needed: int | None = None
     """Number of groups that the current train step needs; None: the number in `group_plan`."""
-    _next_position: int = 0
+    _request_position: int = 0
     """Position, in the order of the data, of the next prompt to send to an engine."""
     _group_futures: dict[int, Future[Group]] = field(default_factory=dict)
     _scored_groups: dict[int, ScoredGroup] = field(default_factory=dict)
-    _condition: threading.Condition = field(default_factory=threading.Condition)
+    _state_condition: threading.Condition = field(default_factory=threading.Condition)
     _rollout_error: BaseException | None = None
     _rollout_thread: threading.Thread | None = None
     _is_closed: bool = False
@@ -82,22 +82,22 @@ class AsyncGroupSource:
 
     @property
     def is_exhausted(self) -> bool:
-        return self.filter is not None and not self.take_prompts(self._train_position, 1)
+        return self.group_filter is not None and not self.take_prompts(self._first_unused_position, 1)
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Wait until the groups of train step `step` are generated and scored; return the groups and their metrics."""
         start_time = time.perf_counter()
-        with self._condition:
+        with self._state_condition:
             self._next_step = step
             self._num_groups_needed = num_groups
-            if self.filter is None:
-                self._train_position = self.group_plan.first_position(step)
+            if self.group_filter is None:
+                self._first_unused_position = self.group_plan.first_position(step)
         if self._rollout_thread is None and is_first_rank():
-            self._next_position = self._train_position
+            self._request_position = self._first_unused_position
             self._rollout_thread = threading.Thread(target=self._run_rollouts, daemon=True, name="rollouts")
             self._rollout_thread.start()
         self.progress.phase("generate")
-        self.fleet.wake()
+        self.engine_fleet.wake()
         self._is_training_waiting = True
         while True:
             status, kept_groups, sampled_groups = broadcast_object(self._poll_groups(step) if is_first_rank() else None)  # type: ignore[misc]
@@ -107,23 +107,23 @@ class AsyncGroupSource:
             if status == "stale":
                 self.send_missing_weights(step)
             self.progress.beat()
-        with self._condition:
+        with self._state_condition:
             self._is_training_waiting = False
-        self.fleet.sleep()
-        with self._condition:
-            for position in range(self._train_position, self._train_position + len(sampled_groups)):
+        self.engine_fleet.sleep()
+        with self._state_condition:
+            for position in range(self._first_unused_position, self._first_unused_position + len(sampled_groups)):
                 self._scored_groups.pop(position, None)
-            self._train_position, self._next_step = self._train_position + len(sampled_groups), step + 1
+            self._first_unused_position, self._next_step = self._first_unused_position + len(sampled_groups), step + 1
             self._num_groups_needed = None
         self.sampled_groups = sampled_groups
         if not sampled_groups:
             return [], {}
         self._groups_per_kept_group = (self._groups_per_kept_group + len(sampled_groups) / max(1, len(kept_groups))) / 2
         previous_event_counts = self._event_counts_at_last_step
-        self._event_counts_at_last_step = (self._num_outdated_groups, self.fleet.num_restarts)
+        self._event_counts_at_last_step = (self._num_outdated_groups, self.engine_fleet.num_restarts)
         return kept_groups, {
             **group_metrics(sampled_groups),
-            **(filter_metrics(self.filter, sampled_groups) if self.filter else {}),
+            **(filter_metrics(self.group_filter, sampled_groups) if self.group_filter else {}),
             "time/wait": time.perf_counter() - start_time,
             **lag_metrics(kept_groups or sampled_groups, step),
             "rollout/outdated": float(self._event_counts_at_last_step[0] - previous_event_counts[0]),
@@ -131,10 +131,10 @@ class AsyncGroupSource:
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
-        return {"drawn": self._train_position}
+        return {"drawn": self._first_unused_position}
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
-        self._train_position = self._next_position = int(str(state.get("drawn", 0)))
+        self._first_unused_position = self._request_position = int(str(state.get("drawn", 0)))
 
     def close(self) -> None:
         """End the thread that requests and scores groups."""
@@ -146,16 +146,17 @@ class AsyncGroupSource:
 
     def _poll_groups(self, step: int) -> tuple[StepStatus, list[ScoredGroup], list[ScoredGroup]]:
         """Return the status of train step `step` and, if it is `whole`, its kept groups and all its sampled groups."""
-        with self._condition:
-            self._condition.wait_for(
-                lambda: self._find_step_groups(step) or self._rollout_error or self.fleet.needs_weights, _POLL_SECONDS
+        with self._state_condition:
+            self._state_condition.wait_for(
+                lambda: self._find_step_groups(step) or self._rollout_error or self.engine_fleet.needs_weights,
+                _POLL_SECONDS,
             )
             if self._rollout_error is not None:
                 raise self._rollout_error
             step_groups = self._find_step_groups(step)
-        self.fleet.raise_thread_error()
+        self.engine_fleet.raise_thread_error()
         if step_groups is None:
-            return "stale" if self.fleet.needs_weights else "waiting", [], []
+            return "stale" if self.engine_fleet.needs_weights else "waiting", [], []
         return "whole", *step_groups
 
     def _find_step_groups(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
@@ -163,9 +164,9 @@ class AsyncGroupSource:
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
         num_groups = self.group_plan.num_groups(step) if self._num_groups_needed is None else self._num_groups_needed
-        max_groups = self.filter.max_sampled_groups(num_groups) if self.filter else num_groups
+        max_groups = self.group_filter.max_sampled_groups(num_groups) if self.group_filter else num_groups
         while len(kept_groups) < num_groups and len(sampled_groups) < max_groups:
-            position = self._train_position + len(sampled_groups)
+            position = self._first_unused_position + len(sampled_groups)
             scored_group = self._scored_groups.get(position)
             if scored_group is None:
                 is_group_pending = position in self._group_futures or self.take_prompts(position, 1)
@@ -174,16 +175,16 @@ class AsyncGroupSource:
                 self._request_outdated_groups(step, range(position, position + num_groups - len(kept_groups)))
                 return None
             sampled_groups.append(scored_group)
-            if self.filter is None or self.filter.has_learning_signal(scored_group):
+            if self.group_filter is None or self.group_filter.has_learning_signal(scored_group):
                 kept_groups.append(scored_group)
-            if self.filter is not None and len(sampled_groups) == num_groups:
-                check_scores(step, sampled_groups, self.filter.metrics)
+            if self.group_filter is not None and len(sampled_groups) == num_groups:
+                check_scores(step, sampled_groups, self.group_filter.metrics)
         return kept_groups, sampled_groups
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
         """Request the groups at `positions` again if their weights are too old for train step `step`, but not before
         the engines have weights that are new enough."""
-        if self.fleet.version + self.max_lag < step:
+        if self.engine_fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
         for position in reversed(positions):
@@ -199,7 +200,7 @@ class AsyncGroupSource:
         step = self.group_plan.step_of_group(position)
         first_position = self.group_plan.first_position(step)
         num_repeats = sum(p.id == prompt.id for p in self.take_prompts(first_position, position - first_position))
-        return self.fleet.request(prompt, reseed(self.sampling, num_repeats), step, is_urgent=is_urgent)
+        return self.engine_fleet.request(prompt, reseed(self.sampling, num_repeats), step, is_urgent=is_urgent)
 
     def _run_rollouts(self) -> None:
         try:
@@ -207,34 +208,35 @@ class AsyncGroupSource:
                 self._send_prompts()
                 self._score_finished_groups()
         except BaseException as error:  # noqa: BLE001 - raised again in the training, which waits for this thread
-            with self._condition:
+            with self._state_condition:
                 self._rollout_error = error
-                self._condition.notify_all()
+                self._state_condition.notify_all()
 
     def _send_prompts(self) -> None:
         """Send the prompts of all train steps for which the engines' weights are new enough."""
-        with self._condition:
+        with self._state_condition:
             if self.sleeps_in_training and not self._is_training_waiting:
                 return
-            end_position = self._train_position + self._max_prefetched_prompts()
-            for prompt in self.take_prompts(self._next_position, max(0, end_position - self._next_position)):
-                self._group_futures[self._next_position] = self._request_group(self._next_position, prompt)
-                self._next_position += 1
+            end_position = self._first_unused_position + self._max_prefetched_prompts()
+            for prompt in self.take_prompts(self._request_position, max(0, end_position - self._request_position)):
+                self._group_futures[self._request_position] = self._request_group(self._request_position, prompt)
+                self._request_position += 1
 
     def _max_prefetched_prompts(self) -> int:
-        """Return how many prompts after `_train_position` may be sent to the engines before training needs them."""
-        last_allowed_step = self.fleet.version + self.max_lag  # last step that may train on the engines' new groups
+        """Return how many prompts from `_first_unused_position` on the engines may get before training needs them."""
+        # Steps up to `last_allowed_step` may train on groups that the engines generate now.
+        last_allowed_step = self.engine_fleet.version + self.max_lag
         num_prompts = self._num_groups_of_steps(last_allowed_step - self._next_step + 1)
         max_prompts = math.inf if self.max_steps_ahead is None else self._num_groups_of_steps(self.max_steps_ahead)
-        if self.filter is None:
+        if self.group_filter is None:
             return int(min(num_prompts + self.num_extra_prompts, max_prompts))
         if num_prompts <= 0:
             return 0
         # Engines may sample another prompt for each dropped group: without it, the step would never be complete.
-        num_dropped_groups = sum(not self.filter.has_learning_signal(group) for group in self._scored_groups.values())
-        num_expected_drops = min(self.num_extra_prompts, num_prompts * (self._groups_per_kept_group - 1))
-        max_groups = max_prompts if math.isinf(max_prompts) else self.filter.max_sampled_groups(int(max_prompts))
-        return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_expected_drops), max_groups))
+        num_dropped_groups = sum(not self.group_filter.has_learning_signal(g) for g in self._scored_groups.values())
+        num_drops_expected = min(self.num_extra_prompts, num_prompts * (self._groups_per_kept_group - 1))
+        max_groups = max_prompts if math.isinf(max_prompts) else self.group_filter.max_sampled_groups(int(max_prompts))
+        return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_drops_expected), max_groups))
 
     def _num_groups_of_steps(self, num_steps: int) -> int:
         """Return how many groups the next `num_steps` train steps need; 0 or less if `num_steps` is 0 or less."""
@@ -246,7 +248,7 @@ class AsyncGroupSource:
 
     def _score_finished_groups(self) -> None:
         """Wait up to 50 ms for a generated group, and score all groups that are generated but not scored."""
-        with self._condition:
+        with self._state_condition:
             group_futures = dict(self._group_futures)
         if not group_futures:
             time.sleep(0.02)
@@ -256,11 +258,11 @@ class AsyncGroupSource:
         if not finished_groups:
             return
         scored_groups = self.score(list(finished_groups.values()))
-        with self._condition:
+        with self._state_condition:
             for position, scored_group in zip(finished_groups, scored_groups, strict=True):
                 del self._group_futures[position]
                 self._scored_groups[position] = scored_group
-            self._condition.notify_all()
+            self._state_condition.notify_all()
 
 
 def prompts_by_position(

@@ -216,8 +216,8 @@ def reseed(sampling: Sampling, num_repeats: int) -> Sampling:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion, from the generation config and the tokenizer."""
-    eos_setting = getattr(model.generation_config, "eos_token_id", None)
-    configured_eos_ids = eos_setting if isinstance(eos_setting, (list, tuple)) else [eos_setting]
+    configured_eos = getattr(model.generation_config, "eos_token_id", None)
+    configured_eos_ids = configured_eos if isinstance(configured_eos, (list, tuple)) else [configured_eos]
     return sorted({token_id for token_id in [*configured_eos_ids, tokenizer.eos_token_id] if token_id is not None})
 
 
@@ -304,8 +304,8 @@ class WeightReceiver:
             yield bucket
 
     def acknowledge(self, version: int) -> LoadReceipt:
-        """Return the receipt after the last tensor; raise a `StageFailed` if its tensor names differ from earlier
-        loads."""
+        """Return the receipt after the last tensor; raise a `StageFailed` if the tensor names differ from those of
+        earlier loads."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

@@ -179,8 +179,8 @@ class EnginePool:
                 last_progress_time, num_forward_passes = last_progress_by_id[id(engine)]
                 is_timed_out = current_time - last_progress_time > self.timeout_seconds and not reply.done()
                 if engine.num_forward_passes == num_forward_passes and is_timed_out:
-                    message = "an engine did not reply for %.0f s; it is ended and started again"
-                    logger.warning(message, self.timeout_seconds)
+                    warning_message = "an engine did not reply for %.0f s; it is ended and started again"
+                    logger.warning(warning_message, self.timeout_seconds)
                     engine.handle.kill()
                 if engine.num_forward_passes != num_forward_passes or is_timed_out:
                     last_progress_by_id[id(engine)] = current_time, engine.num_forward_passes
@@ -243,10 +243,10 @@ class EnginePool:
                 engine.last_progress_time = current_time
             return
         try:
-            reply = engine.pending_reply.result()
+            engine_reply = engine.pending_reply.result()
         except ConnectionError as error:
-            was_refused = isinstance(error, ConnectionRefusedError) and engine.description is None
-            if was_refused and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
+            is_refusal = isinstance(error, ConnectionRefusedError) and engine.description is None
+            if is_refusal and (current_time - engine.last_death_time < _OPEN_TIMEOUT_SECONDS or self.open_engines()):
                 engine.pending_reply, engine.last_progress_time = None, current_time
                 return
             self._reopen_dead_engine(engine, error)
@@ -257,10 +257,10 @@ class EnginePool:
             # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
-            engine.description, engine.last_progress_time = reply, current_time
-            logger.info("rollout engine %s, process %d, is open", reply.name, reply.pid)
+            engine.description, engine.last_progress_time = engine_reply, current_time
+            logger.info("rollout engine %s, process %d, is open", engine_reply.name, engine_reply.pid)
         else:
-            finished_groups, num_forward_passes = reply
+            finished_groups, num_forward_passes = engine_reply
             if num_forward_passes != engine.num_forward_passes or finished_groups or not engine.requests:
                 engine.num_forward_passes, engine.last_progress_time = num_forward_passes, current_time
             elif not self.is_loading_weights and current_time - engine.last_progress_time > self.timeout_seconds:
@@ -300,8 +300,8 @@ class EnginePool:
         if not matching_engines and any((engine.version or 0) > version for engine in ready_engines):
             while self._versioned_requests:
                 request = self._versioned_requests.popleft()
-                message = f"the engines with the weights of step {request.version} have died"
-                _fail_requests([request], WeightsUnavailable(message))
+                error_message = f"the engines with the weights of step {request.version} have died"
+                _fail_requests([request], WeightsUnavailable(error_message))
 
     def _send_to_engines(self, ready_engines: Sequence[PooledEngine], request_queue: deque[_Request]) -> None:
         while request_queue and ready_engines:
@@ -330,9 +330,9 @@ class EnginePool:
             _fail_requests(batch, error)
 
 
-def _fail_requests(requests: Iterable[_Request], error: BaseException) -> None:
+def _fail_requests(sent_requests: Iterable[_Request], error: BaseException) -> None:
     """Set an error on the futures of the requests whose groups of completions are not complete."""
-    for request in requests:
+    for request in sent_requests:
         if not request.group_future.done():
             request.group_future.set_exception(error)
 

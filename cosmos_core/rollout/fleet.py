@@ -45,7 +45,7 @@ class EngineFleet:
         weight_sync_mode: Literal["disabled", "generation", "inference"] = "disabled",
         sleeps_in_training: bool = False,
         weight_transfer: NativeWeightTransfer | DeltaWeightTransfer | None = None,
-        beat: Callable[[], None] = lambda: None,
+        send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the first engine is open; if engines share the trainer's GPUs, wait until all engines are open.
 
@@ -56,10 +56,10 @@ class EngineFleet:
         copied through host memory.
         """
         self._weight_sync_mode, self._sleeps_in_training = weight_sync_mode, sleeps_in_training
-        self._weight_transfer, self._send_heartbeat = weight_transfer, beat
-        self._pool = EnginePool(get_handles, max_groups, timeout_seconds, beat)
+        self._weight_transfer, self._send_heartbeat = weight_transfer, send_heartbeat
+        self._pool = EnginePool(get_handles, max_groups, timeout_seconds, send_heartbeat)
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
-        self._loads_new_only = False
+        self._loads_only_new = False
         self.has_new_engine = False
         """Whether the last weight load was the first load of at least one engine."""
         self.sleep_level = 0
@@ -104,11 +104,11 @@ class EngineFleet:
     @contextmanager
     def loading_new_engines(self) -> Iterator[None]:
         """Return a context manager in which weights are loaded only into engines that have no weights yet."""
-        self._loads_new_only = True
+        self._loads_only_new = True
         try:
             yield
         finally:
-            self._loads_new_only = False
+            self._loads_only_new = False
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         if is_first_rank():
@@ -127,10 +127,10 @@ class EngineFleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into all open engines except those that die during the load; see `Engine.load_weights`."""
         self._release_cached_memory()
-        engines = self._pool.open_engines()  # empty on all ranks except the first
-        processes = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_new_only]
-        num_sent_tensors, weight_load = 0, WeightLoad(self._pool, processes)
-        uses_host_link = self._loads_new_only and isinstance(self._weight_transfer, NativeWeightTransfer)
+        engines = self._pool.open_engines()  # other ranks than the first have no engines
+        receivers = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
+        num_sent_tensors, weight_load = 0, WeightLoad(self._pool, receivers)
+        uses_host_link = self._loads_only_new and isinstance(self._weight_transfer, NativeWeightTransfer)
         weight_transfer = None if uses_host_link else self._weight_transfer
         weight_link = weight_transfer.open_link(weight_load) if weight_transfer else HostWeightLink(weight_load)
         if is_first_rank():
@@ -139,8 +139,8 @@ class EngineFleet:
                 weight_load.processes, "begin_weight_load", version,
                 loads_in_background=self._weight_sync_mode != "disabled", timeout_seconds=self._pool.timeout_seconds,
             )  # fmt: skip
-            weight_load.processes = [process for process, _ in load_replies]
-        has_new_engine = any(process.engine.version is None for process in weight_load.processes)
+            weight_load.processes = [engine_process for engine_process, _ in load_replies]
+        has_new_engine = any(engine_process.engine.version is None for engine_process in weight_load.processes)
         try:
             for bucket in buckets:
                 num_sent_tensors += len(bucket)
@@ -164,9 +164,9 @@ class EngineFleet:
         logprobs: list[list[float]] = []
         if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
-            replies = [(engine, engine.handle.call("logprobs", engine.version, token_ids)) for engine in engines]
-            self._pool.await_replies(replies)
-            for _, reply in replies:
+            engine_replies = [(engine, engine.handle.call("logprobs", engine.version, token_ids)) for engine in engines]
+            self._pool.await_replies(engine_replies)
+            for _, reply in engine_replies:
                 with suppress(ConnectionError):  # skip dead engines, which the communication thread handles
                     logprobs.append(reply.result())
         return broadcast_object(logprobs)
@@ -175,7 +175,7 @@ class EngineFleet:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
         self._call_colocated_engines("sleep")
-        self._release_cached_memory()  # also a barrier: no rank trains before all engines have released memory
+        self._release_cached_memory()  # a barrier: no rank trains before all engines have released memory
 
     def wake(self) -> None:
         self._release_cached_memory()
@@ -195,8 +195,8 @@ class EngineFleet:
         """Raise an error of the first rank on all ranks; the first rank raises the original error if possible."""
         if error_record is not None:
             self.raise_thread_error()
-            error_name, message = error_record
-            raise ERRORS_BY_NAME[error_name](message)
+            error_name, error_message = error_record
+            raise ERRORS_BY_NAME[error_name](error_message)
 
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
@@ -218,17 +218,17 @@ class EngineFleet:
         self._submissions = []
         return groups, None, False
 
-    def _call_colocated_engines(self, method: str) -> None:
+    def _call_colocated_engines(self, method_name: str) -> None:
         if self._sleeps_in_training and is_first_rank():
             engines = self._pool.loaded_engines()
-            self._call_engine_processes([EngineProcess(engine, engine.description) for engine in engines], method)
+            self._call_engine_processes([EngineProcess(engine, engine.description) for engine in engines], method_name)
 
     def _wait_for_engines(self) -> tuple[str, WeightFormat, tuple[str, str] | None]:
         """Wait for the first open engine, or for all engines that share the trainer's GPUs, because vLLM cannot open
         while the training needs the memory. Return the name and weight format of an engine, and an error or None."""
         try:
-            needs_all_engines, pool = self._sleeps_in_training, self._pool
-            while len(engines := pool.open_engines()) < max(1, len(pool.engines) * needs_all_engines):
+            needs_all_engines, engine_pool = self._sleeps_in_training, self._pool
+            while len(engines := engine_pool.open_engines()) < max(1, len(engine_pool.engines) * needs_all_engines):
                 self._send_heartbeat()
                 self.raise_thread_error()
                 time.sleep(0.05)

@@ -1,7 +1,7 @@
 """Sampling path from noise to data along a table of noise levels, and the choice of its stochastic steps.
 
-`denoise` takes a function for the velocity, so that tests need no model; `flow_sampler` passes the model's velocity. It
-is evaluated at exactly the noise levels of the table, as in training.
+`denoise` takes a function for the velocity, so that tests need no model; `flow_sampler` passes the model's velocity.
+The velocity is evaluated at exactly the noise levels of the table, as in training.
 
 Shapes: B samples, N steps, dots for the dimensions of a latent.
 """
@@ -68,7 +68,7 @@ def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
     """Return the noise levels of `sampling.schedule` or, if it is empty, of the scheduler of the diffusion pipeline."""
     if not sampling.schedule:
         return model.set_scheduler_timestep(sampling.num_steps)
-    return flow.SCHEDULES[sampling.schedule](sampling.num_steps, model.timestep_shift)
+    return flow.SIGMA_SCHEDULES[sampling.schedule](sampling.num_steps, model.timestep_shift)
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
@@ -102,8 +102,8 @@ class ConditioningFrames:
 
 def num_conditioning_frames(count_range: tuple[int, int], max_frames: int, seed: int, step: int, prompt_id: int) -> int:
     """Draw the number of conditioning frames for rollouts of a prompt in a train step, at most `max_frames`."""
-    min_count, max_count = (min(count, max_frames) for count in count_range)
-    return min_count + int(shuffled_indices(max_count - min_count + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
+    min_frames, max_count = (min(count, max_frames) for count in count_range)
+    return min_frames + int(shuffled_indices(max_count - min_frames + 1, seed, step, prompt_id, _CONDITIONING_SEED)[0])
 
 
 def denoise(  # noqa: PLR0913 - a sampler has this many parameters
@@ -139,8 +139,8 @@ def denoise(  # noqa: PLR0913 - a sampler has this many parameters
         if i in sampling_path.steps:
             sampling_path.latents_before.append(x.cpu())
             sampling_path.latents_after.append(next_latents.cpu())
-            mask = flow.trained_frames_mask(x, conditioning_frames.num_frames_B) if conditioning_frames else None
-            sampling_path.log_probs.append(log_prob(transition, next_latents, mask).cpu())
+            frame_mask = flow.trained_frames_mask(x, conditioning_frames.num_frames_B) if conditioning_frames else None
+            sampling_path.log_probs.append(log_prob(transition, next_latents, frame_mask).cpu())
             if sampling.keeps_transition_means:
                 sampling_path.transition_means.append(transition.mean.cpu())
         x = next_latents

@@ -34,11 +34,11 @@ class FlowSamplerEngine(ModuleEngine):
     name = "flow_sampler"
     weight_format: WeightFormat = "shared"
 
-    def __init__(self, settings: EngineSettings) -> None:
-        if settings.flow is None:
+    def __init__(self, engine_settings: EngineSettings) -> None:
+        if engine_settings.flow is None:
             raise ConfigError("rollout.backend = 'flow_sampler' draws images and videos; take 'vllm' for text")
-        super().__init__(settings)
-        self._denoiser = settings.flow
+        super().__init__(engine_settings)
+        self._denoiser = engine_settings.flow
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         group_size = sampling.num_completions
@@ -110,10 +110,10 @@ class FlowSamplerEngine(ModuleEngine):
     def _sample_locally(self, rows: Sequence[_CompletionRow], sampling: Sampling, step: int) -> list[DiffusionSample]:
         """Generate a sample for each of `rows` on this rank, without distributing the rows over other ranks."""
         assert sampling.flow is not None
-        flow_sampling, model = sampling.flow, self._denoiser.model
-        sigmas_N = get_noise_levels(model, flow_sampling)
-        num_frames = flow_sampling.num_frames if model.is_video else 1
-        latent_shape = model.latent_shape(*flow_sampling.size, num_frames)
+        flow_sampling, diffusion_model = sampling.flow, self._denoiser.model
+        sigmas_N = get_noise_levels(diffusion_model, flow_sampling)
+        num_frames = flow_sampling.num_frames if diffusion_model.is_video else 1
+        latent_shape = diffusion_model.latent_shape(*flow_sampling.size, num_frames)
         generators = [_make_generator(sampling.seed, step, prompt.id, k) for prompt, k in rows]
         noise = torch.stack([torch.randn(latent_shape, generator=generator) for generator in generators])
         if flow_sampling.has_common_initial_noise:
@@ -126,20 +126,20 @@ class FlowSamplerEngine(ModuleEngine):
         conditioning_frames = self._make_conditioning_frames(rows, sampling, step, latent_shape)
         num_conditioning_B = conditioning_frames.num_frames_B if conditioning_frames else None
 
-        def sample(predict_velocity: Callable[..., Tensor]) -> SamplingPath:
+        def sample_path(predict_velocity: Callable[..., Tensor]) -> SamplingPath:
             def velocity(x: Tensor, sigma_B: Tensor) -> Tensor:
                 self._send_heartbeat()
                 text_velocity = predict_velocity(x, sigma_B, text_embedding, num_conditioning_B)
                 if not is_guided:
                     return text_velocity
                 null_velocity = predict_velocity(x, sigma_B, null_embedding, num_conditioning_B)
-                return model.apply_guidance(text_velocity, null_velocity, flow_sampling.guidance_scale)
+                return diffusion_model.apply_guidance(text_velocity, null_velocity, flow_sampling.guidance_scale)
 
             return denoise(velocity, noise.to(device), sigmas_N, flow_sampling, generators, steps, conditioning_frames)
 
         with self._denoiser.use_weights(flow_sampling.weights_name), torch.no_grad():
-            sampling_path = model.pipeline_with_logprob(sample, self._denoiser.predict_velocity)
-            pixels = decode_latents(model, sampling_path.latents, device)
+            sampling_path = diffusion_model.pipeline_with_logprob(sample_path, self._denoiser.predict_velocity)
+            pixels = decode_latents(diffusion_model, sampling_path.latents, device)
         if num_frames == 1 and pixels.ndim == 5:
             pixels = pixels[:, 0]
         sample_indices, version = range(len(rows)), self._version

@@ -67,16 +67,16 @@ class GroupPlan:
         """Return the number of groups that belong to `step`."""
         return self.first_position(step + 1) - self.first_position(step)
 
-    def step_of_group(self, position: int) -> int:
-        """Return the step that the group at `position` belongs to."""
-        return position * self.group_size // self.completions_per_step
+    def step_of_group(self, group_position: int) -> int:
+        """Return the step that the group at `group_position` belongs to."""
+        return group_position * self.group_size // self.completions_per_step
 
 
 @dataclass
 class SyncGroupSource:
     """Group source that alternates generation and training, so that the newest weights generate every group."""
 
-    prompts: Callable[[int], Sequence[Prompt]]
+    get_step_prompts: Callable[[int], Sequence[Prompt]]
     """Function that returns the prompts of a train step, in order."""
     engine: Engine
     score: ScoreGroups
@@ -97,20 +97,20 @@ class SyncGroupSource:
         """Generate and score the groups of train step `step`, or only the first `num_groups` groups."""
         start_time = time.perf_counter()
         self.engine.wake()
-        groups = self.generate_repeated(self.prompts(step)[:num_groups], step, Counter())
+        groups = self.generate_repeated(self.get_step_prompts(step)[:num_groups], step, Counter())
         self.sleep_until_next_step(step)
         generation_seconds = time.perf_counter() - start_time
         self.sampled_groups = scored_groups = self.score_groups(groups)
         throughput_metrics = _throughput_metrics(scored_groups, generation_seconds, time.perf_counter() - start_time)
         return scored_groups, group_metrics(scored_groups) | throughput_metrics | lag_metrics(scored_groups, step)
 
-    def generate_repeated(self, prompts: Sequence[Prompt], step: int, sample_counts: Counter[int]) -> list[Group]:
-        """Generate the groups of `prompts`, in order. `sample_counts` counts by prompt id how often the step has
-        sampled a prompt: a repeated prompt (at a boundary of epochs or in a mixture of data sets) gets other seeds."""
+    def generate_repeated(self, prompts: Sequence[Prompt], step: int, count_by_prompt_id: Counter[int]) -> list[Group]:
+        """Generate the groups of `prompts`, in order. `count_by_prompt_id`: how often the step has sampled a
+        prompt before. A repeated prompt, at a boundary of epochs or in a mixture of data sets, gets other seeds."""
         indices_by_num_repeats: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            indices_by_num_repeats.setdefault(sample_counts[prompt.id], []).append(i)
-            sample_counts[prompt.id] += 1
+            indices_by_num_repeats.setdefault(count_by_prompt_id[prompt.id], []).append(i)
+            count_by_prompt_id[prompt.id] += 1
         groups_by_index: dict[int, Group] = {}
         prompts_per_batch = self.batch_size * num_ranks()
         self.progress.phase("generate")
@@ -154,9 +154,9 @@ class GroupFilter:
     def has_learning_signal(self, group: ScoredGroup) -> bool:
         """Return whether the valid completions of a group differ in a metric of `metrics`, or in their reward if the
         group's rewards report none of these metrics. In a mixture of data sets, rewards may differ by data set."""
-        metric_names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
-        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= metric_names]
-        return len({tuple(score.metrics[name] for name in metric_names) or score.value for score in valid_scores}) > 1
+        reported_names = {name for score in group.scores for name in score.metrics}.intersection(self.metrics)
+        valid_scores = [s for s in group.scores if s.value is not None and s.metrics.keys() >= reported_names]
+        return len({tuple(score.metrics[name] for name in reported_names) or score.value for score in valid_scores}) > 1
 
     def max_sampled_groups(self, num_groups: int) -> float:
         """Return the maximum number of groups that a train step may sample to keep `num_groups` groups."""
@@ -172,7 +172,7 @@ class FilteredGroupSource:
     take_prompts: Callable[[int, int], Sequence[Prompt]]
     """Function `(position, count)` that returns `count` prompts from `position` on in all epochs; fewer at the end."""
     groups_per_step: int
-    filter: GroupFilter | None = GroupFilter()
+    group_filter: GroupFilter | None = GroupFilter()
     """Filter that selects groups; None: every group is kept."""
     sampled_groups: Sequence[ScoredGroup] = ()
     _num_taken_prompts: int = 0
@@ -184,28 +184,29 @@ class FilteredGroupSource:
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
         """Return the groups of train step `step` and their metrics; fewer groups if prompts or rounds are exhausted."""
         num_requested_groups = self.groups_per_step if num_groups is None else num_groups
-        max_retries = self.filter.max_retries if self.filter else 0
+        max_retries = self.group_filter.max_retries if self.group_filter else 0
         kept_groups: list[ScoredGroup] = []
         sampled_groups: list[ScoredGroup] = []
-        sample_counts = Counter[int]()
-        num_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
+        count_by_prompt_id = Counter[int]()
+        num_generation_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
         # The state is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
         next_position = self._num_taken_prompts
         self.sync_source.engine.wake()
-        while len(kept_groups) < num_requested_groups and not 0 < max_retries < num_rounds:
+        while len(kept_groups) < num_requested_groups and not 0 < max_retries < num_generation_rounds:
             prompts = self.take_prompts(next_position, num_requested_groups - len(kept_groups))
             if not prompts:
                 break
             next_position += len(prompts)
             round_start_time = time.perf_counter()
-            groups = self.sync_source.generate_repeated(prompts, step, sample_counts)
+            groups = self.sync_source.generate_repeated(prompts, step, count_by_prompt_id)
             generation_seconds += time.perf_counter() - round_start_time
             scored_groups = self.sync_source.score_groups(groups)
             sampled_groups += scored_groups
-            check_scores(step, sampled_groups, self.filter.metrics if self.filter else ())
-            kept_groups += [g for g in scored_groups if not self.filter or self.filter.has_learning_signal(g)]
-            num_rounds += 1
-        if self.filter and len(kept_groups) < num_requested_groups and not self.take_prompts(next_position, 1):
+            check_scores(step, sampled_groups, self.group_filter.metrics if self.group_filter else ())
+            has_signal = self.group_filter.has_learning_signal if self.group_filter else None
+            kept_groups += filter(has_signal, scored_groups) if has_signal else scored_groups
+            num_generation_rounds += 1
+        if self.group_filter and len(kept_groups) < num_requested_groups and not self.take_prompts(next_position, 1):
             log_message = "step %d: the prompts of all epochs have ended with %d of %d groups of use"
             logger.warning(log_message, step + 1, len(kept_groups), num_requested_groups)
         self._num_taken_prompts, self.sampled_groups = next_position, sampled_groups
@@ -216,8 +217,8 @@ class FilteredGroupSource:
             **group_metrics(sampled_groups),
             **_throughput_metrics(sampled_groups, generation_seconds, time.perf_counter() - start_time),
             **lag_metrics(kept_groups or sampled_groups, step),
-            **(filter_metrics(self.filter, sampled_groups) if self.filter else {}),
-            **({"rollout/rounds": float(num_rounds)} if self.filter else {}),
+            **(filter_metrics(self.group_filter, sampled_groups) if self.group_filter else {}),
+            **({"rollout/rounds": float(num_generation_rounds)} if self.group_filter else {}),
         }
 
     def state_dict(self) -> dict[str, JsonValue]:
@@ -261,11 +262,11 @@ def filter_metrics(group_filter: GroupFilter, sampled_groups: Sequence[ScoredGro
     """Return the number of sampled groups, and the fractions dropped with a largest reward above 0 and at most 0."""
     dropped_groups = [group for group in sampled_groups if not group_filter.has_learning_signal(group)]
     valid_rewards = ([score.value for score in group.scores if score.value is not None] for group in dropped_groups)
-    max_rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
+    max_group_rewards = [max(rewards_of_group) for rewards_of_group in valid_rewards if rewards_of_group]
     return {
         "rollout/sampled_groups": float(len(sampled_groups)),
-        "rollout/filtered_positive": sum(reward > 0 for reward in max_rewards) / len(sampled_groups),
-        "rollout/filtered_negative": sum(reward <= 0 for reward in max_rewards) / len(sampled_groups),
+        "rollout/filtered_positive": sum(reward > 0 for reward in max_group_rewards) / len(sampled_groups),
+        "rollout/filtered_negative": sum(reward <= 0 for reward in max_group_rewards) / len(sampled_groups),
     }
 
 
@@ -281,13 +282,13 @@ def lag_metrics(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
 
 def _throughput_metrics(groups: Sequence[ScoredGroup], generation_seconds: float, seconds: float) -> dict[str, float]:
     completions = [completion for scored_group in groups for completion in scored_group.group.completions]
-    output_name, num_generated = "tokens", sum(completion.num_sampled for completion in completions)
+    output_unit, num_generated = "tokens", sum(completion.num_sampled for completion in completions)
     if completions[0].diffusion_sample is not None:
-        output_name, num_generated = "samples", len(completions)
+        output_unit, num_generated = "samples", len(completions)
     return {
         "time/generate": generation_seconds,
         "time/score": seconds - generation_seconds,
-        f"throughput/generated_{output_name}_per_second": num_generated / max(1e-9, generation_seconds),
+        f"throughput/generated_{output_unit}_per_second": num_generated / max(1e-9, generation_seconds),
     }
 
 
@@ -314,11 +315,12 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def dataset_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Return the mean reward by data set of a mixture; empty if the prompts are of one data set."""
-    rewards: dict[str, list[float]] = {}
+    rewards_by_dataset: dict[str, list[float]] = {}
     for group in groups:
         if dataset := group.group.prompt.source:
-            rewards.setdefault(dataset, []).extend(score.value for score in group.scores if score.value is not None)
-    return {dataset: float(np.mean(values)) for dataset, values in sorted(rewards.items()) if values}
+            valid_rewards = [score.value for score in group.scores if score.value is not None]
+            rewards_by_dataset.setdefault(dataset, []).extend(valid_rewards)
+    return {dataset: float(np.mean(values)) for dataset, values in sorted(rewards_by_dataset.items()) if values}
 
 
 def reward_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

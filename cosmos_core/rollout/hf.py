@@ -25,7 +25,7 @@ from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import add_adapter_like, trains_only_linear_factors
 from cosmos_core.models.packing import is_close
-from cosmos_core.models.scorer import PROBE_TOKENS, LogprobScorer
+from cosmos_core.models.scorer import NUM_PROBE_TOKENS, LogprobScorer
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout.base import (
     Bucket,
@@ -52,17 +52,17 @@ class HfEngine(ModuleEngine):
 
     name = "hf"
 
-    def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings)
-        uses_trainer_model = is_single_rank() and not settings.is_separate
-        sends_adapter = trains_only_linear_factors(settings.complete_model)
+    def __init__(self, engine_settings: EngineSettings) -> None:
+        super().__init__(engine_settings)
+        uses_trainer_model = is_single_rank() and not engine_settings.is_separate
+        sends_adapter = trains_only_linear_factors(engine_settings.complete_model)
         self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if sends_adapter else "module"
-        self._model = settings.model if uses_trainer_model else _load_replica(settings)
-        self._tokenizer = settings.tokenizer
-        self._max_model_len = settings.max_model_len
-        self._dtype = settings.dtype
-        self._stop_token_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._image_reader = settings.vision
+        self._model = engine_settings.model if uses_trainer_model else _load_replica(engine_settings)
+        self._tokenizer = engine_settings.tokenizer
+        self._max_model_len = engine_settings.max_model_len
+        self._dtype = engine_settings.dtype
+        self._stop_token_ids = stop_token_ids(engine_settings.model, engine_settings.tokenizer)
+        self._image_reader = engine_settings.vision
         self._weight_receiver = WeightReceiver()
         self._cache_argument = find_cache_argument(type(self._model))
         self._prompt_batching = self._choose_batching()
@@ -80,10 +80,10 @@ class HfEngine(ModuleEngine):
 
     def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the groups of `prompts`, at most `_max_samples_per_pass` completions of each group at a time."""
-        completion_ks = range(sampling.num_completions)
-        completions_per_pass = self._max_samples_per_pass or len(completion_ks)
+        sample_indices = range(sampling.num_completions)
+        completions_per_pass = self._max_samples_per_pass or len(sample_indices)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for ks in (completion_ks[k : k + completions_per_pass] for k in completion_ks[::completions_per_pass]):
+        for ks in (sample_indices[k : k + completions_per_pass] for k in sample_indices[::completions_per_pass]):
             with self._inference_mode():
                 output_rows = [tensor.tolist() for tensor in self._sample(prompts, sampling, step, ks)]
             for row_index, (tokens, logprobs, length) in enumerate(zip(*output_rows, strict=True)):
@@ -113,9 +113,9 @@ class HfEngine(ModuleEngine):
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
-        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        model_inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference_mode():
-            scorer_outputs = LogprobScorer(self._model)(inputs, torch.arange(len(token_ids) - 1))
+            scorer_outputs = LogprobScorer(self._model)(model_inputs, torch.arange(len(token_ids) - 1))
             logprobs: list[float] = scorer_outputs["logprobs"].tolist()
         return logprobs
 
@@ -222,36 +222,36 @@ class HfEngine(ModuleEngine):
         there is none. In half precision, where rounding changes logits, the smallest difference must only be small."""
         logit_differences: dict[_PromptBatching, float] = {}
         with self._inference_mode(), torch.autocast(self._model.device.type, enabled=False):
-            for batching in _PROMPT_BATCHINGS:
-                cached_logits, expected_logits = self._compute_probe_logits(batching)
+            for prompt_batching in _PROMPT_BATCHINGS:
+                cached_logits, expected_logits = self._compute_probe_logits(prompt_batching)
                 if is_close(cached_logits, expected_logits, self._model.dtype):
-                    return batching
-                difference = (cached_logits.float() - expected_logits.float()).abs().max().nan_to_num(math.inf).item()
-                logit_differences[batching] = difference / max(expected_logits.abs().max().item(), 1e-9)
+                    return prompt_batching
+                logit_gap = (cached_logits.float() - expected_logits.float()).abs().max().nan_to_num(math.inf).item()
+                logit_differences[prompt_batching] = logit_gap / max(expected_logits.abs().max().item(), 1e-9)
         best_batching = min(logit_differences, key=logit_differences.__getitem__)
         if self._model.dtype == torch.float32 or not logit_differences[best_batching] < _MAX_HALF_PRECISION_DIFFERENCE:
-            problem = f"{type(self._model).__name__} computes other logits with a cache than without"
-            raise ConfigError(f"rollout.backend = 'hf': {problem}; use a model of another family")
+            error_text = f"{type(self._model).__name__} computes other logits with a cache than without"
+            raise ConfigError(f"rollout.backend = 'hf': {error_text}; use a model of another family")
         return best_batching
 
-    def _compute_probe_logits(self, batching: "_PromptBatching") -> tuple[Tensor, Tensor]:
+    def _compute_probe_logits(self, prompt_batching: "_PromptBatching") -> tuple[Tensor, Tensor]:
         """Compute the logits after a probe prompt in two ways. Return those with a cache whose rows are repeated, as in
         `_sample` (shape 2V, for two copies of the prompt), and those of one forward pass without a cache (shape V)."""
-        model, num_padding = self._model, PROBE_TOKENS // 2 if batching.has_padding else 0
-        ids_T = torch.arange(PROBE_TOKENS, 3 * PROBE_TOKENS, device=model.device)  # low ids may be pad tokens
+        model, num_padding_tokens = self._model, NUM_PROBE_TOKENS // 2 if prompt_batching.has_padding else 0
+        ids_T = torch.arange(NUM_PROBE_TOKENS, 3 * NUM_PROBE_TOKENS, device=model.device)  # avoid low ids: pad tokens
         input_ids_BT = (ids_T % model.config.get_text_config().vocab_size).view(2, -1)
         mask_BT = torch.ones_like(input_ids_BT)
-        mask_BT[0, :num_padding] = 0
+        mask_BT[0, :num_padding_tokens] = 0
         positions_BT, cache = (mask_BT.cumsum(-1) - 1).clamp(min=0), self._make_cache()
-        self._forward(input_ids_BT[:, :-1], cache, batching.inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
+        self._forward(input_ids_BT[:, :-1], cache, prompt_batching.inputs(mask_BT[:, :-1], positions_BT[:, :-1]))
         repeated_rows_B = torch.tensor([0, 0, 1, 1])
         cache.reorder_cache(repeated_rows_B)  # type: ignore[arg-type]
-        inputs = batching.inputs(mask_BT[repeated_rows_B], positions_BT[repeated_rows_B, -1:])
-        logits_BV = self._forward(input_ids_BT[repeated_rows_B, -1:], cache, inputs)
-        return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding:], use_cache=False).logits[0, -1]
+        model_inputs = prompt_batching.inputs(mask_BT[repeated_rows_B], positions_BT[repeated_rows_B, -1:])
+        logits_BV = self._forward(input_ids_BT[repeated_rows_B, -1:], cache, model_inputs)
+        return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding_tokens:], use_cache=False).logits[0, -1]
 
     def _make_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self._model.config)  # sliding-window and recurrent layers stay
+        cache = DynamicCache(config=self._model.config)  # only layers of full attention are replaced
         cache.layers = [_PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache
 
@@ -276,30 +276,31 @@ _PROMPT_BATCHINGS = (_PromptBatching(True, True), _PromptBatching(False, True), 
 class _PreallocatedCacheLayer(DynamicLayer):
     """Cache layer with preallocated memory, so that appending a token does not copy the earlier keys and values."""
 
-    _buffers: tuple[Tensor, Tensor] | None = None
+    _cache_buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         num_cached_tokens, num_new_tokens = self.get_seq_length(), key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._buffers is None or self._buffers[0].shape[-2] < num_cached_tokens + num_new_tokens:
-            capacity = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
-            self._buffers = _allocate(self.keys, key_states, capacity), _allocate(self.values, value_states, capacity)
-        keys, values = (buffer[..., : num_cached_tokens + num_new_tokens, :] for buffer in self._buffers)
+        if self._cache_buffers is None or self._cache_buffers[0].shape[-2] < num_cached_tokens + num_new_tokens:
+            num_slots = num_cached_tokens + num_new_tokens + max(_MIN_CACHE_GROWTH_TOKENS, num_cached_tokens // 4)
+            key_buffer = _allocate_cache(self.keys, key_states, num_slots)
+            self._cache_buffers = key_buffer, _allocate_cache(self.values, value_states, num_slots)
+        keys, values = (buffer[..., : num_cached_tokens + num_new_tokens, :] for buffer in self._cache_buffers)
         keys[..., num_cached_tokens:, :], values[..., num_cached_tokens:, :] = key_states, value_states
         self.keys, self.values = keys, values
         return keys, values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._buffers = None
+        self._cache_buffers = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._buffers = None
+        self._cache_buffers = None
 
 
-def _allocate(old_states: Tensor | None, new_states: Tensor, num_allocated_tokens: int) -> Tensor:
+def _allocate_cache(old_states: Tensor | None, new_states: Tensor, num_allocated_tokens: int) -> Tensor:
     """Return a cache tensor for `num_allocated_tokens` tokens, which begins with a copy of `old_states`, if any."""
     cache_buffer = new_states.new_empty(*new_states.shape[:-2], num_allocated_tokens, new_states.shape[-1])
     if old_states is not None and old_states.numel():
@@ -329,8 +330,8 @@ def _group_into_batches(prompts: Sequence[Prompt], supports_padding: bool) -> li
     of a batch have equally many tokens."""
     indices_by_batch_key: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        length_key = len(prompt.token_ids) if prompt.images or not supports_padding else 0
-        indices_by_batch_key.setdefault((len(prompt.images), length_key), []).append(i)
+        batched_length = len(prompt.token_ids) if prompt.images or not supports_padding else 0
+        indices_by_batch_key.setdefault((len(prompt.images), batched_length), []).append(i)
     return list(indices_by_batch_key.values())
 
 
@@ -368,8 +369,8 @@ def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampli
 
 def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> Tensor:
     """Return one uniform random number per token (shape RT, float64), from one generator per completion."""
-    seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    completion_seeds = [request_seed(sampling.seed, step, prompt.id, k) for prompt in prompts for k in ks]
+    generators = [torch.Generator().manual_seed(seed) for seed in completion_seeds]
     return torch.stack([torch.rand(sampling.max_tokens, generator=g, dtype=torch.float64) for g in generators])
 
 

@@ -28,20 +28,20 @@ class BucketHeader(NamedTuple):
     """Names of the tensors, wider dtypes first, so that each tensor starts at a multiple of its element size."""
     dtype_names: list[str]
     shapes: list[list[int]]
-    aliases: dict[str, str]
+    name_by_alias: dict[str, str]
     """For each further name of a tied weight, the name under which its data are sent once."""
     transport_fields: dict[str, Any]
     """Further fields of vLLM's update info, which depend on the transport."""
 
     def update_info(self) -> dict[str, Any]:
         """Return the fields of vLLM's update info; a scalar has the shape [1], because vLLM cannot unpack scalars."""
-        shapes = [shape or [1] for shape in self.shapes]
-        return {"names": self.names, "dtype_names": self.dtype_names, "shapes": shapes, **self.transport_fields}
+        sent_shapes = [shape or [1] for shape in self.shapes]
+        return {"names": self.names, "dtype_names": self.dtype_names, "shapes": sent_shapes, **self.transport_fields}
 
     def make_bucket(self, tensors: Mapping[str, Tensor]) -> Bucket:
         """Return the bucket of the received `tensors`, in the sender's shapes and under all names."""
         bucket = {name: tensors[name].reshape(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
-        return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.aliases.items())]
+        return [*bucket.items(), *((alias, bucket[name]) for alias, name in self.name_by_alias.items())]
 
     def make_meta_bucket(self) -> Bucket:
         """Return the bucket with tensors on the meta device, for an engine whose ranks have the data already."""
@@ -53,22 +53,22 @@ class BucketHeader(NamedTuple):
 def split_bucket(bucket: Bucket) -> tuple[BucketHeader, list[Tensor]]:
     """Return the header of a bucket, and the tensors to send, in the order of the header."""
     first_name_by_storage: dict[Any, str] = {}
-    first_name_by_name = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
-    aliases = {name: first_name for name, first_name in first_name_by_name.items() if first_name != name}
+    sent_name_by_name = {name: first_name_by_storage.setdefault(storage_key(tensor), name) for name, tensor in bucket}
+    aliases = {name: first_name for name, first_name in sent_name_by_name.items() if first_name != name}
     named_tensors = [(name, tensor) for name, tensor in bucket if name not in aliases]
     named_tensors.sort(key=lambda named_tensor: -named_tensor[1].element_size())
     tensors = [tensor.detach() for _, tensor in named_tensors]
     dtype_names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    shapes = [list(tensor.shape) for tensor in tensors]
-    return BucketHeader([name for name, _ in named_tensors], dtype_names, shapes, aliases, {}), tensors
+    sent_shapes = [list(tensor.shape) for tensor in tensors]
+    return BucketHeader([name for name, _ in named_tensors], dtype_names, sent_shapes, aliases, {}), tensors
 
 
-def copy_tensors_to_buffer(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+def copy_tensors_to_buffer(byte_buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy tensors into a buffer of bytes, one after the other."""
     start_offset = 0
     for tensor in tensors:
         end_offset = start_offset + tensor.nbytes
-        buffer[start_offset:end_offset].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
+        byte_buffer[start_offset:end_offset].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
         start_offset = end_offset
 
 

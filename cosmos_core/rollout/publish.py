@@ -31,7 +31,7 @@ weights are larger, such as an embedding, is a separate bucket."""
 _LOGPROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Mean absolute difference of log-probabilities that rounding can cause, by the dtype of the engine; tensors that are
 loaded under wrong names cause differences of whole nats."""
-_PROBE_TOKENS = 16
+_NUM_PROBE_TOKENS = 16
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +108,13 @@ class WeightPublisher:
         else:
             logprobs_per_engine = [self.engine.logprobs(token_ids)]
         for engine_logprobs in logprobs_per_engine:
-            difference = (trainer_logprobs - torch.tensor(engine_logprobs)).abs().mean().item()
-            if not difference <= tolerance:  # `not <=` also rejects a difference of NaN
+            logprob_gap = (trainer_logprobs - torch.tensor(engine_logprobs)).abs().mean().item()
+            if not logprob_gap <= tolerance:  # `not <=` also rejects a difference of NaN
                 raise StageFailed(
-                    f"weight sync: engine and trainer differ by {difference:.3g} nats per token, more than "
+                    f"weight sync: engine and trainer differ by {logprob_gap:.3g} nats per token, more than "
                     f"{tolerance} in {str(self.dtype).removeprefix('torch.')}; the engine did not take all weights"
                 )
-            logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, difference)
+            logger.info("weights of version %d: engine and trainer differ by %.3g nats per token", version, logprob_gap)
 
 
 def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) -> float:
@@ -125,7 +125,7 @@ def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) ->
 def make_probe_token_ids(vocab_size: int) -> list[int]:
     """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
     return [
-        (7919 * (i + 1)) % vocab_size for i in range(_PROBE_TOKENS)
+        (7919 * (i + 1)) % vocab_size for i in range(_NUM_PROBE_TOKENS)
     ]  # multiples of a prime, so that they cover the whole embedding table
 
 
@@ -157,9 +157,9 @@ class _WeightBuckets:
         weight_groups = group_weights(full_model or model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
         self._groups_by_bucket = _pack_buckets(weight_groups, bucket_bytes if full_model is None else bucket_bytes // 2)
-        max_bytes = max(sum(group.num_bytes for group in bucket_groups) for bucket_groups in self._groups_by_bucket)
+        max_bucket_bytes = max(sum(group.num_bytes for group in groups) for groups in self._groups_by_bucket)
         is_sharded = full_model is not None
-        self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bytes) if is_sharded else None
+        self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bucket_bytes) if is_sharded else None
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield the buckets of all weights that the engine loads; each bucket may reuse the memory of the last one."""
@@ -176,8 +176,8 @@ class _WeightBuckets:
         full_tensors = gatherer.full_tensors(tensors) if gatherer else {k: tensor_by_key[k].detach() for k in tensors}
         weights: dict[str, Tensor] = {}
         for weight_group in weight_groups:
-            for name, layer in weight_group.adapted_layers.items():
-                full_tensors |= _merge_layer(name, layer, full_tensors if gatherer else None)
+            for name, adapted_layer in weight_group.adapted_layers.items():
+                full_tensors |= _merge_layer(name, adapted_layer, full_tensors if gatherer else None)
             weights |= {name: full_tensors[key] for name, key in weight_group.key_by_name.items()}
         if self._weight_format == "checkpoint":
             weights = revert_weight_conversion(self._model, weights)

@@ -41,29 +41,29 @@ def check_engine(backend: str, config: PretrainedConfig, folder: str, *, tp_size
         find_cache_argument(model_class)
 
 
-def make_engine(settings: EngineSettings) -> Engine:
-    """Return this rank's engine, which `rollout.backend` names; an `hf` engine if its library cannot be imported. Leave
+def make_engine(engine_settings: EngineSettings) -> Engine:
+    """Return this rank's engine, which `rollout.backend` names; an `hf` engine if that engine cannot be imported. Leave
     random states and the environment unchanged. Raise a `ConfigError` if the engine does not support the model or its
     settings."""
-    backend = settings.rollout.backend
-    if settings.flow is not None:  # engines of diffusion models distribute samples over the ranks themselves
-        return _construct_engine(backend, settings)
-    text_config = settings.model.config.get_text_config()
-    max_positions = getattr(text_config, "max_position_embeddings", None) or settings.max_model_len
-    if max_positions < settings.max_model_len:
+    backend = engine_settings.rollout.backend
+    if engine_settings.flow is not None:  # engines of diffusion models distribute samples over the ranks themselves
+        return _construct_engine(backend, engine_settings)
+    text_config = engine_settings.model.config.get_text_config()
+    max_positions = getattr(text_config, "max_position_embeddings", None) or engine_settings.max_model_len
+    if max_positions < engine_settings.max_model_len:
         warning_message = "rollout: sequences end at the model's %d positions, not at %d"
-        logger.warning(warning_message, max_positions, settings.max_model_len)
-        settings = replace(settings, max_model_len=max_positions)
+        logger.warning(warning_message, max_positions, engine_settings.max_model_len)
+        engine_settings = replace(engine_settings, max_model_len=max_positions)
     try:
-        engine = _construct_engine(backend, settings)
+        engine = _construct_engine(backend, engine_settings)
     except ImportError as error:
         if backend == FALLBACK_ENGINE or is_import_path(backend):
             raise
         warning_message = "rollout.backend = %r cannot be imported (%s); using %r in its place"
         logger.warning(warning_message, backend, " ".join(str(error).split()), FALLBACK_ENGINE)
-        engine = _construct_engine(FALLBACK_ENGINE, settings)
-    if settings.rollout.multi_turn_config.enable:
-        engine = MultiTurnEngine(engine, settings)
+        engine = _construct_engine(FALLBACK_ENGINE, engine_settings)
+    if engine_settings.rollout.multi_turn_config.enable:
+        engine = MultiTurnEngine(engine, engine_settings)
     return engine if is_single_rank() else DataParallelEngine(engine)
 
 

@@ -195,11 +195,11 @@ class EngineReplica:
         """Connect the engine with the trainer; raise `TransferFailed` after `timeout_seconds`, or if it has no link."""
         self._run_on_engine_thread(lambda engine: _get_native_link(engine).connect(backend, init_info, timeout_seconds))
 
-    def receive_native_bucket(self, header: BucketHeader, timeout_seconds: float) -> None:
+    def receive_native_bucket(self, bucket_header: BucketHeader, timeout_seconds: float) -> None:
         """Receive the next bucket by NCCL or CUDA IPC; raise `TransferFailed` if it does not arrive in time."""
         weight_load = self._get_current_load()
         received_future: Future[None] = Future()
-        weight_load.put(_NativeBucket(header, timeout_seconds, received_future))
+        weight_load.put(_NativeBucket(bucket_header, timeout_seconds, received_future))
         pending_futures: list[Future[Any]] = [received_future, weight_load.receipt_future]
         wait(pending_futures, return_when=FIRST_COMPLETED)
         if not received_future.done():
@@ -252,8 +252,9 @@ class EngineReplica:
         except Exception as error:  # noqa: BLE001 - raised again in `begin_session`
             self._description_future.set_exception(error)
             return
-        has_link = getattr(engine, "link", None) is not None
-        self._description_future.set_result(EngineDescription(engine.name, engine.weight_format, os.getpid(), has_link))
+        has_native_link = getattr(engine, "link", None) is not None
+        description = EngineDescription(engine.name, engine.weight_format, os.getpid(), has_native_link)
+        self._description_future.set_result(description)
         while True:
             while self._num_in_flight == 0 or not self._engine_commands.empty():
                 self._engine_commands.get()(engine)
@@ -294,21 +295,21 @@ class EngineReplica:
 
 def pack_bucket(bucket: Bucket) -> PackedBucket:
     """Return a bucket as one array in host memory; tied weights are stored once."""
-    header, tensors = split_bucket(bucket)
+    bucket_header, tensors = split_bucket(bucket)
     data = np.empty(sum(tensor.nbytes for tensor in tensors), np.uint8)
     copy_tensors_to_buffer(torch.from_numpy(data), tensors)
-    return PackedBucket(header, data)
+    return PackedBucket(bucket_header, data)
 
 
 def unpack_bucket(packed_bucket: PackedBucket) -> Bucket:
     """Return the tensors of a bucket as views of its memory, which must not be written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat_bytes = torch.from_numpy(packed_bucket.data)
+        packed_bytes = torch.from_numpy(packed_bucket.data)
     header = packed_bucket.header
     dtypes = [getattr(torch, name) for name in header.dtype_names]
     tensor_sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(header.shapes, dtypes, strict=True)]
-    tensor_slices = zip(header.names, flat_bytes.split(tensor_sizes), dtypes, strict=True)
+    tensor_slices = zip(header.names, packed_bytes.split(tensor_sizes), dtypes, strict=True)
     return header.make_bucket({name: tensor_bytes.view(dtype) for name, tensor_bytes, dtype in tensor_slices})
 
 
@@ -327,7 +328,7 @@ def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucke
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
                 bucket.received_future.set_exception(TransferFailed(first_line(error)))
                 continue
-            bucket.received_future.set_result(None)  # before the load, so the trainer can gather the next bucket
+            bucket.received_future.set_result(None)  # report first, so that the trainer gathers the next bucket
             yield bucket.header.make_meta_bucket()
             continue
         if isinstance(bucket, StageFailed):

@@ -20,7 +20,7 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: T
         cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
         thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
         token_ids_B = torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
-        is_nan_B = token_ids_B == logprobs_BV.shape[-1]  # no probability exceeds a NaN threshold
+        is_nan_B = token_ids_B == logprobs_BV.shape[-1]  # searchsorted returns the length for a NaN threshold
         token_ids_B = token_ids_B.masked_fill(is_nan_B, 0)
     if (is_nan_B if is_active_B is None else is_nan_B & is_active_B).any():
         raise ModelError(
@@ -30,7 +30,7 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: T
     return token_ids_B
 
 
-def use_uniform_sampling(worker: object) -> None:
+def use_uniform_sampling(vllm_worker: object) -> None:
     """Make a vLLM worker sample with `sample_tokens`; vLLM's own sampling takes a fifth of a decoding step on CPU."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -43,4 +43,4 @@ def use_uniform_sampling(worker: object) -> None:
             uniforms_B[row] = torch.rand((), generator=generator, dtype=torch.float64)
         return sample_tokens(logprobs_BV, uniforms_B), logprobs_BV
 
-    worker.model_runner.sampler.topk_topp_sampler.forward = forward  # type: ignore[attr-defined] # vLLM sets it so too
+    vllm_worker.model_runner.sampler.topk_topp_sampler.forward = forward  # type: ignore[attr-defined] # vLLM sets it so too

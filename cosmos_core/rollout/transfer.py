@@ -46,7 +46,7 @@ class WeightLoad:
     """Weight load into engine processes. Only the first rank has the list of processes; dead processes are removed."""
 
     def __init__(self, engine_pool: EnginePool, processes: Sequence[EngineProcess]) -> None:
-        self._pool, self.processes = engine_pool, list(processes)
+        self._engine_pool, self.processes = engine_pool, list(processes)
         self._process_by_reply: dict[Future[Any], EngineProcess] = {}
 
     def call_engines(
@@ -62,18 +62,18 @@ class WeightLoad:
     def await_replies(self, replies: Sequence[Future[Any]]) -> list[int]:
         """Wait for replies, and return the positions of the engines whose call raised `TransferFailed`."""
         process_replies = [(self._process_by_reply.pop(reply), reply) for reply in replies]
-        self._pool.await_replies([(process.engine, reply) for process, reply in process_replies])
-        dead_ids, failed_ids = set(), set()
+        self._engine_pool.await_replies([(process.engine, reply) for process, reply in process_replies])
+        dead_process_ids, failed_process_ids = set(), set()
         for process, reply in process_replies:
             try:
                 reply.result()
             except ConnectionError as error:
-                self._pool.mark_dead(*process, error)
-                dead_ids.add(id(process))
+                self._engine_pool.mark_dead(*process, error)
+                dead_process_ids.add(id(process))
             except TransferFailed:
-                failed_ids.add(id(process))
-        self.processes = [process for process in self.processes if id(process) not in dead_ids]
-        return [position for position, process in enumerate(self.processes) if id(process) in failed_ids]
+                failed_process_ids.add(id(process))
+        self.processes = [process for process in self.processes if id(process) not in dead_process_ids]
+        return [position for position, process in enumerate(self.processes) if id(process) in failed_process_ids]
 
 
 class HostWeightLink:
@@ -83,12 +83,12 @@ class HostWeightLink:
     def __init__(self, weight_load: WeightLoad) -> None:
         self._weight_load = weight_load
 
-    def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
-        """Send a bucket to all engines of the load, or only to those at `positions`."""
+    def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
+        """Send a bucket to all engines of the load, or only to those at `engine_positions`."""
         if processes := self._weight_load.processes:
             packed_bucket = processes[0].engine.handle.put(pack_bucket(bucket))
-            arguments: list[tuple[()]] = [()] * len(positions or processes)
-            replies = self._weight_load.call_engines("receive_bucket", arguments, packed_bucket, positions)
+            call_arguments: list[tuple[()]] = [()] * len(engine_positions or processes)
+            replies = self._weight_load.call_engines("receive_bucket", call_arguments, packed_bucket, engine_positions)
             self._weight_load.await_replies(replies)
 
     def end_weight_load(self) -> None:
@@ -125,8 +125,8 @@ class DeltaWeightLink(HostWeightLink):
         self._previous_processes, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
         delta_transfer.num_sent_bytes = 0
 
-    def send(self, bucket: Bucket, positions: Sequence[int] = ()) -> None:
-        assert not positions
+    def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
+        assert not engine_positions
         if not is_first_rank():
             return
         bucket_index, self._num_buckets, sent_buckets = self._num_buckets, self._num_buckets + 1, self._transfer.buckets
@@ -172,8 +172,8 @@ class NativeWeightTransfer:
         """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
     def open_link(self, weight_load: WeightLoad) -> HostWeightLink | NativeWeightLink:
-        """Return a link that sends weights directly if the engines that load them can be connected to the ranks,
-        otherwise a link through host memory."""
+        """Return a link that sends weights directly. If an engine of the load cannot be connected to the ranks, return
+        a link through host memory."""
         uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 
@@ -184,9 +184,9 @@ class NativeWeightTransfer:
         self.num_failures += 1
         if is_first_rank():
             is_last_attempt = self.num_failures >= _MAX_TRANSFER_FAILURES
-            retry_note = ", as all later ones until an engine is replaced" if is_last_attempt else ""
+            retry_text = ", as all later ones until an engine is replaced" if is_last_attempt else ""
             log_message = "native weight transfer: %s; these weights travel through host memory%s"
-            logger.warning(log_message, failure_reason, retry_note)
+            logger.warning(log_message, failure_reason, retry_text)
 
     def is_connected(self, processes: Sequence[EngineProcess]) -> bool:
         """Return whether exactly these engine processes are connected, in this order."""
@@ -212,8 +212,8 @@ class NativeWeightTransfer:
             self.num_failures = _MAX_TRANSFER_FAILURES  # disable native transfer for these engines
             raise TransferFailed("an engine has no native link")
         init_infos = self.transport.prepare_connection(num_processes, self._ranks_per_engine)
-        arguments = [(self.transport.backend, init_info, _CONNECT_TIMEOUT_SECONDS) for init_info in init_infos]
-        replies = weight_load.call_engines("connect_link", arguments)
+        call_arguments = [(self.transport.backend, init_info, _CONNECT_TIMEOUT_SECONDS) for init_info in init_infos]
+        replies = weight_load.call_engines("connect_link", call_arguments)
         try:
             call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_make_failure_check(replies))
         finally:
@@ -257,13 +257,13 @@ class NativeWeightLink:
         if not self._has_failed:
             self._transfer.num_failures = 0
 
-    def _transfer_bucket(self, header: BucketHeader) -> tuple[str, Sequence[int]]:
+    def _transfer_bucket(self, bucket_header: BucketHeader) -> tuple[str, Sequence[int]]:
         """Send the bucket in the send buffer; return an error or "", and the positions of engines that lack it."""
         transport, num_processes, failure_reason = self._transfer.transport, len(self._weight_load.processes), ""
         if not self._transfer.is_connected(self._weight_load.processes):
             return "an engine died", range(num_processes)
-        arguments = [(header, _BUCKET_TIMEOUT_SECONDS)] * num_processes
-        replies = self._weight_load.call_engines("receive_native_bucket", arguments)
+        call_arguments = [(bucket_header, _BUCKET_TIMEOUT_SECONDS)] * num_processes
+        replies = self._weight_load.call_engines("receive_native_bucket", call_arguments)
         try:
             has_failed = _make_failure_check(replies)
             call_with_timeout(_BUCKET_TIMEOUT_SECONDS, transport.transmit, abort=transport.abort, has_failed=has_failed)

@@ -109,13 +109,13 @@ class NcclTransport(WeightTransport):
             raise TransferFailed("vLLM cannot use NCCL")
 
     def stage_bucket(self, bucket: Bucket) -> BucketHeader:
-        header, tensors = split_bucket(bucket)
+        bucket_header, tensors = split_bucket(bucket)
         if is_first_rank():
             try:
                 self._staged_bucket = self.fill_buffer(tensors)
             except RuntimeError as error:
                 raise TransferFailed(first_line(error)) from error
-        return header
+        return bucket_header
 
     def transmit(self) -> None:
         stream = self.stream()
@@ -138,7 +138,7 @@ class IpcTransport(WeightTransport):
         self._ipc_handle_by_gpu: dict[str, tuple[Any, ...]] = {}
 
     def stage_bucket(self, bucket: Bucket) -> BucketHeader:
-        header, tensors = split_bucket(bucket)
+        bucket_header, tensors = split_bucket(bucket)
         error_message = ""
         try:
             previous_buffer = self.send_buffer
@@ -148,12 +148,12 @@ class IpcTransport(WeightTransport):
         except RuntimeError as error:
             error_message = first_line(error)
         # The collective is also a barrier: no engine reads before the rank on its GPU has staged the bucket.
-        error_messages, handles = zip(*all_gather_object((error_message, self._ipc_handle_by_gpu)), strict=True)
+        error_messages, gpu_handles = zip(*all_gather_object((error_message, self._ipc_handle_by_gpu)), strict=True)
         if any(error_messages):
             raise TransferFailed(next(filter(None, error_messages)))
-        ipc_handles = {gpu_uuid: handle for handle_by_gpu in handles for gpu_uuid, handle in handle_by_gpu.items()}
+        ipc_handles = {gpu_uuid: handle for handle_by_gpu in gpu_handles for gpu_uuid, handle in handle_by_gpu.items()}
         tensor_sizes = [tensor.nbytes for tensor in tensors]
-        return header._replace(transport_fields={"ipc_handles": ipc_handles, "tensor_sizes": tensor_sizes})
+        return bucket_header._replace(transport_fields={"ipc_handles": ipc_handles, "tensor_sizes": tensor_sizes})
 
     def export_buffer(self) -> dict[str, tuple[Any, ...]]:
         """Return the IPC handle of the send buffer, by the UUID of the GPU."""
@@ -163,7 +163,7 @@ class IpcTransport(WeightTransport):
         return {str(torch.cuda.get_device_properties(self.send_buffer.device).uuid): reduce_tensor(self.send_buffer)[1]}
 
     def broadcast_failure(self, failure_reason: str) -> str:
-        return broadcast_object(failure_reason)  # also a barrier: no rank overwrites a buffer that is still read
+        return broadcast_object(failure_reason)  # a barrier: no rank overwrites a buffer that an engine still reads
 
     def end_weight_load(self) -> None:
         super().end_weight_load()

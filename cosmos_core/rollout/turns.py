@@ -51,8 +51,8 @@ class _Conversation:
 
     def end_conversation(self, finish_reason: Literal["stop", "length"]) -> None:
         """End the conversation, and add its completion with the finish reason `finish_reason` to the group."""
-        text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
-        self.group.completions[self.k] = Completion(tuple(self.segments), finish_reason, text, tuple(self.turns))
+        final_text = next(turn.text for turn in reversed(self.turns) if turn.role == "assistant")
+        self.group.completions[self.k] = Completion(tuple(self.segments), finish_reason, final_text, tuple(self.turns))
 
 
 class MultiTurnEngine(EngineWrapper):
@@ -66,7 +66,7 @@ class MultiTurnEngine(EngineWrapper):
         self._max_turns, self._has_tools = multi_turn_config.max_assistant_turns, multi_turn_config.enable_tools
         self._stop_token_ids = stop_token_ids(settings.model, settings.tokenizer)
         self._pending_samplings: dict[tuple[int, int], list[Sampling]] = defaultdict(list)
-        self._conversations: dict[int, _Conversation] = {}
+        self._conversation_by_id: dict[int, _Conversation] = {}
         if hasattr(engine, "step"):
             self.step: Callable[[], list[Group]] = lambda: self._continue_conversations(engine.step())
         if hasattr(engine, "abort"):
@@ -92,7 +92,7 @@ class MultiTurnEngine(EngineWrapper):
         while groups := self._engine.completed():
             if complete_groups := self._continue_conversations(groups):
                 return complete_groups
-        wait_for_ranks(self._send_heartbeat)  # tools may take longer than the timeout of a collective
+        wait_for_ranks(self._send_heartbeat)  # wait for tools, which may take longer than the timeout of a collective
         return []
 
     def close(self) -> None:
@@ -111,11 +111,11 @@ class MultiTurnEngine(EngineWrapper):
         engine: Any = self._engine
         engine.abort()
         self._pending_samplings.clear()
-        self._conversations.clear()
+        self._conversation_by_id.clear()
 
     def _add_turns(self, group: Group) -> list[tuple[_Conversation, bool]]:
         """Add the turns in `group` to conversations, and return each conversation and whether it has ended."""
-        conversation = self._conversations.pop(group.prompt.id, None)
+        conversation = self._conversation_by_id.pop(group.prompt.id, None)
         if conversation is not None:
             return [(conversation, self._add_turn(conversation, group.completions[0]))]
         pending_samplings = self._pending_samplings[group.prompt.id, group.step]
@@ -132,7 +132,7 @@ class MultiTurnEngine(EngineWrapper):
         is_truncated = turn_completion.finish_reason == "length" or is_too_long
         segments = _truncate_segments(turn_completion.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:  # all turns of a submission share the largest of their token limits
+        if is_too_long:  # all turns of a submission have the largest of their token limits
             turn_text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.tool_calls = []
         if self._has_tools and not is_truncated:
@@ -150,14 +150,15 @@ class MultiTurnEngine(EngineWrapper):
 
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools that `conversations` request, and submit the next turns of the conversations."""
-        results = iter(self._call_tools([call for conversation in conversations for call in conversation.tool_calls]))
+        tool_calls = [call for conversation in conversations for call in conversation.tool_calls]
+        tool_results = iter(self._call_tools(tool_calls))
         prompts_by_submission_key: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
-            named_results = [(call.name or "unknown", next(results)) for call in conversation.tool_calls]
+            named_results = [(call.name or "unknown", next(tool_results)) for call in conversation.tool_calls]
             if (prompt := self._next_prompt(conversation, named_results)) is None:
                 conversation.end_conversation("length")
                 continue
-            self._conversations[prompt.id] = conversation
+            self._conversation_by_id[prompt.id] = conversation
             sampling_and_step = conversation.group.sampling, conversation.group.step
             prompts_by_submission_key[sampling_and_step].append((prompt, conversation.num_tokens_left))
         for (sampling, step), prompts in prompts_by_submission_key.items():
@@ -178,15 +179,15 @@ class MultiTurnEngine(EngineWrapper):
     def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
-        result_ids, group = self._tool_result_tokens.tokenise_results(results), conversation.group
-        later_token_ids = (*conversation.token_ids, *result_ids)
+        result_token_ids, group = self._tool_result_tokens.tokenise_results(results), conversation.group
+        later_token_ids = (*conversation.token_ids, *result_token_ids)
         token_ids = (*group.prompt.token_ids, *later_token_ids)
-        if len(result_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
+        if len(result_token_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
             return None
-        conversation.segments.append(Segment(result_ids, False, (), conversation.segments[-1].version))
+        conversation.segments.append(Segment(result_token_ids, False, (), conversation.segments[-1].version))
         turn_key = (group.prompt.id, group.step, conversation.k, conversation.num_policy_turns)
-        request_ids = (turn_request_id(*turn_key, attempt) for attempt in count())
-        request_id = next(id_ for id_ in request_ids if id_ not in self._conversations)
+        free_request_ids = (turn_request_id(*turn_key, attempt_index) for attempt_index in count())
+        request_id = next(id_ for id_ in free_request_ids if id_ not in self._conversation_by_id)
         return replace(group.prompt, id=request_id, token_ids=token_ids, later_turn_token_ids=later_token_ids)
 
 

@@ -56,7 +56,7 @@ _SINGLE_GPU_RANK_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLRED
 """Environment of ranks that see one GPU each: it disables vLLM features that need to see the GPUs of other ranks."""
 _WEIGHTS_TAG, _KV_CACHE_TAG = "weights", "kv_cache"
 _COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
-"""Head sizes that vLLM's CPU attention supports. For others, vLLM is imported and asked, which takes seconds."""
+"""Head sizes that vLLM's CPU attention supports. For other sizes, vLLM is imported and queried, which takes seconds."""
 _CPU_MAX_BATCHED_TOKENS = 4096
 
 
@@ -71,16 +71,17 @@ class VllmEngine:
         self._tokenizer = settings.tokenizer
         self._max_model_len = settings.max_model_len
         self._stop_token_ids = stop_token_ids(settings.model, settings.tokenizer)
-        self._vision, self._is_separate, self._send_heartbeat = settings.vision, settings.is_separate, settings.beat
+        self._image_reader, self._is_separate = settings.vision, settings.is_separate
+        self._send_heartbeat = settings.beat
         self._version = 0
-        self._asleep_tags: list[str] = []
+        self._released_tags: list[str] = []
         """Names of vLLM's allocations that are released until `wake`."""
         self.sleep_level: Literal[0, 1, 2] = 0
         """Level of the deepest sleep since the last weight load; 0: no sleep."""
-        self._receiver = WeightReceiver()
+        self._weight_receiver = WeightReceiver()
         is_mxfp4 = _is_mxfp4_checkpoint(settings)
         self._convert_bucket: Callable[[Bucket], Bucket] = quantize_bucket if is_mxfp4 else list
-        self._in_flight: dict[str, tuple[UnfinishedGroup, int]] = {}
+        self._sent_requests: dict[str, tuple[UnfinishedGroup, int]] = {}
         self._groups_finished_during_probe: list[Group] = []
         self._owns_process_group = not torch.distributed.is_initialized()
         set_environment()
@@ -95,8 +96,8 @@ class VllmEngine:
                     self._llm = self._vllm.LLM(**_engine_arguments(settings), **adapter_arguments)
             except ValueError as error:
                 error_text = " ".join(str(error).split())[:400]
-                problem = f"vLLM refuses {settings.folder!r}: {error_text}"
-                raise ConfigError(f"{problem}; or set rollout.backend = 'hf'") from error
+                error_prefix = f"vLLM refuses {settings.folder!r}: {error_text}"
+                raise ConfigError(f"{error_prefix}; or set rollout.backend = 'hf'") from error
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_child_ranks:
@@ -115,22 +116,22 @@ class VllmEngine:
         seeds = [request_seed(sampling.seed, step, group.prompt.id, k) for group, k in requests]
         sampling_params = [self._sampling_params(sampling, seed) for seed in seeds]
         with vllm_process.restore_process_state():
-            if not self._in_flight:
+            if not self._sent_requests:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
             request_ids = self._llm.enqueue(inputs, sampling_params, lora_request=self._lora_request, use_tqdm=False)
         # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
-        self._in_flight |= zip((request_id.partition("-")[0] for request_id in request_ids), requests, strict=True)
+        self._sent_requests |= zip((request_id.partition("-")[0] for request_id in request_ids), requests, strict=True)
 
     def completed(self) -> list[Group]:
         finished_groups = self.step()
-        while self._in_flight and not finished_groups:
+        while self._sent_requests and not finished_groups:
             finished_groups = self.step()
         return finished_groups
 
     def step(self) -> list[Group]:
         """Run one forward pass if a request is in flight, and return the groups that are complete."""
         finished_groups, self._groups_finished_during_probe = self._groups_finished_during_probe, []
-        if self._in_flight and not finished_groups:
+        if self._sent_requests and not finished_groups:
             self._send_heartbeat()
             # A separate process has no trainer state to restore, and restoring costs time for every token.
             with nullcontext() if self._is_separate else vllm_process.restore_process_state():
@@ -141,8 +142,8 @@ class VllmEngine:
     def abort(self) -> None:
         """Discard all requests in flight."""
         with vllm_process.restore_process_state():
-            self._llm.llm_engine.abort_request(list(self._in_flight))
-        self._in_flight, self._groups_finished_during_probe = {}, []
+            self._llm.llm_engine.abort_request(list(self._sent_requests))
+        self._sent_requests, self._groups_finished_during_probe = {}, []
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights; tied weights must be sent under both names. Keys and values of requests in flight are computed
@@ -152,24 +153,24 @@ class VllmEngine:
             if self._adapter is None:
                 self._replace_weights(buckets)
             else:
-                self._adapter.load(self._llm, self._receiver.tensors(buckets))
+                self._adapter.load(self._llm, self._weight_receiver.tensors(buckets))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
         self._reallocate_memory(_KV_CACHE_TAG)
         with vllm_process.restore_process_state():
-            self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight))
-            if self._vision is not None:  # cached image embeddings were computed with the old weights
+            self._llm.reset_prefix_cache(reset_running_requests=bool(self._sent_requests))
+            if self._image_reader is not None:  # drop cached image embeddings of the old weights
                 self._llm.llm_engine.reset_encoder_cache()
             for request_state in self._llm.llm_engine.output_processor.request_states.values():
-                unfinished_group, k = self._in_flight[request_state.external_req_id]
+                unfinished_group, k = self._sent_requests[request_state.external_req_id]
                 num_tokens = request_state.detokenizer.num_output_tokens()
                 unfinished_group.earlier_versions.setdefault(k, []).append((num_tokens, self._version))
         self._version, self.sleep_level = version, 0
-        return self._receiver.acknowledge(version)
+        return self._weight_receiver.acknowledge(version)
 
     def _replace_weights(self, buckets: Iterable[Bucket]) -> None:
         """Replace all weights, and end a failed load, which vLLM would continue with the tensors of the next load."""
         try:
-            received_buckets = map(self._convert_bucket, self._receiver.buckets(buckets))
+            received_buckets = map(self._convert_bucket, self._weight_receiver.buckets(buckets))
             if self._has_child_ranks or self.link is not None:
                 vllm_ranks.load_on_ranks(self._llm, received_buckets)
             else:
@@ -184,11 +185,11 @@ class VllmEngine:
         sampling_params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(token_ids))
         with vllm_process.restore_process_state():
-            [probe_id] = self._llm.enqueue([prompt], sampling_params, lora_request=self._lora_request, use_tqdm=False)
+            [request_id] = self._llm.enqueue([prompt], sampling_params, lora_request=self._lora_request, use_tqdm=False)
             probe_output: Any = None
             while probe_output is None:
                 for output in self._llm.llm_engine.step():
-                    if output.request_id == probe_id.partition("-")[0]:
+                    if output.request_id == request_id.partition("-")[0]:
                         probe_output = output
                     else:
                         self._groups_finished_during_probe += self._add_completion(output)
@@ -198,10 +199,10 @@ class VllmEngine:
     def sleep(self, level: Literal[1, 2] = 1) -> None:
         """Release GPU memory; level 1 moves the weights to the host. With an adapter, level 2 is the same as level 1,
         because the base weights are not sent again. On CPU nothing is released."""
-        if torch.cuda.is_available() and not self._asleep_tags:
+        if torch.cuda.is_available() and not self._released_tags:
             level = level if self._adapter is None else 1
             self._llm.sleep(level=level)
-            self._asleep_tags = [_WEIGHTS_TAG, _KV_CACHE_TAG]
+            self._released_tags = [_WEIGHTS_TAG, _KV_CACHE_TAG]
             self.sleep_level = max(self.sleep_level, level)
 
     def wake(self) -> None:
@@ -210,10 +211,10 @@ class VllmEngine:
 
     def _reallocate_memory(self, memory_tag: str) -> None:
         """Reallocate vLLM's memory named `memory_tag` after freeing torch's cached memory, which vLLM cannot use."""
-        if memory_tag in self._asleep_tags:
+        if memory_tag in self._released_tags:
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=[memory_tag])
-            self._asleep_tags.remove(memory_tag)
+            self._released_tags.remove(memory_tag)
 
     def close(self) -> None:
         with nullcontext() if self._owns_process_group else vllm_process.keep_process_group():
@@ -229,7 +230,7 @@ class VllmEngine:
         """Add the completion of a finished request to its group, and yield the group when it is complete."""
         if not request_output.finished:
             return
-        group, k = self._in_flight.pop(request_output.request_id)
+        group, k = self._sent_requests.pop(request_output.request_id)
         if group.prompt.images and tuple(request_output.prompt_token_ids) != group.prompt.token_ids:
             raise ConfigError(
                 f"vLLM makes other tokens of the images of prompt {group.prompt.id} than the model's processor; set "
@@ -238,7 +239,7 @@ class VllmEngine:
         [completion_output] = request_output.outputs
         group.completions[k] = completion(
             self._tokenizer, completion_output.token_ids, completion_output.logprobs.logprobs, version=self._version,
-            ends_with_stop=completion_output.finish_reason == "stop", vision=self._vision,
+            ends_with_stop=completion_output.finish_reason == "stop", vision=self._image_reader,
             earlier_versions=group.earlier_versions.get(k, ()),
         )  # fmt: skip
         if (complete_group := group.to_group()) is not None:
@@ -270,8 +271,8 @@ class VllmEngine:
 
 def set_environment() -> None:
     """Set vLLM's environment variables before it is imported; variables that the user has set are kept."""
-    variables = _VLLM_ENVIRONMENT if torch.cuda.is_available() else _VLLM_ENVIRONMENT | _VLLM_CPU_ENVIRONMENT
-    for name, value in variables.items():
+    vllm_variables = _VLLM_ENVIRONMENT if torch.cuda.is_available() else _VLLM_ENVIRONMENT | _VLLM_CPU_ENVIRONMENT
+    for name, value in vllm_variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -306,7 +307,7 @@ def find_head_size_problem(model_config: PretrainedConfig, folder: str) -> str:
 
 
 def check_heads(
-    model_config: PretrainedConfig, folder: str, remedy: str = "set rollout.backend = 'hf'", *, tp_size: int = 1
+    model_config: PretrainedConfig, folder: str, remedy_text: str = "set rollout.backend = 'hf'", *, tp_size: int = 1
 ) -> None:
     """Raise a `ConfigError` if vLLM's CPU attention does not support the head size of a model, since the first request
     would crash, or if the attention heads cannot be split over `tp_size` ranks."""
@@ -319,19 +320,19 @@ def check_heads(
             f"rollout.parallelism.tp_size = {tp_size}: vLLM cannot split the {num_heads} attention heads and "
             f"{num_kv_heads or num_heads} key-value heads of {folder!r} over as many ranks; lower it"
         )
-    if problem := find_head_size_problem(model_config, folder):
-        raise ConfigError(f"{problem}; {remedy}")
+    if error_prefix := find_head_size_problem(model_config, folder):
+        raise ConfigError(f"{error_prefix}; {remedy_text}")
 
 
-def _is_mxfp4_checkpoint(settings: EngineSettings) -> bool:
-    revision = getattr(settings.model.config, "_commit_hash", None)
-    return has_mxfp4(load_config(settings.folder, revision))
+def _is_mxfp4_checkpoint(engine_settings: EngineSettings) -> bool:
+    revision = getattr(engine_settings.model.config, "_commit_hash", None)
+    return has_mxfp4(load_config(engine_settings.folder, revision))
 
 
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     rollout_config, has_gpu = settings.rollout, torch.cuda.is_available()
     revision = getattr(settings.model.config, "_commit_hash", None)
-    arguments: dict[str, Any] = {
+    llm_arguments: dict[str, Any] = {
         "model": settings.folder,
         "revision": revision,
         "tokenizer_revision": revision,
@@ -341,7 +342,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enforce_eager": rollout_config.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
         # With "external_launcher", the engines use the trainer's ranks, but create separate process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
-        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
+        "logprobs_mode": "processed_logprobs",  # return log-probabilities after temperature, top-k and top-p
         # The model's own sampling defaults must not apply to settings that the recipe leaves unset.
         "generation_config": "vllm",
         # vLLM needs a tokenizer for the processor of a model that takes images, even if no prompt has any.
@@ -350,12 +351,12 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if vllm_ranks.has_child_ranks(settings):
-        arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
+        llm_arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
     if settings.vision is not None:  # pass the image size limits with which prompts were tokenised
         size_limits = settings.custom.get("vision") or {}
-        arguments["mm_processor_kwargs"] = {key: size_limits[key] for key in PIXEL_LIMIT_KEYS if key in size_limits}
+        llm_arguments["mm_processor_kwargs"] = {key: size_limits[key] for key in PIXEL_LIMIT_KEYS if key in size_limits}
     if rollout_config.n_generation_mini_batch:
-        arguments["max_num_seqs"] = rollout_config.batch_size * rollout_config.n_generation_mini_batch
+        llm_arguments["max_num_seqs"] = rollout_config.batch_size * rollout_config.n_generation_mini_batch
     if rollout_config.quantization != "none" and not has_gpu:
         log_message = "rollout.quantization = %r needs a GPU: engines compute with the trainer's weights here"
         logger.warning(log_message, rollout_config.quantization)
@@ -365,15 +366,15 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             f"has not; set it to 'fp8' or 'none'"
         )
     elif rollout_config.quantization == "fp8":
-        arguments["quantization"] = "fp8"
-    if has_gpu and arguments["distributed_executor_backend"] == "external_launcher":
-        arguments["disable_custom_all_reduce"] = True
+        llm_arguments["quantization"] = "fp8"
+    if has_gpu and llm_arguments["distributed_executor_backend"] == "external_launcher":
+        llm_arguments["disable_custom_all_reduce"] = True
         for name, value in _SINGLE_GPU_RANK_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if has_gpu:
-        arguments |= {"gpu_memory_utilization": rollout_config.gpu_memory_utilization, "enable_sleep_mode": True}
+        llm_arguments |= {"gpu_memory_utilization": rollout_config.gpu_memory_utilization, "enable_sleep_mode": True}
     else:
         # Avoid chunked prefill, after which vLLM rewinds the request's generator; CPU generators do not support that.
         num_tokens = max(_CPU_MAX_BATCHED_TOKENS, settings.max_model_len)
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": num_tokens}
-    return arguments
+        llm_arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": num_tokens}
+    return llm_arguments

@@ -27,10 +27,10 @@ _SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class VllmAdapter:
     """LoRA adapter of one vLLM engine."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._scale_by_layer = lora_scale_by_layer(settings.complete_model)
-        state_dict = settings.complete_model.state_dict()
-        self.max_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
+    def __init__(self, engine_settings: EngineSettings) -> None:
+        self._scale_by_layer = lora_scale_by_layer(engine_settings.complete_model)
+        state_dict = engine_settings.complete_model.state_dict()
+        self.lora_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.lora_request: Any = None
         """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
         base weights."""
@@ -38,7 +38,7 @@ class VllmAdapter:
     @property
     def llm_arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's `LLM` that enable the adapter."""
-        max_lora_rank = next(rank for rank in _SUPPORTED_LORA_RANKS if rank >= self.max_rank)
+        max_lora_rank = next(rank for rank in _SUPPORTED_LORA_RANKS if rank >= self.lora_rank)
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
 
     def load(self, llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -51,12 +51,12 @@ class VllmAdapter:
             scaled_factor = tensor.detach().cpu().float() * (self._scale_by_layer[layer] if factor_name == "B" else 1.0)
             scaled_factors[f"base_model.model.{layer}.lora_{factor_name}.weight"] = scaled_factor.contiguous()
         target_modules = sorted({layer.rpartition(".")[2] for layer in self._scale_by_layer})
-        config = {"r": self.max_rank, "lora_alpha": self.max_rank, "target_modules": target_modules, "bias": "none"}
-        with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as folder:
-            save_file(scaled_factors, Path(folder) / "adapter_model.safetensors")
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-            llm.llm_engine.add_lora(LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
-        self.lora_request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, folder)
+        config = {"r": self.lora_rank, "lora_alpha": self.lora_rank, "target_modules": target_modules, "bias": "none"}
+        with tempfile.TemporaryDirectory(prefix="cosmos-adapter-") as adapter_folder:
+            save_file(scaled_factors, Path(adapter_folder) / "adapter_model.safetensors")
+            (Path(adapter_folder) / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            llm.llm_engine.add_lora(LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, adapter_folder, load_inplace=True))
+        self.lora_request = LoRARequest(_ADAPTER_NAME, _ADAPTER_ID, adapter_folder)
 
 
 def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
@@ -69,9 +69,9 @@ def open_adapter(settings: EngineSettings) -> VllmAdapter | None:
         return None
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
-    adapter = VllmAdapter(settings)
+    vllm_adapter = VllmAdapter(settings)
     architectures = settings.model.config.architectures or [type(settings.model).__name__]
     registered_model = ModelRegistry.models.get(architectures[0])
-    if adapter.max_rank > _SUPPORTED_LORA_RANKS[-1] or registered_model is None:
+    if vllm_adapter.lora_rank > _SUPPORTED_LORA_RANKS[-1] or registered_model is None:
         return None
-    return adapter if supports_lora(registered_model.load_model_cls()) else None
+    return vllm_adapter if supports_lora(registered_model.load_model_cls()) else None

@@ -26,13 +26,13 @@ class VllmWeightLink:
         """Connect each rank with the trainer through vLLM's transfer engine `backend`, and close an earlier link."""
         self._call_all_ranks(_connect_rank, backend, init_info, timeout_seconds)
 
-    def receive(self, header: BucketHeader, timeout_seconds: float) -> None:
+    def receive(self, bucket_header: BucketHeader, timeout_seconds: float) -> None:
         """Receive a bucket in each rank; raise `TransferFailed` if it has not arrived after `timeout_seconds`."""
-        self._call_all_ranks(_receive_on_rank, header, timeout_seconds)
+        self._call_all_ranks(_receive_on_rank, bucket_header, timeout_seconds)
 
-    def _call_all_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _call_all_ranks(self, rank_function: Callable[..., None], *arguments: Any) -> None:
         # Ranks return error messages, because an error would leave the replies of other ranks in vLLM's queues.
-        error_messages = self._llm.collective_rpc(_call_and_get_error, args=(function, *arguments))
+        error_messages = self._llm.collective_rpc(_call_and_get_error, args=(rank_function, *arguments))
         if any(error_messages):
             raise TransferFailed(next(filter(None, error_messages)))
 
@@ -47,15 +47,15 @@ class _TensorCollector(list[tuple[str, Tensor]]):
 class RankWeightLink:
     """Connection of one rank of an engine with the trainer; it keeps the last received bucket."""
 
-    def __init__(self, worker: Any, backend: str, init_info: dict[str, Any]) -> None:
+    def __init__(self, vllm_worker: Any, backend: str, init_info: dict[str, Any]) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
         self._received_bucket: Bucket | None = None
-        model, transfer_config = worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
+        model, transfer_config = vllm_worker.model_runner.get_model(), WeightTransferConfig(backend=backend)
         create_engine = WeightTransferEngineFactory.create_engine
         # The type is Any, because `receive` passes a collector of tensors where vLLM's annotation says module.
-        self._transfer_engine: Any = create_engine(transfer_config, worker.vllm_config, worker.device, model)
+        self._transfer_engine: Any = create_engine(transfer_config, vllm_worker.vllm_config, vllm_worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
         # A disabled communicator transfers nothing, without an error.
         if getattr(self._communicator_group, "disabled", False):
@@ -98,10 +98,10 @@ class RankWeightLink:
             self._communicator_group.destroy()
 
 
-def _call_and_get_error(worker: Any, function: Callable[..., None], *arguments: Any) -> str:
+def _call_and_get_error(vllm_worker: Any, rank_function: Callable[..., None], *function_arguments: Any) -> str:
     """Call a function in a rank, and return its error in one line, or an empty string."""
     try:
-        function(worker, *arguments)
+        rank_function(vllm_worker, *function_arguments)
         return ""
     except Exception as error:  # noqa: BLE001 - raised again in the engine's process
         return first_line(error)
@@ -114,5 +114,5 @@ def _connect_rank(worker: Any, backend: str, init_info: dict[str, Any], timeout_
     worker.weight_link = call_with_timeout(timeout_seconds, partial(RankWeightLink, worker, backend, init_info))
 
 
-def _receive_on_rank(worker: Any, header: BucketHeader, timeout_seconds: float) -> None:
-    worker.weight_link.receive(header, timeout_seconds)
+def _receive_on_rank(vllm_worker: Any, bucket_header: BucketHeader, timeout_seconds: float) -> None:
+    vllm_worker.weight_link.receive(bucket_header, timeout_seconds)

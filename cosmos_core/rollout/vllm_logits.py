@@ -41,8 +41,8 @@ def find_vllm_problem(format_name: str, config: PretrainedConfig | None = None, 
         return "vLLM is not installed"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        requirement = f"needs compute capability {_MIN_COMPUTE_CAPABILITY / 10}, and this GPU has {major}.{minor}"
-        return "" if major * 10 + minor >= _MIN_COMPUTE_CAPABILITY else f"vLLM's kernel of {format_name} {requirement}"
+        gpu_problem = f"needs compute capability {_MIN_COMPUTE_CAPABILITY / 10}, and this GPU has {major}.{minor}"
+        return "" if major * 10 + minor >= _MIN_COMPUTE_CAPABILITY else f"vLLM's kernel of {format_name} {gpu_problem}"
     if format_name == "w4a16" and not torch.cpu._is_avx512_supported():
         return "vLLM's kernel of w4a16 on CPU needs AVX-512, which this processor does not have"
     return find_head_size_problem(config, folder) if config is not None else ""
@@ -79,9 +79,9 @@ def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Ten
         yield logits_TV
 
 
-def _capture_logits(worker: Any, captured_logits: list[Tensor]) -> None:
+def _capture_logits(vllm_worker: Any, captured_logits: list[Tensor]) -> None:
     """Make a vLLM worker in this process append the logits that it computes to `captured_logits`."""
-    model = worker.model_runner.model
+    model = vllm_worker.model_runner.model
     compute_logits = model.compute_logits
 
     def compute_and_capture(*args: Any, **kwargs: Any) -> Any:

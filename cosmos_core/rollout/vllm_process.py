@@ -67,11 +67,11 @@ def unique_memory_names() -> Iterator[None]:
     """Return a context manager in which a starting engine gives the shared memory of its ranks a unique name."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    name_prefix = broadcast_object(secrets.token_hex(8))
+    random_prefix = broadcast_object(secrets.token_hex(8))
     original_make_group_name = _CPUSHMDistributed.make_group_name
 
     def make_unique_group_name(communicator: Any) -> str:
-        return f"{name_prefix}-{original_make_group_name(communicator).lstrip('/')}"
+        return f"{random_prefix}-{original_make_group_name(communicator).lstrip('/')}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_unique_group_name)  # type: ignore[method-assign]
     try:

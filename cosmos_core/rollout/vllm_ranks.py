@@ -21,9 +21,9 @@ _VLLM_RANK_ENVIRONMENT = {
 }
 
 
-def has_child_ranks(settings: EngineSettings) -> bool:
+def has_child_ranks(engine_settings: EngineSettings) -> bool:
     """Return whether a vLLM engine starts tensor-parallel ranks as child processes, not in the trainer's ranks."""
-    return settings.is_separate and settings.rollout.parallelism.tp_size > 1 and is_single_rank()
+    return engine_settings.is_separate and engine_settings.rollout.parallelism.tp_size > 1 and is_single_rank()
 
 
 def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
@@ -43,45 +43,45 @@ def end_ranks_together(llm: Any) -> None:
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:
     """Replace the weights of all ranks; for a bucket on the meta device, ranks load what their links received."""
     llm.collective_rpc(initialize_weight_reload)
-    for bucket in buckets:
-        llm.collective_rpc(load_bucket, args=() if bucket[0][1].is_meta else (pack_bucket(bucket),))
+    for packed_bucket in buckets:
+        llm.collective_rpc(load_bucket, args=() if packed_bucket[0][1].is_meta else (pack_bucket(packed_bucket),))
     llm.collective_rpc(end_weight_load)
 
 
 # vLLM calls the following functions in each rank, with the rank's worker.
 
 
-def end_weight_load(worker: Any) -> None:
+def end_weight_load(vllm_worker: Any) -> None:
     """End the weight load of a rank, because vLLM would continue an incomplete load with the tensors of the next."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_runner.model_config)
-    if weight_link := getattr(worker, "weight_link", None):
+    with set_current_vllm_config(vllm_worker.vllm_config):
+        finalize_layerwise_reload(vllm_worker.model_runner.get_model(), vllm_worker.model_runner.model_config)
+    if weight_link := getattr(vllm_worker, "weight_link", None):
         weight_link.end_weight_load()
 
 
-def exit_with_parent(worker: Any, parent_pid: int) -> None:
+def exit_with_parent(vllm_worker: Any, parent_pid: int) -> None:
     """Make the kernel kill this rank when its parent process ends. Unlink the shared memory of the rank already now, so
     that it is freed even if the rank is killed."""
     kill_with_parent(parent_pid)
     unlink_shared_memory()
 
 
-def initialize_weight_reload(worker: Any) -> None:
+def initialize_weight_reload(vllm_worker: Any) -> None:
     """Prepare a rank to load all weights, as `GPUModelRunner.reload_weights` does."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    with set_current_vllm_config(worker.vllm_config):
-        initialize_layerwise_reload(worker.model_runner.get_model())
+    with set_current_vllm_config(vllm_worker.vllm_config):
+        initialize_layerwise_reload(vllm_worker.model_runner.get_model())
 
 
-def load_bucket(worker: Any, bucket: PackedBucket | None = None) -> None:
+def load_bucket(vllm_worker: Any, packed_bucket: PackedBucket | None = None) -> None:
     """Load the next bucket of weights into a rank; None: the bucket that its native link received."""
     from vllm.config import set_current_vllm_config
 
-    tensors = unpack_bucket(bucket) if bucket is not None else worker.weight_link.take_bucket()
-    with set_current_vllm_config(worker.vllm_config):
-        worker.model_runner.get_model().load_weights(tensors)
+    tensors = unpack_bucket(packed_bucket) if packed_bucket is not None else vllm_worker.weight_link.take_bucket()
+    with set_current_vllm_config(vllm_worker.vllm_config):
+        vllm_worker.model_runner.get_model().load_weights(tensors)

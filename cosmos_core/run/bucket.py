@@ -94,7 +94,7 @@ def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, 
     )
     try:
         return session.client("s3", endpoint_url=endpoint, config=client_config)
-    except BotoCoreError:  # some errors of boto3 are ValueErrors, but not about the URL
+    except BotoCoreError:  # some BotoCoreErrors are ValueErrors, but not about the URL
         raise
     except ValueError as error:
         url_variable = next(name for name in _ENDPOINT_URL_VARIABLES if os.environ.get(name) == endpoint)
@@ -116,7 +116,7 @@ class Bucket:
         access_key_id = _read_environment_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
         create_client: Callable[..., Any] = _create_client if access_key_id else _create_client.__wrapped__
-        has_cosmos_key = bool(os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"))
+        has_cosmos_access_key = bool(os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"))
         s3_client = create_client(
             os.getpid(),
             endpoint=_read_environment_variable("ENDPOINT_URL", *_ENDPOINT_URL_VARIABLES[1:]),
@@ -124,7 +124,7 @@ class Bucket:
             region_name=_read_environment_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
             aws_access_key_id=access_key_id,
             aws_secret_access_key=_read_environment_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
-            aws_session_token=None if has_cosmos_key else os.environ.get("AWS_SESSION_TOKEN"),
+            aws_session_token=None if has_cosmos_access_key else os.environ.get("AWS_SESSION_TOKEN"),
         )
         if s3_client is None:
             raise ConfigError(f"{S3_SCHEME}{self.name}: no credentials; set {CREDENTIAL_VARIABLES}")
@@ -149,8 +149,8 @@ class Bucket:
 
     def read_clock(self) -> float:
         """Return the time by the clock of the store, in seconds since 1970."""
-        headers = self.s3_client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
-        return parsedate_to_datetime(headers["date"]).timestamp()
+        response_headers = self.s3_client.head_bucket(Bucket=self.name)["ResponseMetadata"]["HTTPHeaders"]
+        return parsedate_to_datetime(response_headers["date"]).timestamp()
 
     def list_objects(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects whose key begins with a prefix, sorted by key."""
@@ -184,27 +184,31 @@ class Bucket:
 
         return _call_or_none(_NOT_FOUND_CODES, self._retry_read, read_object) or (None, "")
 
-    def write(self, key: str, data: bytes, **condition: str) -> str:
+    def write(self, key: str, content: bytes, **write_condition: str) -> str:
         """Replace a small object in one request and return its new ETag; retry if the store received altered bytes.
-        `condition` limits the write to a stored ETag (`IfMatch`), or to a new object (`IfNoneMatch` with "*")."""
-        digest = hashlib.md5(data, usedforsecurity=False)
+        `write_condition` limits the write to a stored ETag (`IfMatch`), or to a new object (`IfNoneMatch` with "*")."""
+        digest = hashlib.md5(content, usedforsecurity=False)
         for _ in range(_MAX_TRANSFER_ATTEMPTS):
             response = self.s3_client.put_object(
-                Bucket=self.name, Key=key, Body=data, ContentMD5=base64.b64encode(digest.digest()).decode(), **condition
+                Bucket=self.name,
+                Key=key,
+                Body=content,
+                ContentMD5=base64.b64encode(digest.digest()).decode(),
+                **write_condition,
             )
             etag: str = response["ETag"].strip('"')
             # The ETag is the MD5 of the data, but with server-side encryption it may be another value.
             if etag == digest.hexdigest() or "ServerSideEncryption" in response:
                 return etag
-            if condition:  # let the retry replace only the object that arrived altered
-                condition = {"IfMatch": response["ETag"]}
+            if write_condition:  # the retry may replace only the altered object of this attempt
+                write_condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
-    def replace_if_unchanged(self, key: str, data: bytes, etag: str) -> str:
+    def replace_if_unchanged(self, key: str, content: bytes, etag: str) -> str:
         """Replace a small object whose ETag is `etag`, or create it if `etag` is empty, and return its new ETag. Return
         an empty string if another process has changed or created the object."""
         write_condition = {"IfMatch": f'"{etag}"'} if etag else {"IfNoneMatch": "*"}
-        return _call_or_none(_WRITE_CONFLICT_CODES, self.write, key, data, **write_condition) or ""
+        return _call_or_none(_WRITE_CONFLICT_CODES, self.write, key, content, **write_condition) or ""
 
     def remove(self, key: str) -> None:
         """Remove an object if it exists."""
@@ -274,20 +278,20 @@ class _TransferDigest:
         stored_sha256 = response.get("Metadata", {}).get("sha256", "")
         encryption_algorithm = response.get("ServerSideEncryption", "AES256")
         has_customer_key = encryption_algorithm != "AES256" or "SSECustomerAlgorithm" in response
-        self._digest: hashlib._Hash | None = None
+        self._hash: hashlib._Hash | None = None
         if _SHA256_PATTERN.fullmatch(stored_sha256):
-            self._digest, self._expected_digest = hashlib.sha256(), stored_sha256
+            self._hash, self._expected_digest = hashlib.sha256(), stored_sha256
         elif _MD5_PATTERN.fullmatch(etag) and not has_customer_key:
-            self._digest, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
+            self._hash, self._expected_digest = hashlib.md5(usedforsecurity=False), etag
 
     def update(self, block: bytes) -> None:
         """Add the next block of the object to the digest."""
-        if self._digest is not None:
-            self._digest.update(block)
+        if self._hash is not None:
+            self._hash.update(block)
 
     def verify(self, key: str) -> None:
         """Raise `_DigestMismatchError` if the digest of the received bytes differs from the digest of the store."""
-        if self._digest is not None and self._digest.hexdigest() != self._expected_digest:
+        if self._hash is not None and self._hash.hexdigest() != self._expected_digest:
             raise _DigestMismatchError(f"{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
 
@@ -304,9 +308,9 @@ def translate_errors(url: str, error_class: type[CosmosError] = UploadError, mes
     except ClientError as error:
         error_code = _read_error_code(error)
         if error_code in _DENIED_CODES:
-            remedy = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
-            problem = f"the store refuses the credentials ({error_code}); {remedy}"
-            raise ConfigError(f"{url}: {problem}{hint_suffix}") from error
+            remedy_text = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
+            problem_text = f"the store refuses the credentials ({error_code}); {remedy_text}"
+            raise ConfigError(f"{url}: {problem_text}{hint_suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
             raise error_class(f"{url}: what lies there was changed meanwhile{hint_suffix}") from error
         if error_code == "NoSuchKey":
@@ -318,12 +322,12 @@ def translate_errors(url: str, error_class: type[CosmosError] = UploadError, mes
         raise error_class(f"{url}: {' '.join(str(error).split())}{hint_suffix}") from error
 
 
-def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keyword_args: Any) -> Any:
     """Return the result of a call; None if the store responds with one of `error_codes`."""
     from botocore.exceptions import ClientError
 
     try:
-        return function(*arguments, **keywords)
+        return function(*arguments, **keyword_args)
     except ClientError as error:
         if _read_error_code(error) not in error_codes:
             raise
@@ -334,9 +338,9 @@ def _read_error_code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", "an error"))
 
 
-def _read_environment_variable(cosmos_variable: str, *aws_variables: str) -> str | None:
+def _read_environment_variable(cosmos_variable_suffix: str, *aws_variables: str) -> str | None:
     """Return the value of the first environment variable in `aws_variables` that is set. If the access key of Cosmos-RL
-    is set, return the value of `cosmos_variable` (a name without the prefix of Cosmos-RL) instead."""
+    is set, return the value of the variable of Cosmos-RL with this suffix instead."""
     if os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"):
-        return os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}{cosmos_variable}") or None
+        return os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}{cosmos_variable_suffix}") or None
     return next((value for value in map(os.environ.get, aws_variables) if value), None)

@@ -24,16 +24,15 @@ def list_data_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path
     files = []
     for subfolder, file_names in _walk_visible_folders(folder, ()):
         for name in file_names:
-            is_ignored = name.startswith(".") or name.lower().endswith(".md")
-            if not is_ignored and matches_patterns(Path(name), patterns) and (subfolder / name).is_file():
+            is_excluded = name.startswith(".") or name.lower().endswith(".md")
+            if not is_excluded and matches_patterns(Path(name), patterns) and (subfolder / name).is_file():
                 files.append(subfolder / name)
     return files
 
 
 def list_model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
     """Return the files of a model folder that match the patterns, without weight files that an index does not name.
-    Raises `ConfigError` if symbolic links form a cycle, and `ModelError` if an index names a file outside of its
-    folder."""
+    Raise ConfigError if symbolic links form a cycle, and ModelError if an index names a file outside its folder."""
     files = list_data_files(folder)
     index_files = [file for file in files if file.name.endswith(_INDEX_SUFFIX)]
     indexed_files = {file for index_file in index_files for file in _list_indexed_files(index_file)}
@@ -63,8 +62,8 @@ def _list_indexed_files(index_file: Path) -> list[Path]:
     file_names = {file_name for file_name in weight_file_names if isinstance(file_name, str)}
     for file_name in sorted(file_names):
         if is_outside_folder(file_name):
-            remedy = "a model is one folder: copy the file there"
-            raise ModelError(f"{index_file} names {file_name!r}, which lies outside of its folder; {remedy}")
+            remedy_text = "a model is one folder: copy the file there"
+            raise ModelError(f"{index_file} names {file_name!r}, which lies outside of its folder; {remedy_text}")
     return [index_file.parent / file_name for file_name in file_names]
 
 

@@ -171,14 +171,14 @@ def extend_run(run: Run, pipeline: Pipeline) -> Run:
 def open_or_create_run(pipeline: Pipeline, *, run_id: str = "") -> Run:
     """Return the existing run `run_id` of this pipeline to continue it, or a new run; raise ConfigError if the existing
     run has other settings, and the errors of `create_run`."""
-    existing_path = pipeline.output_dir.expanduser().absolute() / run_id
-    if not run_id or not (existing_path / PIPELINE_FILE).is_file():
+    existing_run_path = pipeline.output_dir.expanduser().absolute() / run_id
+    if not run_id or not (existing_run_path / PIPELINE_FILE).is_file():
         return create_run(pipeline, run_id=run_id, requires_exact_id=bool(run_id))
-    differing_keys = find_differing_keys(existing_path, pipeline)
+    differing_keys = find_differing_keys(existing_run_path, pipeline)
     if changed_keys := [key for key in differing_keys if key.removeprefix("pipeline.") not in BUDGET_KEYS]:
-        problem = f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])})"
-        raise ConfigError(f"{problem}; leave the run id out, or resume it as it is")
-    return replace_budget(open_run(existing_path, pipeline.stage_kinds), pipeline.config)
+        problem_text = f"run {run_id} exists and was made with other settings ({', '.join(changed_keys[:3])})"
+        raise ConfigError(f"{problem_text}; leave the run id out, or resume it as it is")
+    return replace_budget(open_run(existing_run_path, pipeline.stage_kinds), pipeline.config)
 
 
 def replace_budget(run: Run, config: PipelineConfig) -> Run:
@@ -202,7 +202,7 @@ def open_run(path: Path, stage_kinds: StageKinds) -> Run:
         run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), stage_kinds))
     except ConfigError as error:
         raise ConfigError(f"{error}; if another version made the run, continue it with that version") from error
-    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # make a copied run private again
+    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # copying may have made a private run public
         with suppress(PermissionError):  # only the owner may change permissions
             run.path.chmod(0o700)
     return run
@@ -225,8 +225,8 @@ def claim_run(run: Run, start_time: float | None = None) -> FileLock:
     ConfigError if another process holds it. The command began at the unix time `start_time`; None: now."""
     if run_lock := try_claim_run(run, start_time):
         return run_lock
-    command = f"cosmos status {shlex.quote(str(run.path))}"
-    raise ConfigError(f"run {run.id} is being run by another process; wait for it ({command}) or stop it")
+    status_command = f"cosmos status {shlex.quote(str(run.path))}"
+    raise ConfigError(f"run {run.id} is being run by another process; wait for it ({status_command}) or stop it")
 
 
 def try_claim_run(run: Run, start_time: float | None = None) -> FileLock | None:
@@ -256,8 +256,8 @@ def find_run(name_or_path: str, output_dir: Path) -> Path:
     if run_id in run_ids:
         return (output_dir / run_id).resolve()
     newest_runs_hint = f"; newest there: {', '.join(run_ids[-3:])}" if run_ids else ""
-    problem = f"no run {repr(name_or_path) if name_or_path else 'at all'} in {output_dir}{newest_runs_hint}"
-    raise ConfigError(f"{problem}; give its path, or the folder of runs with --output-dir")
+    problem_text = f"no run {repr(name_or_path) if name_or_path else 'at all'} in {output_dir}{newest_runs_hint}"
+    raise ConfigError(f"{problem_text}; give its path, or the folder of runs with --output-dir")
 
 
 def supersede_stage(stage_path: Path) -> None:
@@ -267,8 +267,8 @@ def supersede_stage(stage_path: Path) -> None:
     superseded_folder = stage_path.parent.parent / "superseded"
     superseded_folder.mkdir(exist_ok=True)
     name_parts = [path.name.rpartition(".") for path in superseded_folder.iterdir()]
-    number = 1 + max((int(number) for name, _, number in name_parts if name == stage_path.name), default=0)
-    os.rename(stage_path, superseded_folder / f"{stage_path.name}.{number}")
+    suffix = 1 + max((int(suffix) for name, _, suffix in name_parts if name == stage_path.name), default=0)
+    os.rename(stage_path, superseded_folder / f"{stage_path.name}.{suffix}")
 
 
 def list_attempt_folders(run_path: Path, stage_name: str) -> list[Path]:
@@ -289,11 +289,13 @@ def create_writable_folder(folder: Path) -> Path:
     return folder
 
 
-def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info: RunStartInfo, max_suffix: int) -> Path:
+def _create_run_folder(
+    output_dir: Path, run_id: str, pipeline_toml: str, start_info: RunStartInfo, max_suffix: int
+) -> Path:
     """Create the folder of a run atomically. If a run of this name exists, append a number up to `max_suffix` to it."""
     if not _RUN_ID_PATTERN.fullmatch(run_id):
-        naming_rule = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
-        raise ConfigError(f"run_id = {run_id!r} {naming_rule}")
+        naming_rule_text = "must be a plain folder name of letters, digits, '.', '-' and '_', at most 100"
+        raise ConfigError(f"run_id = {run_id!r} {naming_rule_text}")
     shared_folder = output_dir / SHARED_FOLDER
     shared_folder.mkdir(exist_ok=True)
     for stale_folder in shared_folder.glob("new-*"):
@@ -303,7 +305,7 @@ def _create_run_folder(output_dir: Path, run_id: str, pipeline: str, start_info:
     with tempfile.TemporaryDirectory(prefix="new-", dir=shared_folder, ignore_cleanup_errors=True) as folder:
         new_folder = Path(folder) / "run"
         (new_folder / "stages").mkdir(parents=True)
-        write_text(new_folder / PIPELINE_FILE, pipeline)
+        write_text(new_folder / PIPELINE_FILE, pipeline_toml)
         for suffix in ("", *(f"-{number}" for number in range(2, max_suffix + 1))):
             run_path = output_dir / f"{run_id}{suffix}"
             if run_path.exists():
@@ -333,8 +335,8 @@ def write_run_list(output_dir: Path) -> None:
     """Write `runs.json`, a list of all runs in a folder, the oldest run first."""
     with FileLock(output_dir / SHARED_FOLDER / "runs.lock") as lock:
         lock.acquire()
-        listed_keys = {"run_id", "pipeline", "started"}
-        write_json(output_dir / RUNS_FILE, [info.model_dump(include=listed_keys) for info in list_runs(output_dir)])
+        run_list_keys = {"run_id", "pipeline", "started"}
+        write_json(output_dir / RUNS_FILE, [info.model_dump(include=run_list_keys) for info in list_runs(output_dir)])
 
 
 def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
@@ -342,10 +344,10 @@ def find_differing_keys(run_path: Path, pipeline: Pipeline) -> list[str]:
     `run.json` is damaged, so that the original settings are unknown."""
     start_info = read_start_info(run_path)
     if start_info is None:
-        command = f"cosmos resume {shlex.quote(str(run_path))}"
-        raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: {command}")
-    changes = _find_changed_values(pipeline, read_toml(run_path / PIPELINE_FILE))
-    return [key for key, value in changes.items() if key not in start_info.fixed or start_info.fixed[key] != value]
+        resume_command = f"cosmos resume {shlex.quote(str(run_path))}"
+        raise ConfigError(f"{run_path / 'run.json'} is damaged; continue the run as it is: {resume_command}")
+    new_values = _find_changed_values(pipeline, read_toml(run_path / PIPELINE_FILE))
+    return [key for key, value in new_values.items() if key not in start_info.fixed or start_info.fixed[key] != value]
 
 
 def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,10 @@ def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | 
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    problem, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
-    return DiskFull(f"{problem}: {error.strerror}: {error.filename or path}; {remedy} and resume")
+    problem_text, remedy_text = (
+        ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
+    )
+    return DiskFull(f"{problem_text}: {error.strerror}: {error.filename or path}; {remedy_text} and resume")
 
 
 def find_disk_error(folder: Path) -> DiskFull | None:
@@ -62,8 +64,7 @@ def raise_disk_full(path: Path) -> Iterator[None]:
 
 @contextmanager
 def warn_if_disk_full(description: str) -> Iterator[None]:
-    """Log a warning in place of an `OSError` of the block if the disk is full or read-only; `description` names the
-    information that was not written."""
+    """Log a warning about `description` in place of an `OSError` of the block if the disk is full or read-only."""
     try:
         yield
     except OSError as error:

@@ -65,19 +65,21 @@ class Fingerprint:
         can_compare_inputs = bool(self.inputs and older_fingerprint.inputs)
         old_values = flatten_nonempty_tables(older_fingerprint.ingredients)
         new_values = flatten_nonempty_tables(self.ingredients)
-        messages = []
+        change_texts = []
         for key in sorted({*old_values, *new_values}):
             is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
             old_value, new_value = old_values.get(key), new_values.get(key)
             if old_value == new_value or (can_compare_inputs and is_input_digest):
                 continue
             is_upstream = key.startswith("inputs.")
-            shown_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
-            change_text = f"{key.removeprefix('config.')} {' -> '.join(shown_values)}"
-            messages.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text)
+            shortened_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
+            change_text = f"{key.removeprefix('config.')} {' -> '.join(shortened_values)}"
+            change_texts.append(
+                f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text
+            )
         if can_compare_inputs:
-            messages += _describe_input_changes(older_fingerprint.inputs, self.inputs)
-        return list(dict.fromkeys(messages))
+            change_texts += _describe_input_changes(older_fingerprint.inputs, self.inputs)
+        return list(dict.fromkeys(change_texts))
 
 
 def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequence[InputEntry]) -> Iterator[str]:
@@ -89,16 +91,15 @@ def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequen
         if old_digests.keys() == new_digests.keys():
             yield from (f"{name} changed" for name in new_digests if old_digests[name] != new_digests[name])
         elif sorted(old_digests.values()) != sorted(new_digests.values()):
-            joined_names = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
-            yield f"{role_and_key[1]} {' -> '.join(joined_names)}"
+            joined_input_names = (", ".join(input_entries) or "nothing" for input_entries in (old_digests, new_digests))
+            yield f"{role_and_key[1]} {' -> '.join(joined_input_names)}"
 
 
 def compute_fingerprint(
     pipeline: Pipeline, stage: StageConfig, stage_kind: StageKind, input_digests: Mapping[str, str], cache: DigestCache
 ) -> Fingerprint:
     """Return the fingerprint of one stage; `input_digests` maps each stage in `after` to the digest of its result.
-    Raises `ModelError` or `DataError` if a local model or data folder is missing, and `ConfigError` if user code is
-    missing."""
+    Raises `ModelError`, `DataError` or `ConfigError` if a local model, a data folder or user code is missing."""
     recipe, inputs = pipeline.recipes[stage.name], pipeline.inputs(stage)
     is_key_read = make_read_key_predicate(pipeline, stage)
     check_local_inputs(inputs)
@@ -111,9 +112,9 @@ def compute_fingerprint(
         if (recipe_table := getattr(recipe, name)) == type(recipe_table)():
             recipe_values.pop(name)
     # User functions and classes receive the whole config, so each setting may change their result.
-    hashes_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
+    should_hash_all_settings = any(each.role in {"entry", "data_code"} for each in inputs)
     hashed_settings = recipe_values
-    if not hashes_all_settings:
+    if not should_hash_all_settings:
         flat_recipe_values = flatten_nonempty_tables(_replace_import_paths(recipe_values, code_labels))
         hashed_settings = {key: value for key, value in flat_recipe_values.items() if is_key_read(key)}
     world_size = recipe.policy.parallelism.world_size if stage_kind.has_mesh else None
@@ -138,7 +139,7 @@ def compute_fingerprint(
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
-    if any(  # the package `reasoning-gym` generates or scores rows
+    if any(  # whether the package `reasoning-gym` generates or scores rows
         (each.role, each.location_type) == ("data", "literal")
         or (computes_rewards and (each.role, each.location) == ("reward", REASONING_GYM_REWARD))
         for each in inputs
@@ -172,10 +173,10 @@ def _computes_rewards(stage_input: StageInput, stage_kind: StageKind) -> bool:
 def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) -> Any:
     """Return a value that identifies the content of an input: a digest, a pinned name, or the ids of end tokens."""
     if stage_input.location_type in {"stage", "literal"}:
-        return stage_input.location  # the ingredient `inputs` of the fingerprint has the digest of the result
+        return stage_input.location  # the ingredient `inputs` has the digest of a stage's result
     if stage_input.location_type == "store":
         return f"remote:{stage_input.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
-    if stage_input.location_type == "hub":  # the config, which is hashed too, has the revision of a Hub data set
+    if stage_input.location_type == "hub":  # the revision of a Hub data set is hashed with the config
         revision_suffix = "" if stage_input.role == "data" else f"@{stage_input.revision}"
         return f"hub:{stage_input.location}{revision_suffix}"
     if stage_input.location_type == "code":
@@ -188,8 +189,8 @@ def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) ->
         return [path.stem, digest_cache.digest_files(path, files) if path.is_dir() else digest_cache.digest_file(path)]
     if not path.is_dir():
         return digest_cache.digest_file(path)
-    list_files = list_model_files if stage_input.role in {"model", "teacher", "carried"} else list_data_files
-    digest = digest_cache.digest_files(path, list_files(path, stage_input.patterns))
+    list_hashed_files = list_model_files if stage_input.role in {"model", "teacher", "carried"} else list_data_files
+    digest = digest_cache.digest_files(path, list_hashed_files(path, stage_input.patterns))
     # Hash the `configs` in the card of a data set too, which assign files to splits.
     if stage_input.role == "data" and (configs := read_card_metadata(path).get("configs")):
         return [digest, configs]
@@ -208,16 +209,18 @@ def _group_digests_by_role(inputs: Sequence[tuple[StageInput, Any]], code_labels
     """Return the digests of inputs by `StageInput.role`. The value is a list for `data`, a dict by name for roles that
     may have several inputs, such as `code`, and one digest for all other roles."""
     ingredients: dict[str, Any] = {"model": None, "data": []}
-    for each, digest in inputs:
-        if each.role == "data":
+    for stage_input, digest in inputs:
+        if stage_input.role == "data":
             ingredients["data"].append(digest)
-        elif each.role in {"code", "reward"}:
-            ingredients.setdefault("code", {})[code_labels[each.location]] = digest
-        elif each.location_type == "code" or each.role in {"rewards", "weights"}:
-            subkeys = {"rewards": each.key, "weights": Path(each.location).name}
-            ingredients.setdefault(each.role, {})[subkeys.get(each.role, each.location.rpartition(":")[2])] = digest
+        elif stage_input.role in {"code", "reward"}:
+            ingredients.setdefault("code", {})[code_labels[stage_input.location]] = digest
+        elif stage_input.location_type == "code" or stage_input.role in {"rewards", "weights"}:
+            key_by_role = {"rewards": stage_input.key, "weights": Path(stage_input.location).name}
+            ingredients.setdefault(stage_input.role, {})[
+                key_by_role.get(stage_input.role, stage_input.location.rpartition(":")[2])
+            ] = digest
         else:
-            ingredients[each.role] = digest
+            ingredients[stage_input.role] = digest
     return ingredients
 
 
@@ -226,17 +229,17 @@ def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
 
 
 def _collect_stage_keys(stage: StageConfig, stage_kind: StageKind) -> dict[str, Any]:
-    """Return the keys in the pipeline's entry of a stage, outside of its recipe, that are set and change its result."""
-    stage_values: dict[str, Any] = {}
-    if "after" in stage_kind.required_keys:  # merge weights refer to the upstream models by their order
-        stage_values["after"] = list(stage.after)
+    """Return the values of a stage's `[[pipeline.stages]]` entry, outside of its recipe, that change its result."""
+    key_values: dict[str, Any] = {}
+    if "after" in stage_kind.required_keys:  # keep the order of the models, to which merge weights refer
+        key_values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):
-            stage_values[key] = list(value) if isinstance(value, tuple) else value
+            key_values[key] = list(value) if isinstance(value, tuple) else value
     if stage.sweep is not None:
         branch_stage_names = [list(sweep_branch.stages) for sweep_branch in stage.sweep.branches]
-        stage_values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
-    return stage_values
+        key_values["sweep"] = {"metric": stage.sweep.metric, "mode": stage.sweep.mode, "branches": branch_stage_names}
+    return key_values
 
 
 def make_read_key_predicate(pipeline: Pipeline, stage: StageConfig) -> Callable[[str], bool]:
@@ -269,8 +272,8 @@ def _remove_media_paths(recipe_values: dict[str, Any]) -> dict[str, Any]:
     custom_table = recipe_values.get("custom") or {}
     if not isinstance(custom_table.get("dataset"), dict):
         return recipe_values
-    dataset_values = {key: value for key, value in custom_table["dataset"].items() if key not in MEDIA_PATH_NAMES}
-    return recipe_values | {"custom": custom_table | {"dataset": dataset_values}}
+    dataset_settings = {key: value for key, value in custom_table["dataset"].items() if key not in MEDIA_PATH_NAMES}
+    return recipe_values | {"custom": custom_table | {"dataset": dataset_settings}}
 
 
 def _label_user_code(inputs: Sequence[StageInput], is_key_read: Callable[[str], bool]) -> dict[str, str]:
@@ -294,5 +297,5 @@ def _replace_import_paths(nested_value: Any, code_labels: Mapping[str, str]) -> 
 
 
 def _shorten_value(setting_value: Any) -> str:
-    value_text = "nothing" if setting_value is None else str(setting_value)
-    return value_text if len(value_text) <= 40 else value_text[:12] + "..."
+    setting_text = "nothing" if setting_value is None else str(setting_value)
+    return setting_text if len(setting_text) <= 40 else setting_text[:12] + "..."

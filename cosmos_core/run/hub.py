@@ -28,8 +28,7 @@ Repository = tuple[Literal["model", "dataset"], str, str]
 
 def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the revision of every model and data set from the Hub replaced by a commit. Raises
-    `ModelError` or `DataError` if the Hub has no such repository, or neither the Hub nor its local cache is
-    readable."""
+    `ModelError` or `DataError` if the Hub has no such repository, or neither Hub nor local cache can be read."""
     commit_by_repository: dict[Repository, str] = {}  # stages that name the same repository read the same commit
     pinned_recipes = {}
     for stage in pipeline.stages:
@@ -48,8 +47,7 @@ def pin_hub_revisions(pipeline: Pipeline) -> Pipeline:
 
 
 def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT_SECONDS) -> str:
-    """Return the commit of a revision on the Hub, or in the local cache if the Hub does not respond in time; for errors
-    see `pin_hub_revisions`."""
+    """Return the commit of a revision on the Hub or, if the Hub does not respond in time, in the local cache."""
     repo_type, repo_name, revision = repository
     if _COMMIT_PATTERN.fullmatch(revision):
         return revision
@@ -113,7 +111,7 @@ def replace_setting(settings: Any, dotted_key: str, new_value: Any) -> Any:
     """Return a copy of nested settings with a new value at a dotted key, in which numbers are indices of lists."""
     field_name, _, nested_key = dotted_key.partition(".")
     if isinstance(settings, tuple):
-        index = int(field_name)
-        return (*settings[:index], replace_setting(settings[index], nested_key, new_value), *settings[index + 1 :])
+        i = int(field_name)
+        return (*settings[:i], replace_setting(settings[i], nested_key, new_value), *settings[i + 1 :])
     field_value = replace_setting(getattr(settings, field_name), nested_key, new_value) if nested_key else new_value
     return settings.model_copy(update={field_name: field_value})

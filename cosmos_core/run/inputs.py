@@ -32,7 +32,7 @@ _REWARDS_PACKAGE = "cosmos_core.rewards"
 GENERATOR_PACKAGE = "reasoning-gym"
 """Package that generates rows of reasoning tasks and computes their reward."""
 _NEAR_DUPLICATES_KEY = "train.train_policy.clean.near_duplicates"
-_PACKAGE_KEYS = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
+_PACKAGE_REQUIRING_KEYS = ("evaluate.tasks", "sample.endpoint", _NEAR_DUPLICATES_KEY)
 """Recipe keys that require a package only in stages whose kind reads the key."""
 _EXTRA_BY_PACKAGE = {"datasketch": "clean", "lm-eval": "eval", "mlflow-skinny": "mlflow"}
 """Name of the extra that installs a package, if it differs from the name of the package."""
@@ -59,17 +59,19 @@ def check_inputs(pipeline: Pipeline) -> None:
                 _check_arguments(stage)
             if stage_kind.trains_model:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
-                    problem = "these kernels need an NVIDIA GPU, and this machine has none"
-                    raise ConfigError(f"policy.enable_liger_kernel = true: {problem}; leave it out")
+                    problem_text = "these kernels need an NVIDIA GPU, and this machine has none"
+                    raise ConfigError(f"policy.enable_liger_kernel = true: {problem_text}; leave it out")
                 if not stage.work_pool:  # the machine of a work pool checks its own compiler
                     _check_compiler(recipe, pipeline.config.python)
             unused_packages = {} if stage_kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
-                is_required = package not in unused_packages and (key not in _PACKAGE_KEYS or stage_kind.reads_key(key))
+                is_required = package not in unused_packages and (
+                    key not in _PACKAGE_REQUIRING_KEYS or stage_kind.reads_key(key)
+                )
                 if is_required and package in missing_packages:
                     extra_name = _EXTRA_BY_PACKAGE.get(package, package)
-                    remedy = f"pip install 'cosmos-posttrain[{extra_name}]' or leave it out"
-                    raise ConfigError(f"{key}: the package {package} is not installed; {remedy}")
+                    remedy_text = f"pip install 'cosmos-posttrain[{extra_name}]' or leave it out"
+                    raise ConfigError(f"{key}: the package {package} is not installed; {remedy_text}")
         except (ConfigError, DataError, ModelError, RewardError) as error:
             raise type(error)(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
 
@@ -180,32 +182,34 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
 def _list_required_packages(recipe: Recipe) -> dict[str, str]:
     """Return the optional packages that a recipe requires, each with the setting that requires it."""
     sink_names = [name for name in recipe.logging.logger if name != CONSOLE_SINK and not is_import_path(name)]
-    required_by = {load_class(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names}
+    setting_by_package = {
+        load_class(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names
+    }
     if recipe.evaluate.tasks:
-        required_by["lm-eval"] = "evaluate.tasks"
+        setting_by_package["lm-eval"] = "evaluate.tasks"
     if recipe.sample.endpoint:
-        required_by["openai"] = "sample.endpoint"
+        setting_by_package["openai"] = "sample.endpoint"
     if deduplication_packages(recipe):
-        required_by["datasketch"] = _NEAR_DUPLICATES_KEY
+        setting_by_package["datasketch"] = _NEAR_DUPLICATES_KEY
     if recipe.uses_judge:
-        required_by["openai"] = "the reward judge"
+        setting_by_package["openai"] = "the reward judge"
     for key, dataset in recipe.datasets.items():
         if reasoning_gym_generator(dataset.name):
-            required_by[GENERATOR_PACKAGE] = f"{key}.name = {dataset.name!r}"
+            setting_by_package[GENERATOR_PACKAGE] = f"{key}.name = {dataset.name!r}"
     if REASONING_GYM_REWARD in {*recipe.train.train_policy.rewards, *recipe.validation.reward_function}:
-        required_by.setdefault(GENERATOR_PACKAGE, f"the reward {REASONING_GYM_REWARD}")
-    return required_by | kernel_packages(recipe)
+        setting_by_package.setdefault(GENERATOR_PACKAGE, f"the reward {REASONING_GYM_REWARD}")
+    return setting_by_package | kernel_packages(recipe)
 
 
 def _check_compiler(recipe: Recipe, python_path: str) -> None:
     machine_properties = measure_worker_machine(python_path=python_path, may_use_ray=True)
     optimizer_name = recipe.train.optm_name
     if optimizer_name.endswith("8bit"):
-        setting_text, remedy = f"train.optm_name = {optimizer_name!r}", "take another optimizer"
+        setting_text, remedy_text = f"train.optm_name = {optimizer_name!r}", "take another optimizer"
     elif recipe.should_compile_blocks("cpu" if machine_properties.device == "cpu" else "cuda"):
-        setting_text, remedy = "train.compile", "set train.compile = false"
+        setting_text, remedy_text = "train.compile", "set train.compile = false"
     else:
         return
     if machine_properties.lacks:
-        problem = f"{setting_text} needs {machine_properties.lacks} on {machine_properties.host}, which runs it"
-        raise ConfigError(f"{problem}; install it there, or {remedy}")
+        problem_text = f"{setting_text} needs {machine_properties.lacks} on {machine_properties.host}, which runs it"
+        raise ConfigError(f"{problem_text}; install it there, or {remedy_text}")

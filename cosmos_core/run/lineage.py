@@ -113,13 +113,13 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
     """Return the origin of a stage's model for its model card: `base_model` and `revision` of the external model, or
     `made_by`, the user function that created the first model, and `data`, the names of the external data sets."""
     dataset_names: dict[str, None] = {}
-    pending_stages, visited_names = [stage], set()
+    pending_stages, seen_names = [stage], set()
     while pending_stages:
         current_stage = pending_stages.pop(0)
-        visited_names.add(current_stage.name)
+        seen_names.add(current_stage.name)
         dataset_names |= dict.fromkeys(_list_dataset_names(pipeline, current_stage))
-        upstreams = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
-        pending_stages += [pipeline.stage(name) for name in upstreams if name is not None and name not in visited_names]
+        input_names = map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))
+        pending_stages += [pipeline.stage(name) for name in input_names if name is not None and name not in seen_names]
     while (name := referenced_stage(pipeline.initial_model(stage))) is not None:
         stage = pipeline.stage(name)
     model_input = next((stage_input for stage_input in pipeline.inputs(stage) if stage_input.role == "model"), None)
@@ -139,8 +139,7 @@ def strip_local_path(name: str) -> str:
 
 
 def describe_base_model(stage: Stage) -> str:
-    """Return a name of a training's base model that is valid on any machine: a Hub id, a stage, or a folder's name and
-    digest."""
+    """Return a name of a training's base model for any machine: a Hub id, a stage, or a folder's name and digest."""
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream_name := referenced_stage(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"

@@ -29,8 +29,7 @@ class RunHolder(Launcher):
     since: UnixSeconds = 0.0
     """Time at which the command of the process began, in seconds since 1970."""
     flow_state: Literal["", "running", "completed", "failed", "stopped"] = ""
-    """State of the Python flow that the process executes, or empty; `stopped`, also for a TOML file: the flow was asked
-    to stop before its end."""
+    """State of the Python flow that the process executes; for a TOML file, empty or `stopped` after a stop request."""
 
     @property
     def is_this_process(self) -> bool:
@@ -127,8 +126,8 @@ def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", 
     the last stage may still run, fail, be stopped or have died with its process."""
     run_holder = read_holder(run_path)
     match run_holder.flow_state if run_holder else "":
-        case "failed" | "stopped" as state:
-            return state
+        case "failed" | "stopped" as flow_state:
+            return flow_state
         case "running":
             return "running" if find_dead_holder_start_time(run_path) is None else "died"
     return "done"
@@ -153,11 +152,13 @@ def has_lost_launcher(stage_state: StageState) -> bool:
     return stage_state.launcher_pid is not None and stage_state.has_ended
 
 
-def is_stage_dead(state: StageState, current_time: float) -> bool:
+def is_stage_dead(stage_state: StageState, current_time: float) -> bool:
     """Return True if a stage is marked as running although its launcher and its worker have ended."""
-    if state.state not in ACTIVE_STATES:
+    if stage_state.state not in ACTIVE_STATES:
         return False
-    if state.launcher_pid is not None and state.is_local:
-        return has_lost_launcher(state) and not is_alive(state.pid, state.pid_started)
-    is_attempt_unfinished = bool(state.spans) and state.spans[-1][1] is None
-    return is_attempt_unfinished and state.renewed is not None and current_time - state.renewed > LEASE_SECONDS
+    if stage_state.launcher_pid is not None and stage_state.is_local:
+        return has_lost_launcher(stage_state) and not is_alive(stage_state.pid, stage_state.pid_started)
+    is_attempt_unfinished = bool(stage_state.spans) and stage_state.spans[-1][1] is None
+    return (
+        is_attempt_unfinished and stage_state.renewed is not None and current_time - stage_state.renewed > LEASE_SECONDS
+    )

@@ -25,8 +25,7 @@ class FileLock:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def try_acquire(self) -> bool:
-        """Acquire the lock and return True, or return False if another descriptor holds it. Raise ConfigError if the
-        file system has no locks."""
+        """Try to acquire the lock, and return True on success; raise ConfigError if the file system has no locks."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -57,19 +56,21 @@ class FileLock:
         self.release()
 
 
-def open_stage_lock(run_path: Path, stage: str) -> FileLock:
+def open_stage_lock(run_path: Path, stage_name: str) -> FileLock:
     """Open the lock of a stage in a run directory; raise StageFailed if the lock file cannot be created."""
-    path = run_path / "locks" / f"{stage}.lock"
+    path = run_path / "locks" / f"{stage_name}.lock"
     try:
         return FileLock(path)
     except OSError as error:
-        raise make_disk_full_error(error, path) or StageFailed(f"stage {stage!r}: {path}: {error.strerror}") from error
+        raise make_disk_full_error(error, path) or StageFailed(
+            f"stage {stage_name!r}: {path}: {error.strerror}"
+        ) from error
 
 
-def create_locked_folder(folder: Path, parent_variable: str = "TMPDIR = ") -> int:
+def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -> int:
     """Create a private folder for temporary files, and return the descriptor that holds its shared lock: while a
     process has it open, no other process removes the folder. Raise ConfigError, which names the parent folder by
-    `parent_variable`, if the file system has no locks."""
+    `parent_setting_text`, if the file system has no locks."""
     hidden_folder = folder.with_name(f".{folder.name}")  # no process removes a folder whose name begins with a dot
     hidden_folder.mkdir(mode=0o700)
     lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -80,11 +81,11 @@ def create_locked_folder(folder: Path, parent_variable: str = "TMPDIR = ") -> in
         hidden_folder.rmdir()
         if error.errno not in _NO_LOCKS_ERRNOS:
             raise
-        raise _make_missing_locks_error(folder.parent, error, parent_variable) from error
+        raise _make_missing_locks_error(folder.parent, error, parent_setting_text) from error
     hidden_folder.rename(folder)
     return lock_descriptor
 
 
 def _make_missing_locks_error(folder: Path, error: OSError, message_prefix: str = "") -> ConfigError:
-    problem = f"{message_prefix}{folder}: its file system has no locks ({error.strerror})"
-    return ConfigError(f"{problem}; take a folder on a local disk or NFS 4")
+    problem_text = f"{message_prefix}{folder}: its file system has no locks ({error.strerror})"
+    return ConfigError(f"{problem_text}; take a folder on a local disk or NFS 4")

@@ -99,9 +99,9 @@ def commit_manifest(
         if not relative_path:  # check all outputs before links below any output are replaced
             raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
     for path_text in (text for key in ("model", "data") if isinstance(text := info.get(key), str) and text):
-        relative_path = _find_relative_path(stage_path, path_text)  # what a `stage:NAME` setting reads is an output too
-        is_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
-        if relative_path and not is_output and os.path.exists(stage_path / relative_path):
+        relative_path = _find_relative_path(stage_path, path_text)  # `stage:NAME` reads this path, so it is an output
+        is_in_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
+        if relative_path and not is_in_output and os.path.exists(stage_path / relative_path):
             relative_paths = [each for each in relative_paths if not Path(each).is_relative_to(relative_path)]
             relative_paths.append(relative_path)
     output_records = []
@@ -130,10 +130,10 @@ def commit_manifest(
 
 def compute_result_digest(result: Result) -> str:
     """Return one digest over everything that later stages may read: files, info, and metrics except time and memory."""
-    file_lines = sorted(f"{file_record['path']}\0{file_record['sha256']}" for file_record in result["outputs"])
+    output_digest_lines = sorted(f"{file_record['path']}\0{file_record['sha256']}" for file_record in result["outputs"])
     ignored_metric_prefixes = ("time/", "throughput/", "memory/")
     metrics = {key: value for key, value in result["metrics"].items() if not key.startswith(ignored_metric_prefixes)}
-    canonical_json = json.dumps([file_lines, metrics, result["info"]], sort_keys=True)
+    canonical_json = json.dumps([output_digest_lines, metrics, result["info"]], sort_keys=True)
     return hashlib.sha256(canonical_json.encode()).hexdigest()
 
 
@@ -176,7 +176,7 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
 
 def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result:
     """Copy the outputs and metrics of the finished stage in `source_path` to `target_path`; write a manifest there."""
-    for folder_link in _list_folder_links(target_path):  # an unfinished attempt may have linked to other folders
+    for folder_link in _list_folder_links(target_path):  # copies must not follow links of an unfinished attempt
         if folder_link != target_path:
             folder_link.unlink()
     for file_record in result["outputs"]:
@@ -216,8 +216,7 @@ def _with_relative_paths(stage_path: Path, info: dict[str, JsonValue]) -> dict[s
 
 def _replace_folder_links(stage_path: Path, output_path: Path) -> None:
     """Replace each link to a folder outside of the stage, at or below an output, by a folder with a link to each of its
-    files: the files are then part of the output, and nothing that is written to the output is written to the other
-    folder."""
+    files: the files are then part of the output, and writes to the output do not change the other folder."""
     real_stage_path = stage_path.resolve()
     for folder_link in _list_folder_links(output_path):
         folder = folder_link.resolve()

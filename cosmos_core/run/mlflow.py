@@ -40,10 +40,10 @@ def get_or_create_run(client: Any, experiment_name: str, run_key: str, run_name:
                 raise
         mlflow_experiment = client.get_experiment_by_name(experiment_name)
     experiment_id, run_key_filter = mlflow_experiment.experiment_id, f"tags.`{RUN_KEY_TAG}` = '{run_key}'"
-    search_runs = partial(client.search_runs, [experiment_id], run_key_filter, order_by=["attributes.start_time ASC"])
-    if not search_runs():
+    find_runs = partial(client.search_runs, [experiment_id], run_key_filter, order_by=["attributes.start_time ASC"])
+    if not find_runs():
         client.create_run(experiment_id, tags={**tags, RUN_KEY_TAG: run_key}, run_name=run_name)
-    return search_runs()[0]  # take the oldest: a repeated request may have created a second run
+    return find_runs()[0]  # take the oldest: a repeated request may have created a second run
 
 
 def sanitize_metric_name(name: str) -> str:

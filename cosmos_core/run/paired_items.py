@@ -24,7 +24,7 @@ class PairedDifferences:
     """Differences of a metric between a new and an old model, one per item of a benchmark."""
 
     item_differences: tuple[float, ...]
-    is_binary: bool
+    has_binary_metric: bool
     """True if the metric of every item is 0 or 1 (wrong or right)."""
 
     @property
@@ -37,10 +37,10 @@ class PairedDifferences:
         difference is `margin`, by McNemar's exact test for a binary metric without a margin, otherwise by the paired
         Student's t-test. Raises `ConfigError` if SciPy is not installed."""
         stats = _import_scipy_stats()
-        if self.is_binary and not margin:
+        if self.has_binary_metric and not margin:
             num_better = sum(difference > 0 for difference in self.item_differences)
-            num_changed = sum(difference != 0 for difference in self.item_differences)
-            return float(stats.binomtest(num_better, num_changed, alternative="greater").pvalue) if num_changed else 1.0
+            num_unequal = sum(difference != 0 for difference in self.item_differences)
+            return float(stats.binomtest(num_better, num_unequal, alternative="greater").pvalue) if num_unequal else 1.0
         return float(stats.ttest_1samp(self._nonconstant_differences, margin, alternative="greater").pvalue)
 
     def summarize(self, confidence: float) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class PairedDifferences:
     @property
     def _nonconstant_differences(self) -> tuple[float, ...]:
         """Return the differences and one positive and one negative extra value, so that the variance is never zero."""
-        largest_difference = 1.0 if self.is_binary else max(map(abs, self.item_differences)) or 1e-12
+        largest_difference = 1.0 if self.has_binary_metric else max(map(abs, self.item_differences)) or 1e-12
         return (*self.item_differences, largest_difference, -largest_difference)
 
 
@@ -91,13 +91,15 @@ def find_published_item_folders(publication_record: Mapping[str, Any], metric: s
             yield file.parent
 
 
-def compute_detectable_effect(metric: str, mean: float, folder: Path, confidence: float) -> tuple[int, float] | None:
+def compute_detectable_effect(
+    metric: str, expected_mean: float, folder: Path, confidence: float
+) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
-    differences. Return None if the evaluation kept no items, or if the mean of its items is not `mean`."""
+    differences. Return None if the evaluation kept no items, or if the mean of its items is not `expected_mean`."""
     scores = list(_read_item_values(metric, folder / ITEMS_FILE).values())
     num_items = len(scores)
-    if num_items < 2 or not abs(math.fsum(scores) / num_items - mean) <= 1e-6:
+    if num_items < 2 or not abs(math.fsum(scores) / num_items - expected_mean) <= 1e-6:
         return None
     stddev = pstdev([*scores, min(scores), max(scores)]) if len({*scores}) > 1 else 1.0 / math.sqrt(num_items)
     return num_items, _compute_detection_factor(confidence) * stddev * math.sqrt(2 / num_items)
@@ -106,11 +108,11 @@ def compute_detectable_effect(metric: str, mean: float, folder: Path, confidence
 def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDifferences | None:
     """Return the differences per item of the metric `evaluation/TASK/METRIC` between the evaluations in two stage
     directories; None if an evaluation kept no items, or if the items differ."""
-    model_values = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (new_folder, old_folder)]
-    if len(model_values[0]) < 2 or model_values[0].keys() != model_values[1].keys():
+    item_values = [_read_item_values(metric, folder / ITEMS_FILE) for folder in (new_folder, old_folder)]
+    if len(item_values[0]) < 2 or item_values[0].keys() != item_values[1].keys():
         return None
-    item_differences = tuple(model_values[0][item] - model_values[1][item] for item in model_values[0])
-    return PairedDifferences(item_differences, {*model_values[0].values(), *model_values[1].values()} <= {0.0, 1.0})
+    item_differences = tuple(item_values[0][item] - item_values[1][item] for item in item_values[0])
+    return PairedDifferences(item_differences, {*item_values[0].values(), *item_values[1].values()} <= {0.0, 1.0})
 
 
 def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], float]:

@@ -55,15 +55,15 @@ def decide_reuse(
     entry_files = sorted(fingerprint_folder(output_dir, expected_fingerprint.value).glob("*.json"), reverse=True)
     # Use generators, so that the entries of other runs, of which there may be hundreds, are read only if needed.
     stage_names = (entry.get("stage") for entry in map(read_json_object, entry_files))
-    other_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
-    own_stage_paths, damage_text = [] if stage_path is None else [stage_path], ""
-    for path in chain(own_stage_paths, (path for path in other_stage_paths if path != stage_path)):
+    registered_stage_paths = (output_dir / name for name in stage_names if isinstance(name, str))
+    current_stage_paths, damage_text = [] if stage_path is None else [stage_path], ""
+    for path in chain(current_stage_paths, (path for path in registered_stage_paths if path != stage_path)):
         result, run_label = read_result(path), f"run {path.parent.parent.name}"
         if result is None or result["fingerprint"] != expected_fingerprint.value:
             continue
-        path_damage = find_output_damage(path, result, ignores_cache=ignores_cache)
-        if path_damage:
-            damage_text = damage_text or (path_damage if path == stage_path else f"{run_label}: {path_damage}")
+        output_damage = find_output_damage(path, result, ignores_cache=ignores_cache)
+        if output_damage:
+            damage_text = damage_text or (output_damage if path == stage_path else f"{run_label}: {output_damage}")
         elif path == stage_path:
             return StageDecision("reuse", "done in this run", path, result)
         else:
@@ -80,8 +80,7 @@ def plan_stages(
     find_stored_result: Callable[[str], Result | None] = lambda fingerprint: None,
 ) -> dict[str, StageDecision]:
     """Return a decision for every stage, in topological order, without changing anything; `find_stored_result` looks up
-    a result by its fingerprint in an artifact store. Raises `ConfigError`, `ModelError` or `DataError` if an input of a
-    stage is missing."""
+    a result by its fingerprint in an artifact store. Raises `CosmosError` if an input of a stage is missing."""
     digest_cache = shared_digest_cache(output_dir, ignores_cache=ignores_cache)
     decisions: dict[str, StageDecision] = {}
     for stage in pipeline.stages:
@@ -97,10 +96,13 @@ def plan_stages(
             continue
         current_fingerprint = compute_fingerprint(pipeline, stage, stage_kind, upstream_digests, digest_cache)
         decision: StageDecision | None = None
-        candidates = [current_fingerprint]
+        candidate_fingerprints = [current_fingerprint]
         if stage.work_pool:
-            candidates = [*find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint), *candidates]
-        for candidate in candidates:
+            candidate_fingerprints = [
+                *find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint),
+                *candidate_fingerprints,
+            ]
+        for candidate in candidate_fingerprints:
             if decision is None or decision.action == "run":
                 decision = decide_reuse(output_dir, None, candidate, ignores_cache=ignores_cache)
             if (decision is None or decision.action == "run") and (result := find_stored_result(candidate.value)):
@@ -129,7 +131,7 @@ def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint
     if not run.pipeline.stage_kind(stage).is_reusable:
         return ""
     if saved_fingerprint := read_fingerprint(stage_path):
-        # An attempt with the same fingerprint and no result is a retry.
+        # A retry has the same fingerprint and no result, so that the list of differences is empty.
         if saved_fingerprint.value != current_fingerprint.value or read_result(stage_path) is None:
             return "; ".join(current_fingerprint.describe_difference(saved_fingerprint))
     elif read_state(stage_path).forced:
@@ -159,14 +161,14 @@ def find_pool_fingerprints(
     return list({fingerprint.value: fingerprint for fingerprint in pool_fingerprints}.values())
 
 
-def _parse_fingerprint(saved_values: Any) -> Fingerprint | None:
-    if not isinstance(saved_values, dict) or not isinstance(saved_values.get("ingredients"), dict):
+def _parse_fingerprint(saved_fields: Any) -> Fingerprint | None:
+    if not isinstance(saved_fields, dict) or not isinstance(saved_fields.get("ingredients"), dict):
         return None
-    saved_inputs = saved_values.get("inputs")  # runs of earlier versions have no list of inputs
-    input_lists = [each for each in saved_inputs if isinstance(each, list)] if isinstance(saved_inputs, list) else []
-    valid_input_lists = [each for each in input_lists if len(each) == 4]
-    input_tuples = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in valid_input_lists)
-    return Fingerprint(str(saved_values.get("value")), saved_values["ingredients"], input_tuples)
+    saved_inputs = saved_fields.get("inputs")  # runs of earlier versions have no list of inputs
+    listed_inputs = [each for each in saved_inputs if isinstance(each, list)] if isinstance(saved_inputs, list) else []
+    valid_inputs = [each for each in listed_inputs if len(each) == 4]
+    input_entries = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in valid_inputs)
+    return Fingerprint(str(saved_fields.get("value")), saved_fields["ingredients"], input_entries)
 
 
 def _read_saved_fingerprints(output_dir: Path, pipeline_name: str, stage: str) -> dict[str, tuple[Fingerprint, str]]:
@@ -197,4 +199,4 @@ def _find_most_similar_run(
     fingerprints; empty values if no earlier run has the stage."""
     saved_fingerprints = _read_saved_fingerprints(output_dir, pipeline_name, stage_name).items()
     changes = [(run_id, current_fingerprint.describe_difference(saved)) for run_id, (saved, _) in saved_fingerprints]
-    return min(changes, key=lambda run_changes: len(run_changes[1]), default=("", []))
+    return min(changes, key=lambda run_and_differences: len(run_and_differences[1]), default=("", []))

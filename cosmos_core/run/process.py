@@ -43,8 +43,7 @@ def identify_process() -> dict[str, Any]:
 
 @cache
 def identify_machine() -> str:
-    """Return an identifier of this machine since its last boot; containers with the same host name have different
-    identifiers."""
+    """Return an identifier of this machine since its last boot; it differs between containers of one host name."""
     boot_id_file, pid_namespace_link = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     boot_id = boot_id_file.read_text().strip() if boot_id_file.is_file() else ""
     pid_namespace = os.readlink(pid_namespace_link) if pid_namespace_link.is_symlink() else ""

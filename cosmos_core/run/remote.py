@@ -74,11 +74,13 @@ def download_inputs(pipeline: Pipeline, stage: StageConfig, on_file: Callable[[]
     return convert_references(stage, to_local_path), convert_references(recipe, to_local_path)
 
 
-def download_url(source: str, output_dir: Path) -> str:
+def download_url(location: str, output_dir: Path) -> str:
     """Download the present content of an S3 URL to the shared folder of the runs in `output_dir`, and return its local
     path; return any other name unchanged. For errors see `download_inputs`."""
     downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    return str(download_pinned_url(append_content_digest(source), downloads_folder)) if is_s3_url(source) else source
+    return (
+        str(download_pinned_url(append_content_digest(location), downloads_folder)) if is_s3_url(location) else location
+    )
 
 
 def download_pinned_url(url: str, downloads_folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
@@ -108,13 +110,13 @@ def _resolve_latest_pointer(url: str) -> str:
     if last_url_part != _LATEST_FOLDER:
         return url.rstrip("/")
     bucket_name, key_prefix = split_s3_url(parent_url)
-    latest_run_bytes = Bucket(bucket_name).read(f"{key_prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
-    if latest_run_bytes is None:
+    latest_pointer_bytes = Bucket(bucket_name).read(f"{key_prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
+    if latest_pointer_bytes is None:
         return url.rstrip("/")
-    latest_run_pointer: Any = None
+    latest_pointer: Any = None
     with suppress(ValueError):
-        latest_run_pointer = json.loads(latest_run_bytes)
-    version_name = latest_run_pointer.get("version") if isinstance(latest_run_pointer, dict) else None
+        latest_pointer = json.loads(latest_pointer_bytes)
+    version_name = latest_pointer.get("version") if isinstance(latest_pointer, dict) else None
     if not version_name or not isinstance(version_name, str):
         raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
     return f"{parent_url}/{version_name}"
@@ -148,8 +150,10 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
     folder.mkdir(parents=True, exist_ok=True)
     for temporary_file in folder.rglob(".*.tmp"):  # remove files of killed processes, as the caller holds the lock
         temporary_file.unlink()
-    paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
-    missing_files = [(each, path) for each, path in paths if not (path.is_file() and path.stat().st_size == each.size)]
+    objects_and_paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
+    missing_files = [
+        (each, path) for each, path in objects_and_paths if not (path.is_file() and path.stat().st_size == each.size)
+    ]
     total_bytes = sum(each.size for each, _ in missing_files)
     if total_bytes > shutil.disk_usage(folder).free:
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")

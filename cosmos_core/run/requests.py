@@ -17,14 +17,14 @@ def request_profile(run: Run) -> list[str]:
     return _write_request_files(run, stage_names, PROFILE_REQUEST_FILE, True)
 
 
-def _write_request_files(run: Run, stage_names: list[str], request_file: str, request_value: JsonValue) -> list[str]:
+def _write_request_files(run: Run, stage_names: list[str], request_file: str, request_content: JsonValue) -> list[str]:
     """Write a request file for the stages that have begun; return the names of these stages."""
-    started_stages = [name for name in stage_names if (run.stage_path(name) / "stage.toml").is_file()]
-    if not started_stages:
+    started_stage_names = [name for name in stage_names if (run.stage_path(name) / "stage.toml").is_file()]
+    if not started_stage_names:
         raise ConfigError(f"run {run.id}: {', '.join(stage_names)} has not begun; try again when it has")
-    for name in started_stages:
-        write_json(run.stage_path(name) / request_file, request_value)
-    return started_stages
+    for name in started_stage_names:
+        write_json(run.stage_path(name) / request_file, request_content)
+    return started_stage_names
 
 
 def request_num_engines(run: Run, num_engines: int) -> list[str]:
@@ -33,6 +33,6 @@ def request_num_engines(run: Run, num_engines: int) -> list[str]:
     training_names = [stage.name for stage in run.pipeline.stages if run.pipeline.stage_kind(stage).feed == "rollouts"]
     stage_names = [name for name in training_names if run.pipeline.recipes[name].num_engines]
     if not stage_names:
-        problem = f"run {run.id} has no training with rollout engines beside its ranks"
-        raise ConfigError(f"{problem}; set mode = 'disaggregated'")
+        problem_text = f"run {run.id} has no training with rollout engines beside its ranks"
+        raise ConfigError(f"{problem_text}; set mode = 'disaggregated'")
     return _write_request_files(run, stage_names, ENGINES_FILE, num_engines)

@@ -20,11 +20,11 @@ from cosmos_core.run.fingerprint import compute_fingerprint
 
 _MODEL_REVISION_KEY = "policy.model_revision"
 _PUBLICATION_KEYS = {"kind", "after", "model", "require", "confidence", "target"}
-_CONTENT_INGREDIENTS = (
+_CONTENT_INGREDIENT_NAMES = (
     "kind", "result_version", "config", "after", "data", "media", "code", "data_code", "entry", "chat_template",
     "template", "reward_service", "rewards", "checkpoint", "format", "sweep", "teacher", "adapter", "weights", "resume",
 )  # fmt: skip
-_MODEL_INGREDIENTS = ("model", "end_tokens", "carried")
+_MODEL_INGREDIENT_NAMES = ("model", "end_tokens", "carried")
 
 
 class RetrainState(JsonDocument):
@@ -42,34 +42,34 @@ def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published")
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.stage_kind(stage).is_reusable:  # a gate or upload reads only results of other stages
-            format_keys = {"format"} if stage.format else set()
-            content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | format_keys)
+        if not pipeline.stage_kind(stage).is_reusable:  # gates and uploads have no fingerprint, only settings
+            optional_keys = {"format"} if stage.format else set()
+            content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | optional_keys)
             continue
         ingredients = compute_fingerprint(pipeline, stage, pipeline.stage_kind(stage), {}, digest_cache).ingredients
         ingredients["config"].pop(_MODEL_REVISION_KEY, None)
-        ingredient_names: tuple[str, ...] = _CONTENT_INGREDIENTS
+        ingredient_names: tuple[str, ...] = _CONTENT_INGREDIENT_NAMES
         if initial_model == "base" and not _starts_from_target(pipeline, stage):
-            ingredient_names += _MODEL_INGREDIENTS
+            ingredient_names += _MODEL_INGREDIENT_NAMES
         content_by_stage[stage.name] = {name: ingredients[name] for name in ingredient_names if name in ingredients}
     return hashlib.sha256(json.dumps(content_by_stage, sort_keys=True).encode()).hexdigest()
 
 
 def _starts_from_target(pipeline: Pipeline, stage: StageConfig) -> bool:
     """Return True if the model of a stage lies at a publication target of the pipeline."""
-    targets = [each.target for each in pipeline.stages if each.target]
-    targets = [target.partition("@")[0] if target.startswith("hub://") else target for target in targets]
+    target_urls = [each.target for each in pipeline.stages if each.target]
+    target_urls = [target.partition("@")[0] if target.startswith("hub://") else target for target in target_urls]
     model_inputs = [each for each in pipeline.inputs(stage) if each.role == "model"]
     model_urls = [f"hub://{each.location}" if each.location_type == "hub" else each.location for each in model_inputs]
-    return any(f"{each}/".startswith(f"{target.rstrip('/')}/") for each in model_urls for target in targets)
+    return any(f"{each}/".startswith(f"{target.rstrip('/')}/") for each in model_urls for target in target_urls)
 
 
 def locate_retrain_state(pipeline: Pipeline, overrides: Sequence[str], initial_model: str) -> Path:
     """Return the state file of the retrainings of a pipeline; `initial_model` is `published` or `base`. The path of the
     config is used as the user wrote it: a deployment may unpack its files into a new folder per trigger."""
     identity_json = json.dumps([pipeline.config.name, str(pipeline.source_path), list(overrides), initial_model])
-    file_stem = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
-    return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_stem}.json"
+    file_name_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
+    return create_writable_folder(pipeline.output_dir) / SHARED_FOLDER / "retraining" / f"{file_name_hash}.json"
 
 
 def save_retrain_state(state_file: Path, retrain_state: RetrainState) -> None:

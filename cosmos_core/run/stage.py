@@ -124,9 +124,11 @@ def load_stage(path: Path) -> Stage:
             sources=tuple(map(ExternalSource.model_validate, stage_table.get("sources", ()))),
         )
     except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
-        remedy = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"another machine or version made stage {path.name!r} ({problem}): {remedy}") from error
+        remedy_text = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
+        problem_text = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(
+            f"another machine or version made stage {path.name!r} ({problem_text}): {remedy_text}"
+        ) from error
 
 
 def mask_stage_secrets(stage: Stage) -> None:
@@ -140,7 +142,7 @@ def find_source_stage(path: Path) -> Path:
     folders = [path]
     while (result := read_result(folders[-1])) and (source_path := Path(result["reused_from"] or path)) not in folders:
         if (read_result(source_path) or {}).get("digest") != result["digest"]:
-            break  # the result in the other run has changed since
+            break  # the other run has replaced the result since then
         folders.append(source_path)
     return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
 
@@ -151,9 +153,9 @@ def read_requested_num_engines(path: Path, default_num_engines: int) -> int:
     return num_engines if type(num_engines) is int and num_engines > 0 else default_num_engines
 
 
-def parse_stage_kind(kind_table: dict[str, Any]) -> StageKind:
+def parse_stage_kind(stage_kind_table: dict[str, Any]) -> StageKind:
     """Return the stage kind that was saved as a table; raise TypeError if another version of the package saved it."""
-    return StageKind(**_convert_lists_to_tuples(kind_table))
+    return StageKind(**_convert_lists_to_tuples(stage_kind_table))
 
 
 def _convert_lists_to_tuples(toml_value: Any) -> Any:

@@ -30,12 +30,12 @@ class EndpointClient:
         self._sample_config, self._sampling, self._heartbeat = stage.recipe.sample, sampling, stage.progress.beat
         mask_secrets((self._sample_config.endpoint_key_env,))
         api_key = os.environ.get(self._sample_config.endpoint_key_env) or "none"
-        self._client = OpenAI(
+        self._openai_client = OpenAI(
             base_url=self._sample_config.endpoint, api_key=api_key, timeout=_TIMEOUT_SECONDS, max_retries=_MAX_RETRIES
         )
-        self.url = str(self._client.base_url).rstrip("/")
-        policy = stage.recipe.policy
-        self._tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
+        self.url = str(self._openai_client.base_url).rstrip("/")
+        policy_config = stage.recipe.policy
+        self._tokenizer = load_tokenizer(stage.model, policy_config.model_revision, policy_config.chat_template)
         self._thread_pool = ThreadPoolExecutor(self._sample_config.endpoint_requests, "endpoint")
 
     def complete_prompts(self, prompts: Sequence[tuple[Prompt, Sequence[Mapping[str, Any]]]]) -> list[Group]:
@@ -56,20 +56,20 @@ class EndpointClient:
         except OpenAIError as error:
             for future in futures:
                 future.cancel()
-            message = f"sample.endpoint = {self.url!r}: {' '.join(str(error).split())[:300]}"
-            raise (StageFailed if is_transient(error) else ConfigError)(message) from error
+            error_message = f"sample.endpoint = {self.url!r}: {' '.join(str(error).split())[:300]}"
+            raise (StageFailed if is_transient(error) else ConfigError)(error_message) from error
         groups = [completions[start : start + num_completions] for start in range(0, len(completions), num_completions)]
         return [Group(prompt, tuple(group), 0) for (prompt, _), group in zip(prompts, groups, strict=True)]
 
     def close(self) -> None:
         """Close the connections to the server."""
         self._thread_pool.shutdown(cancel_futures=True)
-        self._client.close()
+        self._openai_client.close()
 
     def _request_completion(self, prompt: Prompt, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
         sampling, messages = self._sampling, cast(Any, encode_arguments_in_turns(turns))
         try:
-            reply = self._client.chat.completions.create(
+            reply = self._openai_client.chat.completions.create(
                 model=self._sample_config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
                 seed=seed % (1 << 31), extra_body=_make_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
@@ -101,11 +101,11 @@ def _make_reply_text(message: Any, *, is_finished: bool) -> str:
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
     calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in decode_arguments(calls)]
-    text = "\n".join(filter(None, [message.content, *texts]))
+    reply_text = "\n".join(filter(None, [message.content, *texts]))
     if not thoughts:
-        return text
-    # Do not close the tag of thoughts that were cut off, which no text or tool call follows.
-    return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{text}" * bool(text or is_finished)
+        return reply_text
+    # If the reply was cut off within the thoughts, leave their tag open.
+    return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{reply_text}" * bool(reply_text or is_finished)
 
 
 def _make_vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:

@@ -54,22 +54,22 @@ def run(stage: Stage) -> Outcome:
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
     _check_rewards(stage.path / COMPLETIONS_FILE, records)
     sample_config, rewards = stage.recipe.sample, stage.recipe.training_rewards
-    full_rewards = [partial(full_reward, rewards, prompts[record.id].source) for record in records]
-    pass_rates = list(map(compute_pass_rate, records, full_rewards))
+    full_reward_fns = [partial(full_reward, rewards, prompts[record.id].source) for record in records]
+    pass_rates = list(map(compute_pass_rate, records, full_reward_fns))
     completions_to_keep = [
         select_completions(record, sample_config.keep, pass_rate, stage.seed)
         for record, pass_rate in zip(records, pass_rates, strict=True)
     ]
     model_columns, train_policy = _make_model_columns(stage), stage.recipe.train.train_policy
     multi_turn_config = stage.recipe.rollout.multi_turn_config
-    continues_turn = multi_turn_config.enable and multi_turn_config.continue_final_message
+    continues_last_turn = multi_turn_config.enable and multi_turn_config.continue_final_message
     tools = load_tool_schemas(multi_turn_config) if is_first_rank() else []  # only the first rank uses the tools
     rows: list[dict[str, Any]] = []
     for record, pass_rate, kept_completions in zip(records, pass_rates, completions_to_keep, strict=True):
         prompt = prompts[record.id]
         columns = {"prompt_id": record.id, "pass_rate": pass_rate, **make_tools_column(prompt, tools), **model_columns}
         turns = make_prompt_turns(prompt, train_policy.get_system_prompt(prompt.source))
-        unfinished_turn = _pop_unfinished_turn(turns, prompt) if continues_turn else None
+        unfinished_turn = _pop_unfinished_turn(turns, prompt) if continues_last_turn else None
         rows += make_rows(record, turns, sample_config, kept_completions, columns, unfinished_turn)
     metrics = make_metrics(records, completions_to_keep, pass_rates, len(rows))
     if not rows:
@@ -84,8 +84,8 @@ def run(stage: Stage) -> Outcome:
             ]
             write_text(stage.path / PASS_RATES_FILE, _to_json_lines(pass_rate_lines))
     logger.info("%d rows of %d prompts", len(rows), len(prompts))
-    outputs = (_ROWS_FOLDER, PASS_RATES_FILE, COMPLETIONS_FILE)
-    return Outcome(outputs=outputs, metrics=metrics, info={"data": _ROWS_FOLDER})
+    output_paths = (_ROWS_FOLDER, PASS_RATES_FILE, COMPLETIONS_FILE)
+    return Outcome(outputs=output_paths, metrics=metrics, info={"data": _ROWS_FOLDER})
 
 
 def _complete_prompts(stage: Stage, prompts: Prompts, sampling: Sampling) -> list[SampledPrompt]:
@@ -121,13 +121,13 @@ def _open_sampler(stage: Stage, sampling: Sampling, exit_stack: ExitStack) -> Ca
     if stage.recipe.sample.endpoint:
         from cosmos_core.sample.endpoint import EndpointClient  # imported late, since the package openai is optional
 
-        endpoint = EndpointClient(stage, sampling)
-        exit_stack.callback(endpoint.close)
+        endpoint_client = EndpointClient(stage, sampling)
+        exit_stack.callback(endpoint_client.close)
 
         def complete_prompts(prompts: Sequence[Prompt]) -> list[Group]:
             policy = stage.recipe.train.train_policy
             conversations = [(each, make_prompt_turns(each, policy.get_system_prompt(each.source))) for each in prompts]
-            return broadcast_object(endpoint.complete_prompts(conversations) if is_first_rank() else [])
+            return broadcast_object(endpoint_client.complete_prompts(conversations) if is_first_rank() else [])
 
         return complete_prompts
     stage.progress.phase("load")
@@ -139,8 +139,8 @@ def _open_sampler(stage: Stage, sampling: Sampling, exit_stack: ExitStack) -> Ca
 
 def make_prompt_turns(prompt: Prompt, system_prompt: str) -> list[dict[str, Any]]:
     """Return the turns of a prompt's conversation; `system_prompt` is inserted if the prompt has no system turn."""
-    content = prompt.metadata.get("prompt", prompt.text)
-    turns = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
+    prompt_content = prompt.metadata.get("prompt", prompt.text)
+    turns = [{"role": "user", "content": prompt_content}] if isinstance(prompt_content, str) else [*prompt_content]
     return add_system_turn(turns, read_system_prompt(prompt.metadata) or system_prompt)
 
 
@@ -148,12 +148,12 @@ def _pop_unfinished_turn(turns: list[dict[str, Any]], prompt: Prompt) -> dict[st
     """Remove and return the assistant turn at the end of a prompt, with its rendered content; None: there is none."""
     if turns[-1]["role"] != "assistant":
         return None
-    content = turns[-1]["content"]
-    return {**turns.pop(), "content": content if prompt.text.endswith(content) else content.rstrip()}
+    turn_content = turns[-1]["content"]
+    return {**turns.pop(), "content": turn_content if prompt.text.endswith(turn_content) else turn_content.rstrip()}
 
 
 def make_tools_column(prompt: Prompt, recipe_tools: Sequence[dict[str, Any]] = ()) -> dict[str, str]:
-    """Return a column `tools`: the tools, as JSON, with which a prompt was rendered; without tools, no column."""
+    """Return the column `tools` with the tools of a rendered prompt, as JSON; no column if there are no tools."""
     tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or recipe_tools
     return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
 
@@ -164,9 +164,9 @@ def _make_model_columns(stage: Stage) -> dict[str, str]:
         return {"model": stage.recipe.sample.endpoint_model, "model_digest": ""}
     if (source_stage := referenced_stage(stage.config.model)) is not None:
         return {"model": stage.config.model, "model_digest": stage.inputs[source_stage]["digest"]}
-    digest_by_kind = {source.kind: source.digest for source in reversed(stage.sources)}
-    model = stage.config.model or stage.recipe.policy.model_name_or_path
-    return {"model": model, "model_digest": digest_by_kind.get("model", "")}
+    source_digest_by_kind = {source.kind: source.digest for source in reversed(stage.sources)}
+    model_name = stage.config.model or stage.recipe.policy.model_name_or_path
+    return {"model": model_name, "model_digest": source_digest_by_kind.get("model", "")}
 
 
 def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None:

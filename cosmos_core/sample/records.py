@@ -59,15 +59,15 @@ def make_prompt_record(scored_group: ScoredGroup, sampling: Sampling) -> Sampled
 def read_records(folder: Path, batch_size: int, num_prompts: int) -> list[dict[str, Any]]:
     """Return the records of complete batches of `batch_size` prompts as JSON objects, and remove those of an incomplete
     batch, so that a resumed stage generates the same batches as an uninterrupted one; the last batch may be smaller."""
-    path = folder / COMPLETIONS_FILE
-    if not path.is_file():
+    completions_file = folder / COMPLETIONS_FILE
+    if not completions_file.is_file():
         return []
-    records = parse_json_objects(path.read_text(encoding="utf-8", errors="replace").split("\n"))
-    # Drop all records after a missing one (in a damaged file), because the next prompt is that of the record count.
+    records = parse_json_objects(completions_file.read_text(encoding="utf-8", errors="replace").split("\n"))
+    # If a damaged file lacks a record, drop all records after it: the number of records determines the next prompt.
     records = records[: next((i for i, json_record in enumerate(records) if json_record.get("id") != i), None)]
     records = records[: num_prompts if len(records) >= num_prompts else len(records) // batch_size * batch_size]
     with raise_disk_full(folder):
-        write_text(path, "".join(json.dumps(json_record) + "\n" for json_record in records))
+        write_text(completions_file, "".join(json.dumps(json_record) + "\n" for json_record in records))
     return records
 
 

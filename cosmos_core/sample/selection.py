@@ -106,13 +106,13 @@ def make_metrics(
     `sample/reward_random` is the expected reward of a random completion of each prompt: the baseline for the reward of
     the best completion (`sample/reward_best`) and of the kept completions (`sample/reward_kept`).
     """
-    reward_groups = [rewards for record in records if (rewards := _list_valid_rewards(record.candidates))]
+    rewards_by_prompt = [rewards for record in records if (rewards := _list_valid_rewards(record.candidates))]
     candidates = [completion for record in records for completion in record.candidates]
     kept_rewards = [reward for completions in kept_completions for reward in _list_valid_rewards(completions)]
     known_pass_rates = [pass_rate for pass_rate in pass_rates if pass_rate is not None]
-    mean_metrics = {
-        "reward_random": [float(np.mean(rewards)) for rewards in reward_groups],
-        "reward_best": [max(rewards) for rewards in reward_groups],
+    values_by_metric = {
+        "reward_random": [float(np.mean(rewards)) for rewards in rewards_by_prompt],
+        "reward_best": [max(rewards) for rewards in rewards_by_prompt],
         "reward_kept": kept_rewards,
         "pass_rate": known_pass_rates,
         "solved": [float(pass_rate > 0) for pass_rate in known_pass_rates],
@@ -125,7 +125,7 @@ def make_metrics(
         "sample/completions": float(len(candidates)),
         "sample/invalid": float(sum(completion.reward is None for completion in candidates)),
         "sample/rows": float(num_rows),
-        **{f"sample/{name}": float(np.mean(values)) for name, values in mean_metrics.items() if values},
+        **{f"sample/{name}": float(np.mean(values)) for name, values in values_by_metric.items() if values},
     }
 
 
@@ -133,8 +133,8 @@ def _list_valid_completions(sampled_prompt: SampledPrompt) -> list[ScoredComplet
     return [each for each in sampled_prompt.candidates if each.reward is not None and each.text.strip()]
 
 
-def _list_valid_rewards(candidates: Sequence[ScoredCompletion]) -> list[float]:
-    return [candidate.reward for candidate in candidates if candidate.reward is not None]
+def _list_valid_rewards(completions: Sequence[ScoredCompletion]) -> list[float]:
+    return [candidate.reward for candidate in completions if candidate.reward is not None]
 
 
 def _descending_reward_key(candidate: ScoredCompletion) -> tuple[float, int]:

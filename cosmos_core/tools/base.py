@@ -57,15 +57,17 @@ class ToolResult:
     is_error: bool = False
 
 
-def load_tool(path: str) -> Callable[..., Any]:
+def load_tool(tool_path: str) -> Callable[..., Any]:
     """Return the tool at the import path `module:function` or `path/file.py:function` of user code. Raise `ConfigError`
     if the function does not exist, cannot be imported or is not marked with `@tool`."""
     try:
-        function = import_user_code(path)
+        function = import_user_code(tool_path)
     except ConfigError as error:
         raise ConfigError(f"{TOOLS_KEY}: {error}") from error
     if not callable(function) or not getattr(function, _TOOL_ATTRIBUTE, False):
-        raise ConfigError(f"{TOOLS_KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
+        raise ConfigError(
+            f"{TOOLS_KEY}: {tool_path!r} is no tool; decorate it: from cosmos_core.tools.base import tool"
+        )
     return function  # type: ignore[no-any-return]
 
 
@@ -93,37 +95,37 @@ def parse_tool_calls(turn_text: str) -> list[ToolCall]:
     return tool_calls
 
 
-def _parse_tool_call(text: str, call_start: int) -> tuple[ToolCall, int]:
+def _parse_tool_call(turn_text: str, call_start: int) -> tuple[ToolCall, int]:
     """Return the tool call that begins at a position of a text, and the position after the call.
 
     The JSON parser determines the end of the call, because a string in the JSON may contain the end tag.
     """
-    json_start = call_start + len(text[call_start:]) - len(text[call_start:].lstrip())
+    json_start = call_start + len(turn_text[call_start:]) - len(turn_text[call_start:].lstrip())
     try:
-        decoded_call, json_end = _JSON_DECODER.raw_decode(text, json_start)
-        end_tag_start = json_end + len(text[json_end:]) - len(text[json_end:].lstrip())
-        if not text.startswith(_CALL_END_TAG, end_tag_start):
-            has_end_tag = _CALL_END_TAG in text[end_tag_start:]
+        decoded_call, json_end = _JSON_DECODER.raw_decode(turn_text, json_start)
+        end_tag_start = json_end + len(turn_text[json_end:]) - len(turn_text[json_end:].lstrip())
+        if not turn_text.startswith(_CALL_END_TAG, end_tag_start):
+            has_end_tag = _CALL_END_TAG in turn_text[end_tag_start:]
             raise ValueError("more than one JSON value" if has_end_tag else f"no {_CALL_END_TAG} behind it")
         return _make_tool_call(decoded_call), end_tag_start + len(_CALL_END_TAG)
     except (ValueError, RecursionError) as error:
         parse_error = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        end_tag_start = text.find(_CALL_END_TAG, call_start)
-        call_end = len(text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
+        end_tag_start = turn_text.find(_CALL_END_TAG, call_start)
+        call_end = len(turn_text) if end_tag_start < 0 else end_tag_start + len(_CALL_END_TAG)
         return ToolCall("", error=f"the tool call cannot be read: {parse_error}"), call_end
 
 
 def _make_tool_call(decoded_call: Any) -> ToolCall:
     if not isinstance(decoded_call, dict) or not isinstance(decoded_call.get("name"), str):
         return ToolCall("", error='a tool call is {"name": "...", "arguments": {...}}')
-    tool_name, arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
-    if isinstance(arguments, str):  # OpenAI's format has the arguments as JSON text
-        arguments = _JSON_DECODER.decode(arguments) if arguments.strip() else {}
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        return ToolCall(tool_name, error=f"arguments is a {type(arguments).__name__}; write an object")
-    return ToolCall(tool_name, arguments)
+    tool_name, call_arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
+    if isinstance(call_arguments, str):  # decode arguments in OpenAI's format, which are JSON text
+        call_arguments = _JSON_DECODER.decode(call_arguments) if call_arguments.strip() else {}
+    if call_arguments is None:
+        call_arguments = {}
+    if not isinstance(call_arguments, dict):
+        return ToolCall(tool_name, error=f"arguments is a {type(call_arguments).__name__}; write an object")
+    return ToolCall(tool_name, call_arguments)
 
 
 def _refuse_json_constant(constant_name: str) -> Any:

@@ -38,13 +38,13 @@ class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions.
 
     `timeout_seconds` is the deadline of each call. The processes see standard environment variables and the variables
-    in `env`. Only one thread may use the runner at a time. Its context manager raises `ConfigError` if a tool
+    in `env_names`. Only one thread may use the runner at a time. Its context manager raises `ConfigError` if a tool
     cannot be imported or is not marked with `@tool`, and `StageFailed` if a process ended while it loaded the tools.
     """
 
     def __init__(
         self,
-        paths: Sequence[str],
+        tool_paths: Sequence[str],
         *,
         timeout_seconds: float,
         env_names: Sequence[str] = (),
@@ -52,7 +52,7 @@ class ToolRunner(WorkerPool):
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Set up the runner, which calls `send_heartbeat` when it waits; `num_workers` None: one per core, up to 16."""
-        self._paths = tool_paths_by_name(paths)
+        self._paths = tool_paths_by_name(tool_paths)
         self._timeout, self._env_names, self._send_heartbeat = timeout_seconds, tuple(env_names), send_heartbeat
         self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
 
@@ -63,9 +63,9 @@ class ToolRunner(WorkerPool):
 
     def run_tool_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Make tool calls concurrently, and return the results in the order of the calls."""
-        results = [self._make_invalid_call_result(call) for call in calls]
+        tool_results = [self._make_invalid_call_result(call) for call in calls]
         for _ in range(_MAX_BROKEN_POOLS):
-            if not (pending_indices := [i for i, result in enumerate(results) if result is None]):
+            if not (pending_indices := [i for i, result in enumerate(tool_results) if result is None]):
                 break
             pool = self._get_working_pool()
             futures = [
@@ -73,10 +73,10 @@ class ToolRunner(WorkerPool):
                 for i in pending_indices
             ]
             if not wait_for_futures(futures, self._timeout + START_TIMEOUT_SECONDS, self._send_heartbeat):
-                self.close()  # the pool is unusable: a process with a call was lost, or no process started
+                self.close()  # close a pool in which a process was lost, or none has started
             for i, future in zip(pending_indices, futures, strict=True):
-                results[i] = self._collect_call_result(calls[i].name, future)
-        return [result or _make_error_result("its process ended") for result in results]
+                tool_results[i] = self._collect_call_result(calls[i].name, future)
+        return [result or _make_error_result("its process ended") for result in tool_results]
 
     def _make_invalid_call_result(self, call: ToolCall) -> ToolResult | None:
         """Return an error as the result of a call that is malformed or names an unknown tool; None: a valid call."""
@@ -100,18 +100,18 @@ class ToolRunner(WorkerPool):
             return _make_error_result(error_on_one_line(error))
 
     def _start_pool(self) -> ProcessPool:
-        paths = list(self._paths.values())
-        pool = self._replace_pool(
-            _start_worker, paths, environment_names=self._env_names, num_processes=self._num_workers
+        tool_paths = list(self._paths.values())
+        process_pool = self._replace_pool(
+            _start_worker, tool_paths, environment_names=self._env_names, num_processes=self._num_workers
         )
         self._call_in_pool(_load_tools)
-        return pool
+        return process_pool
 
     def _call_in_pool(self, pool_function: Callable[[list[str]], Any]) -> Any:
-        pool = self._pool or self._start_pool()
+        process_pool = self._pool or self._start_pool()
         try:
             with cleanup_on_error(self.close):
-                future = pool.schedule(pool_function, args=(list(self._paths.values()),))
+                future = process_pool.schedule(pool_function, args=(list(self._paths.values()),))
                 if not wait_for_futures([future], START_TIMEOUT_SECONDS, self._send_heartbeat):
                     raise StageFailed(f"{TOOLS_KEY}: the tools were not loaded in {START_TIMEOUT_SECONDS:g} s")
                 return future.result()
@@ -119,48 +119,48 @@ class ToolRunner(WorkerPool):
             raise StageFailed(f"{TOOLS_KEY}: a process ended while it loaded the tools") from error
 
 
-def _make_error_result(text: str) -> ToolResult:
-    return ToolResult(f"Error: {text}", is_error=True)
+def _make_error_result(error_text: str) -> ToolResult:
+    return ToolResult(f"Error: {error_text}", is_error=True)
 
 
 # The code below runs in the worker processes.
 
 
-def _start_worker(paths: Sequence[str], env_names: Sequence[str], parent_pid: int) -> None:
+def _start_worker(tool_paths: Sequence[str], variable_names: Sequence[str], parent_pid: int) -> None:
     """Initialise a worker process and import the user's tools; the import before the first call reports errors."""
-    init_worker(env_names, parent_pid)
+    init_worker(variable_names, parent_pid)
     with suppress(ConfigError):
-        _load_tools(paths)
+        _load_tools(tool_paths)
 
 
-def _load_tools(paths: Sequence[str]) -> None:
-    for path in paths:
-        _load_cached_tool(path)
+def _load_tools(tool_paths: Sequence[str]) -> None:
+    for tool_path in tool_paths:
+        _load_cached_tool(tool_path)
 
 
 _load_cached_tool = cache(load_tool)
 
 
-def _make_tool_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
+def _make_tool_schemas(tool_paths: Sequence[str]) -> list[dict[str, Any]]:
     # transformers is imported here, because the import takes half a second and only one worker process needs it.
     from transformers.utils import chat_template_utils
 
     # transformers would import torch to recognise tensor parameters; a tool with tensors has imported torch already.
     chat_template_utils.is_torch_available = lambda: "torch" in sys.modules
-    schemas = []
-    for path in paths:
+    tool_schemas = []
+    for tool_path in tool_paths:
         try:
-            schemas.append(chat_template_utils.get_json_schema(_load_cached_tool(path)))
+            tool_schemas.append(chat_template_utils.get_json_schema(_load_cached_tool(tool_path)))
             # Calls use the name in the recipe; `__name__` may be the name of a decorator or another name.
-            schemas[-1]["function"]["name"] = path.rpartition(":")[2]
-        except Exception as error:  # transformers raises an error if a type hint or a description is missing
-            raise ConfigError(f"{TOOLS_KEY}: {path!r} cannot be described: {error_on_one_line(error)}") from error
-    return schemas
+            tool_schemas[-1]["function"]["name"] = tool_path.rpartition(":")[2]
+        except Exception as error:  # raised if a tool lacks a type hint or a description
+            raise ConfigError(f"{TOOLS_KEY}: {tool_path!r} cannot be described: {error_on_one_line(error)}") from error
+    return tool_schemas
 
 
-def _call_tool(path: str, arguments: dict[str, Any]) -> ToolResult:
+def _call_tool(tool_path: str, arguments: dict[str, Any]) -> ToolResult:
     try:
-        tool_result = _load_cached_tool(path)(**arguments)
+        tool_result = _load_cached_tool(tool_path)(**arguments)
         if inspect.iscoroutine(tool_result):
             tool_result = wait_for_result(tool_result)
         text = tool_result if isinstance(tool_result, str) else json.dumps(tool_result, ensure_ascii=False, default=str)
@@ -169,5 +169,5 @@ def _call_tool(path: str, arguments: dict[str, Any]) -> ToolResult:
         text, is_error = f"Error: {error_on_one_line(error)}", True
     is_truncated = len(text) > _MAX_RESULT_LENGTH
     text = mask_text(text[: _MAX_RESULT_LENGTH + _MAX_SECRET_LENGTH]) if is_truncated else mask_text(text)
-    text = text.encode(errors="replace").decode()  # tokenizers refuse lone surrogates (halves of UTF-16 pairs)
+    text = text.encode(errors="replace").decode()  # replace lone surrogates, which tokenizers refuse
     return ToolResult(text[:_MAX_RESULT_LENGTH] + "..." * is_truncated, is_error)

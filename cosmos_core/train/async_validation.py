@@ -29,16 +29,16 @@ class AsyncValidation:
     """Runner of one asynchronous validation at a time; all ranks call its methods together."""
 
     def __init__(
-        self, completion_validation: CompletionValidation, fleet: EngineFleet,
+        self, completion_validation: CompletionValidation, engine_fleet: EngineFleet,
         send_missing_weights: Callable[[int], object], send_heartbeat: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Prepare validations by the engines of `fleet`. `send_missing_weights(version)` sends the current weights, as
-        version `version`, to the engines that have no weights yet."""
-        self._completion_validation, self._fleet = completion_validation, fleet
+        """Prepare validations. `send_missing_weights(version)` sends the current weights, as version `version`, to the
+        engines of `engine_fleet` that have no weights yet."""
+        self._completion_validation, self._engine_fleet = completion_validation, engine_fleet
         self._send_missing_weights, self._send_heartbeat = send_missing_weights, send_heartbeat
         self.step: int | None = None
         """Number of the step that is being validated; None: no validation is running."""
-        self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        self.on_validation_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
         """Function called on every rank with the step and the metrics when a validation has ended."""
         self._done_event = threading.Event()
         self._metrics: dict[str, float] = {}
@@ -53,13 +53,13 @@ class AsyncValidation:
         self._error_info = None
         if is_first_rank():
             prompts, sampling, seed_step = self._completion_validation.validation_requests
-            version = self._fleet.version
-            group_futures = [self._fleet.request(prompt, sampling, seed_step, version=version) for prompt in prompts]
+            engine_fleet, weights_version = self._engine_fleet, self._engine_fleet.version
+            group_futures = [engine_fleet.request(p, sampling, seed_step, version=weights_version) for p in prompts]
             thread_args = (step, group_futures)
             threading.Thread(target=self._score_completions, args=thread_args, daemon=True, name="validation").start()
 
     def poll(self) -> None:
-        """If the validation has ended, call `on_end` with its metrics; if it failed, raise its error. Raise
+        """If the validation has ended, call `on_validation_end` with its metrics; if it failed, raise its error. Raise
         RanksMustRestart if no engine has the validated weights any more."""
         if self.step is None:
             return
@@ -69,11 +69,11 @@ class AsyncValidation:
             return
         step, self.step = self.step, None
         if error_info is not None:
-            error_name, message = error_info
+            error_name, error_message = error_info
             if error_name == WeightsUnavailable.__name__:
-                raise RanksMustRestart(f"validation of step {step}: {message}")
-            raise ERRORS_BY_NAME[error_name](message)
-        self.on_end(step, metrics)
+                raise RanksMustRestart(f"validation of step {step}: {error_message}")
+            raise ERRORS_BY_NAME[error_name](error_message)
+        self.on_validation_end(step, metrics)
 
     def wait(self, step: int, on_wait: Callable[[], None]) -> None:
         """Wait until no validation is running, and send the weights of step `step` to restarted engines. `on_wait` is
@@ -86,7 +86,7 @@ class AsyncValidation:
             if self.step is None:  # do not call `on_wait`: its error would keep the caller from logging the train step
                 return
             on_wait()
-            if broadcast_object(self._fleet.needs_weights if is_first_rank() else None):
+            if broadcast_object(self._engine_fleet.needs_weights if is_first_rank() else None):
                 self._send_missing_weights(step)
 
     def _score_completions(self, step: int, group_futures: Sequence[Future[Group]]) -> None:
@@ -108,6 +108,6 @@ class AsyncValidation:
             self._error_info = serialise_error(error)
         except Exception as error:
             logger.exception("validation of step %d", step)
-            error_name, message = serialise_error(error)
-            self._error_info = error_name, f"validation of step {step}: {message}"
+            error_name, error_message = serialise_error(error)
+            self._error_info = error_name, f"validation of step {step}: {error_message}"
         self._done_event.set()

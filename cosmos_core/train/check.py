@@ -32,7 +32,7 @@ from cosmos_core.data.prepared import DATA_TERM_SPLIT, HELD_OUT_REMEDY, has_imag
 from cosmos_core.errors import DataError, ModelError, RewardError
 from cosmos_core.models.balance import load_balancing_settings
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.generation_config import GENERATION_CONFIG, find_refused_generation_settings
+from cosmos_core.models.generation_config import GENERATION_CONFIG_FILE, find_refused_generation_settings
 from cosmos_core.models.hf import check_row_length, check_rows, load_config, load_tokenizer, model_without_weights
 from cosmos_core.models.lora import has_lora_adapter
 from cosmos_core.models.lora_targets import describe_adapter
@@ -85,31 +85,31 @@ def run(stage: Stage) -> Outcome:
     architectures = config.architectures
     architecture = architectures[0] if isinstance(architectures, list) and architectures else type(config).__name__
     report_lines = [f"{architecture}, vocabulary of {len(tokenizer)}"]
-    info: dict[str, JsonValue] = {}
+    report: dict[str, JsonValue] = {}
     make_model = partial(_make_meta_model, stage.model, revision, stage.recipe.train.master_dtype)
     if stage.kind.makes == "data":
         prepare_outcome = prepare.run(stage)
         if lost_text_message := prepare_outcome.info.get("loses_text"):
             raise DataError(str(lost_text_message))
         split_statistics = json.loads((stage.path / "data" / "statistics.json").read_text(encoding="utf-8"))
-        has_rewards = metric_weights(stage.recipe.train.train_policy)
-        column_use_text = "only rewards can read" if has_rewards else "nothing reads"
-        report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, column_use_text)
+        reward_weights = metric_weights(stage.recipe.train.train_policy)
+        unread_columns_clause = "only rewards can read" if reward_weights else "nothing reads"
+        report_lines += _describe_rows(split_statistics, stage.recipe.policy.model_max_length, unread_columns_clause)
         report_lines += cast(list[str], prepare_outcome.info.get("notices", []))
         splits = stage.recipe.completed_splits
         report_lines += filter(None, [check_rows(config, stage.path / "data", make_model, splits_to_complete=splits)])
-        num_rows = split_statistics["train"]["rows"]
-        info |= _check_row_counts(stage.recipe.train, stage.recipe.group_size, num_rows, split_statistics, report_lines)
-        info |= {"has_images": True} if has_images(stage.path / "data") else {}
-        info["prompts"] = read_first_prompts(stage.path / "data")
-        info["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
+        recipe, num_rows = stage.recipe, split_statistics["train"]["rows"]
+        report |= _check_row_counts(recipe.train, recipe.group_size, num_rows, split_statistics, report_lines)
+        report |= {"has_images": True} if has_images(stage.path / "data") else {}
+        report["prompts"] = read_first_prompts(stage.path / "data")
+        report["shown"] = cast(list[JsonValue], preview_rows(stage.path / "data", tokenizer, _MAX_EXAMPLE_ROWS))
     else:
         report_lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
         report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
-        refused_settings = find_refused_generation_settings(stage.model, revision)
-        if refused_settings and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            refusal = f"vLLM refuses to load {', '.join(refused_settings)}"
-            raise ModelError(f"{stage.model}/{GENERATION_CONFIG}: {refusal}; remove it there")
+        refused_keys = find_refused_generation_settings(stage.model, revision)
+        if refused_keys and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
+            refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
+            raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
             rollout = stage.recipe.rollout
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
@@ -126,7 +126,7 @@ def run(stage: Stage) -> Outcome:
         if reward_lines := check_rewards(stage):
             report_lines += reward_lines
             report_lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
-    return Outcome(info={**info, "found": "; ".join(report_lines)})
+    return Outcome(info={**report, "found": "; ".join(report_lines)})
 
 
 def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrainedModel:
@@ -135,15 +135,15 @@ def _make_meta_model(model: str, revision: str | None, dtype: str) -> PreTrained
 
 
 def _check_row_counts(
-    train: TrainConfig, group_size: int, num_rows: int, statistics_by_split: Mapping[str, Any], lines: list[str]
+    train: TrainConfig, group_size: int, num_rows: int, statistics_by_split: Mapping[str, Any], report_lines: list[str]
 ) -> dict[str, JsonValue]:
-    """Append a message about unused rows to `lines`. Return errors about missing rows by key of the report; they matter
-    only if a later stage trains or validates on the rows."""
+    """Append a message about unused rows to `report_lines`. Return errors about missing rows by key of the report;
+    they matter only if a later stage trains or validates on the rows."""
     row_errors: dict[str, JsonValue] = {}
     if "validation" not in statistics_by_split:
         row_errors["no_held_out"] = f"no row is held out; {HELD_OUT_REMEDY}"
     try:
-        lines += filter(None, [unused_rows_message(train, group_size, num_rows)])
+        report_lines += filter(None, [unused_rows_message(train, group_size, num_rows)])
         if (supervised_rows := train.train_policy.supervised_rows) and DATA_TERM_SPLIT in statistics_by_split:
             check_data_term_rows(supervised_rows, statistics_by_split[DATA_TERM_SPLIT]["rows"])
     except DataError as error:
@@ -156,7 +156,7 @@ def _check_model(policy_config: PolicyConfig, train: TrainConfig, stage_kind: St
     adapter."""
     parallelism = policy_config.parallelism if stage_kind.has_mesh else ParallelismConfig()
     with nullcontext() if parallelism.pp_size > 1 else torch.device("meta"), meta_device_safe_creation_ops():
-        model = _open_without_weights(model_name, policy_config.model_revision, train.master_dtype, parallelism)
+        model = _make_model_without_weights(model_name, policy_config.model_revision, train.master_dtype, parallelism)
         if stage_kind.trains_model:
             mark_trained_weights(model, policy_config)
             load_balancing_settings(model, policy_config.aux_loss_coeff)
@@ -166,7 +166,7 @@ def _check_model(policy_config: PolicyConfig, train: TrainConfig, stage_kind: St
     return report_lines
 
 
-def _open_without_weights(
+def _make_model_without_weights(
     model_name: str, revision: str | None, dtype: str, parallelism: ParallelismConfig
 ) -> PreTrainedModel:
     """Return a model without weights, in a form that `_check_parallelism` can split into pipeline stages."""
@@ -193,14 +193,14 @@ def check_teacher_parallelism(model_name: str, revision: str | None, dtype: str,
     """Check that the mesh of a training with several ranks can split the teacher model."""
     if mesh.world_size > 1:
         with name_teacher_in_errors():
-            _check_parallelism(_open_without_weights(model_name, revision, dtype, mesh), mesh)
+            _check_parallelism(_make_model_without_weights(model_name, revision, dtype, mesh), mesh)
 
 
 def _generates_completions(stage: StageContext) -> bool:
     """Return whether the stage generates completions of training or held-out prompts with a rollout engine."""
-    recipe, samples_from_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
-    scores_validation = stage.measures_held_out_rows and recipe.has_validation_completions
-    return scores_validation or (stage.kind.completes_prompts and not samples_from_endpoint)
+    recipe, uses_sample_endpoint = stage.recipe, stage.kind.table == "sample" and bool(stage.recipe.sample.endpoint)
+    completes_held_out_prompts = stage.measures_held_out_rows and recipe.has_validation_completions
+    return completes_held_out_prompts or (stage.kind.completes_prompts and not uses_sample_endpoint)
 
 
 def _describe_precision(config: PretrainedConfig, dtype: str) -> list[str]:
@@ -233,9 +233,9 @@ def _check_diffusion(stage: Stage) -> dict[str, JsonValue]:
         previews_by_split = importlib.import_module("cosmos_core.data.prepare_media").preview(stage)
         report_lines += [line for line, *_ in previews_by_split.values()]
         prompts: JsonValue = {name: split_prompts for name, (*_, split_prompts) in previews_by_split.items()}
-        num_rows, train, group_size = previews_by_split["train"][1], stage.recipe.train, stage.recipe.group_size
-        outcome_info = _check_row_counts(train, group_size, num_rows, previews_by_split, report_lines)
-        return outcome_info | {"found": "; ".join(report_lines), "prompts": prompts}
+        num_rows, train_config, group_size = previews_by_split["train"][1], stage.recipe.train, stage.recipe.group_size
+        row_errors = _check_row_counts(train_config, group_size, num_rows, previews_by_split, report_lines)
+        return row_errors | {"found": "; ".join(report_lines), "prompts": prompts}
     if stage.kind.has_mesh and policy_config.parallelism.cp_size > 1:
         pipeline.check_context_parallel_size(policy_config.parallelism.cp_size)
     if stage.kind.trains_model:
@@ -255,9 +255,9 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
     be loaded, scores no completion, is missing in the reward service, or is missing although groups of
     completions are filtered by it.
     """
-    algorithm = stage.recipe.train.train_policy
-    names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(algorithm))
-    for metric in algorithm.dynamic_sampling[0] if algorithm.dynamic_sampling and stage.kind.trains_model else ():
+    train_policy = stage.recipe.train.train_policy
+    names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(train_policy))
+    for metric in train_policy.dynamic_sampling[0] if train_policy.dynamic_sampling and stage.kind.trains_model else ():
         if metric.partition("/")[0] not in names:
             raise RewardError(
                 f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
@@ -266,7 +266,7 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
     for rewards, splits in _group_splits_by_rewards(StageContext(stage.recipe, stage.kind)):
         if not isinstance(rewards, RemoteRewardConfig):
             prompts = read_checked_prompts(stage.path, stage.data)
-            test_groups = make_test_groups(prompts, splits, algorithm, media_shape)
+            test_groups = make_test_groups(prompts, splits, train_policy, media_shape)
             report_lines.append(call_rewards(stage.recipe.reward_settings, rewards, test_groups, stage.progress.beat))
             continue
         reward_names = [reward_fn.name for reward_fn in rewards.reward_fns]
@@ -282,11 +282,11 @@ def _check_reward_service(service_config_file: str, reward_names: list[str]) -> 
     if not service_config_file or service_config_file.startswith(BLOCK_PREFIX):
         ping(read_service_endpoints(), reward_names)
         return f"rewards {', '.join(reward_names)} of a service"
-    service_rewards = [reward.reward_type for reward in read_config(Path(service_config_file)).rewards]
-    if unknown_rewards := [name for name in reward_names if name not in service_rewards]:
+    served_reward_names = [reward.reward_type for reward in read_config(Path(service_config_file)).rewards]
+    if unknown_rewards := [name for name in reward_names if name not in served_reward_names]:
         raise RewardError(
             f"reward_service = {service_config_file!r} does not serve "
-            f"{unknown_rewards[0]!r}{suggest_names(unknown_rewards[0], service_rewards)}"
+            f"{unknown_rewards[0]!r}{suggest_names(unknown_rewards[0], served_reward_names)}"
         )
     return f"rewards {', '.join(reward_names)} of {service_config_file}"
 
@@ -313,22 +313,22 @@ def _check_tools(
     return [f"tools {', '.join(tool_paths_by_name(multi_turn_config.enabled_tools))}"]
 
 
-def _describe_rows(statistics: dict[str, Any], max_length: int, column_use_text: str) -> list[str]:
+def _describe_rows(statistics_by_split: dict[str, Any], max_length: int, unread_columns_clause: str) -> list[str]:
     report_lines = []
-    for name, split_counts in statistics.items():
-        text = f"{name}: {split_counts['rows']:,} rows, {split_counts['tokens']:,} tokens"
+    for name, split_counts in statistics_by_split.items():
+        summary = f"{name}: {split_counts['rows']:,} rows, {split_counts['tokens']:,} tokens"
         if split_counts["label_tokens"]:
-            text += f", {split_counts['label_tokens'] / max(1, split_counts['tokens']):.0%} of them learned"
+            summary += f", {split_counts['label_tokens'] / max(1, split_counts['tokens']):.0%} of them learned"
         if split_counts.get("images"):
-            text += f", {split_counts['images']:,} images of {split_counts['image_tokens']:,} tokens"
+            summary += f", {split_counts['images']:,} images of {split_counts['image_tokens']:,} tokens"
         if split_counts.get("truncated_rows"):
-            text += f", {split_counts['truncated_rows']:,} rows cut at {max_length}"
+            summary += f", {split_counts['truncated_rows']:,} rows cut at {max_length}"
         if num_masked := split_counts.get("continued_rows"):
-            text += f", {num_masked:,} rows of plain text whose prompt is masked, as the model has no chat template"
+            summary += f", {num_masked:,} rows of plain text whose prompt is masked, as the model has no chat template"
         if num_unmasked := split_counts.get("plain_rows"):
-            text += f", {num_unmasked:,} rows of plain text in which no token is masked"
+            summary += f", {num_unmasked:,} rows of plain text in which no token is masked"
         if unused_columns := split_counts.get("unread_columns"):
-            text += f", columns that {column_use_text}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
-            text += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
-        report_lines.append(text)
+            summary += f", columns that {unread_columns_clause}: {', '.join(unused_columns[:_MAX_COLUMNS])}"
+            summary += f" and {len(unused_columns) - _MAX_COLUMNS} more" if len(unused_columns) > _MAX_COLUMNS else ""
+        report_lines.append(summary)
     return report_lines

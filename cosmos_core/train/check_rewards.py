@@ -32,11 +32,11 @@ _EXAMPLE_COMPLETION = "2 + 2 = 4, so it is \\boxed{4}."
 def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
     """Return the first prompts of each split of prepared rows, as JSON objects."""
     prompts_by_split: dict[str, JsonValue] = {}
-    for name in SPLIT_NAMES:
-        if (prompts := find_prompts(data_folder, name)) is not None:
+    for split_name in SPLIT_NAMES:
+        if (prompts := find_prompts(data_folder, split_name)) is not None:
             dataset_start_indices = accumulate((0, *(prompts.mixture.sizes[:-1] if prompts.mixture else ())))
             ranges = [range(start, min(start + _PROMPTS_PER_DATASET, len(prompts))) for start in dataset_start_indices]
-            prompts_by_split[name] = [
+            prompts_by_split[split_name] = [
                 {
                     "text": p.text,
                     "reference": p.reference,
@@ -50,7 +50,7 @@ def read_first_prompts(data_folder: Path) -> dict[str, JsonValue]:
 
 
 def call_rewards(
-    settings: RewardSettings,
+    reward_settings: RewardSettings,
     rewards: Mapping[str, float],
     test_groups: Sequence[Group],
     send_heartbeat: Callable[[], None],
@@ -62,7 +62,7 @@ def call_rewards(
         unit_weights = RewardWeightsBySource(
             {source: dict.fromkeys(weight_by_reward, 1.0) for source, weight_by_reward in rewards.by_source.items()}
         )
-    with open_rewards(settings, unit_weights, send_heartbeat) as score:
+    with open_rewards(reward_settings, unit_weights, send_heartbeat) as score:
         scored_groups = score(test_groups) if test_groups else []
     score_messages = []
     for reward, metric_name in metric_names(rewards).items():
@@ -74,14 +74,15 @@ def call_rewards(
 def _describe_missing_scores(reward: str, metric_name: str, scored_groups: Sequence[ScoredGroup]) -> str:
     """Return a message if a reward did not score all made-up completions, else an empty string."""
     scores = [score for group in scored_groups for score in group.scores]
-    missing_scores = [score for score in scores if metric_name not in score.metrics]
-    first_error = next((score.error for score in missing_scores if f"{metric_name}: " in score.error), "")
-    if not missing_scores:
+    scores_without_metric = [score for score in scores if metric_name not in score.metrics]
+    first_error = next((score.error for score in scores_without_metric if f"{metric_name}: " in score.error), "")
+    num_missing = len(scores_without_metric)
+    if not num_missing:
         return ""
     if not first_error:
-        return f"{reward} returned None for {len(missing_scores)} of {len(scores)} completions, where it adds nothing"
-    if len(missing_scores) < len(scores):
-        return f"{reward} has no score for {len(missing_scores)} of {len(scores)} made-up completions ({first_error})"
+        return f"{reward} returned None for {num_missing} of {len(scores)} completions, where it adds nothing"
+    if num_missing < len(scores):
+        return f"{reward} has no score for {num_missing} of {len(scores)} made-up completions ({first_error})"
     raise RewardError(
         f"the reward {reward!r} has no score for any of {len(scores)} made-up completions of rows: {first_error}"
     )
@@ -101,30 +102,30 @@ def make_test_groups(
 ) -> list[Group]:  # fmt: skip
     """Return groups of made-up completions for the first prompts of the splits, with which rewards are tested.
     `media_shape`: frames (1 for an image), height and width of made-up media; None if completions are text."""
-    reference_column = getattr(algorithm_config, "response_column_name", "")
+    response_column_name = getattr(algorithm_config, "response_column_name", "")
     test_groups = []
-    for name in split_names:
-        for i, row in enumerate(prompts_by_split.get(name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
+    for split_name in split_names:
+        for i, row in enumerate(prompts_by_split.get(split_name) or prompts_by_split.get(SPLIT_NAMES[0]) or []):
             metadata, reference_response = row["metadata"], row["reference"]
             prompt_fields = {"metadata": metadata, "source": row.get("source", "")}
             prompt_fields["images"] = tuple(map(_image_ref_from_json, row.get("images", ())))
             if media_shape is None:
                 completions = (_make_text_completion(_EXAMPLE_COMPLETION), _make_text_completion(reference_response))
             else:
-                reference_response = find_reference_response(metadata, reference_column)
+                reference_response = find_reference_response(metadata, response_column_name)
                 completions = _make_media_completions(*media_shape)
             test_groups.append(Group(Prompt(i, (0,), row["text"], reference_response, **prompt_fields), completions, 0))
     return test_groups
 
 
 def _image_ref_to_json(image_ref: ImageRef) -> dict[str, JsonValue]:
-    content = None if image_ref.content is None else base64.b64encode(image_ref.content).decode()
-    return {"path": image_ref.path, "content": content, "sha256": image_ref.sha256}
+    encoded_content = None if image_ref.content is None else base64.b64encode(image_ref.content).decode()
+    return {"path": image_ref.path, "content": encoded_content, "sha256": image_ref.sha256}
 
 
-def _image_ref_from_json(json_fields: Mapping[str, Any]) -> ImageRef:
-    content = None if json_fields["content"] is None else base64.b64decode(json_fields["content"])
-    return ImageRef(json_fields["path"], content, json_fields["sha256"])
+def _image_ref_from_json(image_ref_fields: Mapping[str, Any]) -> ImageRef:
+    image_bytes = None if image_ref_fields["content"] is None else base64.b64decode(image_ref_fields["content"])
+    return ImageRef(image_ref_fields["path"], image_bytes, image_ref_fields["sha256"])
 
 
 def _make_text_completion(text: str) -> Completion:

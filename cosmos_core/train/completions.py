@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 COMPLETIONS_FOLDER = "completions"
 _NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS = 4, 8
 _NUM_LOGGED_IMAGE_GROUPS, _NUM_LOGGED_IMAGES = 2, 4
-"""Number of logged groups per train step, and of logged images or videos per group; the previous line is for text."""
+"""Number of logged groups of images or videos per train step, and number of logged images or videos per group."""
 _MAX_TEXT_CHARACTERS = 20_000
 _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_WINDOW_STEPS = 8  # compared train steps; the last 4 of 8 random values all exceed the first 4 with probability 1/70
+_COMPARED_STEPS = 8  # by chance, the last 4 of 8 values all exceed the first 4 values with probability 1/70
 _NGRAM_SIZE = 4
-_TextStats = Mapping[str, float]
+_TextMeans = Mapping[str, float]
 
 
 class CompletionLog:
@@ -46,8 +46,8 @@ class CompletionLog:
     def __init__(self, log_folder: Path, *, should_write: bool, max_image_bytes: int = _MAX_IMAGE_BYTES) -> None:
         """Log completions to `log_folder`; if `should_write` is False, only log warnings."""
         self._log_folder, self._should_write, self._max_image_bytes = log_folder, should_write, max_image_bytes
-        self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS)
-        self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_WINDOW_STEPS // 2)
+        self._recent_reward_means: deque[Mapping[str, float]] = deque(maxlen=_COMPARED_STEPS)
+        self._recent_statistics: deque[Mapping[str, float]] = deque(maxlen=_COMPARED_STEPS // 2)
         self._initial_statistics: list[Mapping[str, float]] = []
         self._active_warning_names: set[str] = set()
 
@@ -64,8 +64,8 @@ class CompletionLog:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         has_images = groups[0].group.completions[0].diffusion_sample is not None
         image_limits = (_NUM_LOGGED_IMAGE_GROUPS, _NUM_LOGGED_IMAGES)
-        num_groups, group_size = image_limits if has_images else (_NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS)
-        logged_groups = [(group, _select_indices(group, group_size)) for group in _select_groups(groups)[:num_groups]]
+        max_groups, group_size = image_limits if has_images else (_NUM_LOGGED_GROUPS, _NUM_LOGGED_COMPLETIONS)
+        logged_groups = [(group, _select_indices(group, group_size)) for group in _select_groups(groups)[:max_groups]]
         records = [_make_completion_record(step, group, index) for group, indices in logged_groups for index in indices]
         step_file = self._log_folder / f"step_{step:06d}.jsonl"
         if has_images:
@@ -78,12 +78,12 @@ class CompletionLog:
 
     def _remove_old_files(self, step: int) -> None:
         """Delete the files of steps after `step`, written before the run was resumed, and files beyond the limits."""
-        num_bytes = 0
+        image_bytes = 0
         step_files = sorted(self._log_folder.glob("step_*.jsonl"), reverse=True)
         kept_files = [file for file in step_files if int(file.stem[5:]) <= step]
         for i, file in enumerate(kept_files):
-            num_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
-            if i == _MAX_LOGGED_STEPS or (i and num_bytes > self._max_image_bytes):
+            image_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
+            if i == _MAX_LOGGED_STEPS or (i and image_bytes > self._max_image_bytes):
                 kept_files = kept_files[:i]
                 break
         for file in set(step_files) - set(kept_files):
@@ -113,34 +113,34 @@ class CompletionLog:
         opposed_rewards_message = _describe_opposed_rewards(self._recent_reward_means)
         self._warn_once(
             "opposed", bool(opposed_rewards_message),
-            f"steps {step - _WINDOW_STEPS + 1} to {step}: {opposed_rewards_message}; a reward may be exploited: "
+            f"steps {step - _COMPARED_STEPS + 1} to {step}: {opposed_rewards_message}; a reward may be exploited: "
             f"cosmos samples --step {step} --best",
         )  # fmt: skip
         text_statistics = _compute_text_statistics(completions)
         if not text_statistics:
             return
         self._recent_statistics.append(text_statistics)
-        if len(self._initial_statistics) < _WINDOW_STEPS // 2:
+        if len(self._initial_statistics) < _COMPARED_STEPS // 2:
             self._initial_statistics.append(text_statistics)
             return
         initial_means, recent_means = map(_average_over_steps, (self._initial_statistics, self._recent_statistics))
         for name, has_collapsed, message in _check_for_collapse(initial_means, recent_means):
             self._warn_once(name, has_collapsed, f"step {step}: {message}; look at them: cosmos samples --step {step}")
 
-    def _warn_once(self, name: str, is_condition_true: bool, message: str) -> None:
+    def _warn_once(self, condition_name: str, is_condition_met: bool, warning_message: str) -> None:
         """Log a warning when a condition becomes true, and not again before the condition has been false."""
-        if is_condition_true and name not in self._active_warning_names:
-            logger.warning("%s", message)
-        (self._active_warning_names.add if is_condition_true else self._active_warning_names.discard)(name)
+        if is_condition_met and condition_name not in self._active_warning_names:
+            logger.warning("%s", warning_message)
+        (self._active_warning_names.add if is_condition_met else self._active_warning_names.discard)(condition_name)
 
 
 def _select_groups(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
     """Return a few groups to log: those with the best and the worst completion, then the first groups of the step."""
-    ranked_indices = sorted(range(len(groups)), key=lambda i: max(map(_reward_sort_key, groups[i].scores)))
+    group_indices_by_reward = sorted(range(len(groups)), key=lambda i: max(map(_reward_sort_key, groups[i].scores)))
     rewards_by_group = [[score.value for score in group.scores if score.value is not None] for group in groups]
     worst_group_index = min(range(len(groups)), key=lambda i: min(rewards_by_group[i], default=0))
-    unique_indices = dict.fromkeys([ranked_indices[-1], worst_group_index, *range(len(groups))])
-    return [groups[i] for i in list(unique_indices)[:_NUM_LOGGED_GROUPS]]
+    ordered_group_indices = dict.fromkeys([group_indices_by_reward[-1], worst_group_index, *range(len(groups))])
+    return [groups[i] for i in list(ordered_group_indices)[:_NUM_LOGGED_GROUPS]]
 
 
 def _select_indices(scored_group: ScoredGroup, max_completions: int) -> list[int]:
@@ -174,16 +174,16 @@ def _make_completion_record(step: int, scored_group: ScoredGroup, completion_ind
 def _describe_opposed_rewards(means_by_step: Sequence[Mapping[str, float]]) -> str:
     """Return a message if exactly one reward rose and others fell, else an empty string. A reward rose or fell if all
     means of the later half of the steps are above or below all means of the earlier half."""
-    if len(means_by_step) < _WINDOW_STEPS:
+    if len(means_by_step) < _COMPARED_STEPS:
         return ""
-    half_window_steps, mean_changes = _WINDOW_STEPS // 2, {}
+    num_earlier_steps, earlier_and_later_means = _COMPARED_STEPS // 2, {}
     for name in set.intersection(*map(set, means_by_step)):
         reward_means_by_step = [reward_means[name] for reward_means in means_by_step]
-        earlier_means, later_means = reward_means_by_step[:half_window_steps], reward_means_by_step[half_window_steps:]
+        earlier_means, later_means = reward_means_by_step[:num_earlier_steps], reward_means_by_step[num_earlier_steps:]
         if min(later_means) > max(earlier_means) or max(later_means) < min(earlier_means):
-            mean_changes[name] = (float(np.mean(earlier_means)), float(np.mean(later_means)))
-    rising_rewards = [(name, old, new) for name, (old, new) in mean_changes.items() if new > old]
-    falling_rewards = sorted((name, old, new) for name, (old, new) in mean_changes.items() if new <= old)
+            earlier_and_later_means[name] = (float(np.mean(earlier_means)), float(np.mean(later_means)))
+    rising_rewards = [(name, old, new) for name, (old, new) in earlier_and_later_means.items() if new > old]
+    falling_rewards = sorted((name, old, new) for name, (old, new) in earlier_and_later_means.items() if new <= old)
     if len(rising_rewards) != 1 or not falling_rewards:
         return ""
     [(name, old_mean, new_mean)] = rising_rewards
@@ -214,12 +214,12 @@ def _average_over_steps(step_statistics: Sequence[Mapping[str, float]]) -> dict[
     return {name: float(np.mean([statistics[name] for statistics in step_statistics])) for name in step_statistics[0]}
 
 
-def _check_for_collapse(initial_means: _TextStats, recent_means: _TextStats) -> Iterator[tuple[str, bool, str]]:
+def _check_for_collapse(initial_means: _TextMeans, recent_means: _TextMeans) -> Iterator[tuple[str, bool, str]]:
     """For length, repetition and entropy of completions, yield the name, whether the value collapsed, and a warning."""
-    length_text = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
-    yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {length_text}"
+    length_comparison = f"{recent_means['length']:.3g} tokens, {initial_means['length']:.3g} at first"
+    yield "length", recent_means["length"] < initial_means["length"] / 4, f"completions have {length_comparison}"
     is_repetitive = recent_means["repetition"] > max(0.5, initial_means["repetition"] + 0.25)
     yield "repetition", is_repetitive, f"{recent_means['repetition']:.0%} of what completions say is repeated"
-    entropy_text = f"{recent_means['entropy']:.2g}, {initial_means['entropy']:.2g} at first"
-    entropy_message = f"the entropy per token is {entropy_text}: completions of a prompt are nearly the same"
+    entropy_comparison = f"{recent_means['entropy']:.2g}, {initial_means['entropy']:.2g} at first"
+    entropy_message = f"the entropy per token is {entropy_comparison}: completions of a prompt are nearly the same"
     yield "entropy", recent_means["entropy"] < initial_means["entropy"] / 10, entropy_message

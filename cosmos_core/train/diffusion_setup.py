@@ -43,9 +43,9 @@ def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoi
     null_text = open_media_prompts(prepared_folder, "train").null_text
 
     @contextmanager
-    def use_weights(name: str) -> Iterator[None]:
+    def use_weights(weights_name: str) -> Iterator[None]:
         adapter.runner.train(False)
-        with trainer.use_weights(name):
+        with trainer.use_weights(weights_name):
             yield
 
     return EngineDenoiser(adapter.family, adapter.predict, use_weights, adapter.device, adapter.mesh, null_text)
@@ -66,8 +66,8 @@ def make_data_term(
 
     def make_data_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
-            positions = range(update_index * num_rows, (update_index + 1) * num_rows)
-            row_numbers = rows_at_positions(seed + DATA_TERM_SEED_OFFSET, positions, len(rows), shuffle=True)
+            row_positions = range(update_index * num_rows, (update_index + 1) * num_rows)
+            row_numbers = rows_at_positions(seed + DATA_TERM_SEED_OFFSET, row_positions, len(rows), shuffle=True)
             noise_seeds = [derive_seed(seed, update_index, i, DATA_TERM_SEED_OFFSET) for i in row_numbers]
             return [noise_sampler.sample(rows[i], s) for i, s in zip(row_numbers, noise_seeds, strict=True)]
         adapter: Any = trainer.adapter
@@ -95,7 +95,8 @@ def make_data_term(
     return make_update
 
 
-def _get_trained_noise_levels(model_family: Any, flow: FlowSampling, seed: int, step: int) -> list[float]:
+def _get_trained_noise_levels(model_family: Any, flow_sampling: FlowSampling, seed: int, step: int) -> list[float]:
     """Return the noise levels that are trained in a train step; all except 0 if the recipe selects none."""
-    noise_levels = get_noise_levels(model_family, flow).tolist()
-    return [noise_levels[i] for i in stochastic_steps(flow, seed, step) if i in flow.trained_steps] or noise_levels[:-1]
+    noise_levels = get_noise_levels(model_family, flow_sampling).tolist()
+    trained_steps = [i for i in stochastic_steps(flow_sampling, seed, step) if i in flow_sampling.trained_steps]
+    return [noise_levels[i] for i in trained_steps] or noise_levels[:-1]

@@ -97,7 +97,7 @@ def run(stage: Stage) -> Outcome:
 
 
 def estimate(
-    recipe: Recipe, model: str, progress: ProgressWriter, prepared_folder: Path | None = None
+    recipe: Recipe, model: str, progress_writer: ProgressWriter, prepared_folder: Path | None = None
 ) -> TrainingEstimate:
     """Estimate memory, disk space, steps and tokens of a training of `model` from its config.json. `prepared_folder`:
     data of a finished `prepare` stage; None: count the rows of a local dataset. Raise `ModelError` or `DataError`."""
@@ -112,8 +112,8 @@ def estimate(
     sequence_length = int(estimate_length(row_stats.max_length))
     max_steps, estimate_notes = train.max_num_steps, []
     if row_stats.num_rows is None:
-        limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
-        estimate_notes.append(f"steps and tokens: {limit_text}, because the rows are not on this machine yet")
+        step_limit_text = f"at most max_num_steps = {max_steps} and what they read" if max_steps else "unknown"
+        estimate_notes.append(f"steps and tokens: {step_limit_text}, because the rows are not on this machine yet")
     num_steps, num_tokens, is_steps_bound = _estimate_training_length(
         train, recipe.policy, recipe.group_size, row_stats, estimate_length(row_stats.mean_length), prepared_folder
     )
@@ -122,7 +122,7 @@ def estimate(
             f"steps: at most max_num_steps = {max_steps}, because batches are filled by tokens, yet to be counted"
         )
     fake_model, memory, trace_notes = _trace_memory(
-        partial(make_algorithm, recipe), train, recipe.policy, model, sequence_length, progress
+        partial(make_algorithm, recipe), train, recipe.policy, model, sequence_length, progress_writer
     )
     rank_memory = shard_memory(memory, train, mesh)
     if train.activation_offload:
@@ -191,19 +191,19 @@ def shard_memory(memory: StepMemory, train: TrainConfig, mesh: ParallelismConfig
     max_pipeline_rows = micro_batches_in_flight[mesh.pp_schedule] * mesh.pp_micro_batch_size
     num_rows_in_memory = min(rows_per_pass, max_pipeline_rows) if mesh.pp_size > 1 else rows_per_pass
     num_ranks = prod((abs(mesh.dp_shard_size), mesh.cp_size, mesh.tp_size, mesh.pp_size))
-    state_field_names = ("weights", "gradients", "optimizer", "reference", "average")
-    state_bytes = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_field_names}
+    state_memory_fields = ("weights", "gradients", "optimizer", "reference", "average")
+    state_memory = {n: 0 if train.fsdp_offload else -(-getattr(memory, n) // num_ranks) for n in state_memory_fields}
     activations, activation_divisor = memory.activations, mesh.cp_size * mesh.tp_size * mesh.pp_size * rows_per_pass
     return StepMemory(
         casts=None if memory.casts is None else -(-memory.casts // num_ranks),
         activations=None if activations is None else -(-activations * num_rows_in_memory // activation_divisor),
-        **state_bytes,
+        **state_memory,
     )
 
 
 def _trace_memory(
     build_algorithm: Callable[[], Algorithm], train: TrainConfig, policy_config: PolicyConfig, model_path: str,
-    sequence_length: int, progress: ProgressWriter,
+    sequence_length: int, progress_writer: ProgressWriter,
 ) -> tuple[PreTrainedModel, StepMemory, list[str]]:  # fmt: skip
     """Return the model with fake tensors, its memory without sharding, and notes about unknown memory."""
     weight_sets = () if train.train_policy.precomputes_reference_logprobs else train.train_policy.auxiliary_model_names
@@ -215,42 +215,44 @@ def _trace_memory(
             gradient_checkpointing=policy_config.model_gradient_checkpointing,
         )
         mark_trained_weights(fake_model, policy_config)
-    notes: list[str] = []
+    trace_notes: list[str] = []
     with FakeTensorMode():
         _use_fake_tensors(fake_model)
         try:
             # Trace the optimizer without 8-bit moments, because torchao's compiled 8-bit optimizers cannot be traced.
             traced_config = train.copy_with(optm_name=train.optm_name.removesuffix("8bit"))
-            trainer = Trainer(CausalLM(fake_model, traced_config, InputProcessing(0)), traced_config, progress)
+            trainer = Trainer(CausalLM(fake_model, traced_config, InputProcessing(0)), traced_config, progress_writer)
             for name in weight_sets:
                 trainer.weight_sets.add(name)
             memory = trace_step_memory(trainer, build_algorithm(), traced_config, sequence_length)
         except Exception as error:
             # A model's code may fail on fake tensors; then only the memory of activations and casts remains unknown.
             logger.info("the step cannot be traced", exc_info=True)
-            notes.append(f"activations: unknown, because the model cannot be traced without data ({first_line(error)})")
+            trace_notes = [
+                f"activations: unknown, because the model cannot be traced without data ({first_line(error)})"
+            ]
             memory = estimate_untraced_memory(fake_model, len(weight_sets))
     if train.optm_name.endswith("8bit"):
         memory = replace(memory, optimizer=eight_bit_moment_bytes(fake_model))
     if train.ema_enable:
         num_trainable = sum(parameter.numel() for parameter in fake_model.parameters() if parameter.requires_grad)
         memory = replace(memory, average=num_trainable * torch.float32.itemsize)
-    return fake_model, memory, notes
+    return fake_model, memory, trace_notes
 
 
 def _use_fake_tensors(model: PreTrainedModel) -> None:
     """Replace a model's meta tensors by fake CPU tensors in place; tied parameters stay tied."""
-    fake_tensors: dict[int, torch.Tensor] = {}
+    fake_tensor_by_id: dict[int, torch.Tensor] = {}
     for module in model.modules():
         tensor_dicts: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors, name in [(tensors_by_name, name) for tensors_by_name in tensor_dicts for name in tensors_by_name]:
             tensor = tensors[name]
-            if tensor is not None and id(tensor) not in fake_tensors:
+            if tensor is not None and id(tensor) not in fake_tensor_by_id:
                 fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
                 if isinstance(tensor, torch.nn.Parameter):
                     fake_tensor = torch.nn.Parameter(fake_tensor, tensor.requires_grad)
-                fake_tensors[id(tensor)] = fake_tensor
-            tensors[name] = fake_tensors.get(id(tensor))
+                fake_tensor_by_id[id(tensor)] = fake_tensor
+            tensors[name] = fake_tensor_by_id.get(id(tensor))
 
 
 def _read_row_statistics(policy: AlgorithmConfig, policy_config: PolicyConfig, prepared_folder: Path) -> _RowStatistics:
@@ -309,10 +311,10 @@ def _estimate_balanced_training_length(
         tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
     rows = load_row_kind(algorithm.rows).open(prepared_folder, TRAIN_SPLIT, policy_config)
-    row_lengths, plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
-    assert plan is not None
-    row_indices = [i for step in range(plan.total_steps) for batch in plan.micro_batches(step) for i in batch]
-    return plan.total_steps, int(row_lengths[row_indices].sum()), False
+    row_lengths, step_plan = rows.token_counts(is_packed=True), plan_balanced_steps(rows, train, max_length)
+    assert step_plan is not None
+    row_indices = [i for step in range(step_plan.total_steps) for batch in step_plan.micro_batches(step) for i in batch]
+    return step_plan.total_steps, int(row_lengths[row_indices].sum()), False
 
 
 def _estimate_disk_bytes(
@@ -326,8 +328,9 @@ def _estimate_disk_bytes(
     if ckpt.enable_checkpoint:
         steps_per_epoch = max(1, (steps or 0) // train.epoch)
         save_freq = max(0, ckpt.save_freq_in_epoch) * steps_per_epoch or ckpt.save_freq
-        intervals = (save_freq, *([validation.freq] if is_validated else []))
-        num_saves = len({steps, *(step for interval in intervals for step in range(interval, steps or 0, interval))})
+        save_intervals = (save_freq, *([validation.freq] if is_validated else []))
+        saved_steps = (step for interval in save_intervals for step in range(interval, steps or 0, interval))
+        num_saves = len({steps, *saved_steps})
         max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint does not count in `max_keep`
         num_checkpoints = max_kept if steps is None else num_saves if ckpt.max_keep == -1 else min(num_saves, max_kept)
     weight_bytes = num_params[1] * _element_bytes(train.master_dtype)  # checkpoints have no frozen parameters

@@ -74,7 +74,7 @@ class SampleFeed:
         """Write the pass rates of prompts to `stage_folder` after training; do nothing if the feed has no rollouts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the feed's state for a checkpoint, as JSON values and tensors; here only the next step's number."""
+        """Return the feed's state for a checkpoint, as JSON values and tensors. This class saves only the next step."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,9 +101,9 @@ def rows_per_step(train: TrainConfig, group_size: int) -> int:
 def unused_rows_message(train: TrainConfig, group_size: int, num_rows: int) -> str:
     """Return a message if an epoch has rows that no step uses, else ""; raise DataError if the rows fill no step."""
     splits_groups = train.train_batch_per_replica % group_size != 0
-    message = unused_rows_notice(train, 1 if splits_groups else rows_per_step(train, group_size), num_rows)
+    notice = unused_rows_notice(train, 1 if splits_groups else rows_per_step(train, group_size), num_rows)
     # With dynamic sampling, a train step may use prompts of two epochs, so all prompts are used.
-    return message if train.train_policy.dynamic_sampling is None else ""
+    return notice if train.train_policy.dynamic_sampling is None else ""
 
 
 def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_length: int) -> BalancedBatchPlan | None:
@@ -133,10 +133,10 @@ def plan_balanced_steps(rows: PreparedRows, train_config: TrainConfig, max_lengt
 
 def micro_batch_tokens(train: TrainConfig, max_length: int) -> int:
     """Return the token budget of a micro-batch; `max_length`: maximum number of tokens of a sequence."""
-    train_policy = train.train_policy
-    assert isinstance(train_policy, SupervisedConfig)
-    max_tokens = train.rows_per_pass * train_policy.num_sequences_per_row * max_length
-    return train_policy.load_balanced_max_tokens_for_batch or max_tokens
+    algorithm_config = train.train_policy
+    assert isinstance(algorithm_config, SupervisedConfig)
+    max_padded_tokens = train.rows_per_pass * algorithm_config.num_sequences_per_row * max_length
+    return algorithm_config.load_balanced_max_tokens_for_batch or max_padded_tokens
 
 
 class RowFeed(SampleFeed):
@@ -148,7 +148,7 @@ class RowFeed(SampleFeed):
     def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int) -> None:
         """Build the feed; `max_length`: maximum number of tokens of a sequence, `num_dp_ranks`: number of data-parallel
         ranks, each of which gets a micro-batch."""
-        self._rows, self._train, self._num_dp_ranks = rows, train, num_dp_ranks
+        self._rows, self._train_config, self._num_dp_ranks = rows, train, num_dp_ranks
         self._batch_size = train.train_batch_per_replica
         self._prefetch_executor = ThreadPoolExecutor(1, "row-feed") if rows.is_prefetched else None
         self._prefetched_step_and_samples: tuple[int, Future[list[Any]]] | None = None
@@ -166,7 +166,7 @@ class RowFeed(SampleFeed):
             token_counts = self._rows.token_counts(is_packed=False)
         except NotImplementedError:  # rows of images or videos have no token counts
             return None
-        return int(token_counts.max(initial=0)) // self._train.train_policy.num_sequences_per_row
+        return int(token_counts.max(initial=0)) // self._train_config.train_policy.num_sequences_per_row
 
     @property
     def trained_row_numbers(self) -> np.ndarray:
@@ -190,14 +190,14 @@ class RowFeed(SampleFeed):
         return self._read_samples(self.step - 1)
 
     def _read_samples(self, step: int) -> list[Any]:
-        seed_and_step, batch_items = (self._train.order_seed, step), self.micro_batches(step).items()
-        return [sample for number, batch in batch_items for sample in self._rows.samples(batch, seed_and_step, number)]
+        seed_and_step, micro_batches = (self._train_config.order_seed, step), self.micro_batches(step)
+        return [sample for i, batch in micro_batches.items() for sample in self._rows.samples(batch, seed_and_step, i)]
 
     def micro_batches(self, step: int) -> dict[int | None, Sequence[int]]:
-        """Return a train step's row numbers by micro-batch number; by None alone if the trainer forms micro-batches."""
+        """Return a train step's row numbers by micro-batch number; by None if the trainer forms the micro-batches."""
         if self._balanced_plan:
             return dict(enumerate(self._balanced_plan.micro_batches(step)))
-        train = self._train
+        train = self._train_config
         row_positions = batch_row_numbers(
             train.order_seed, step, self._batch_size, mixture_or_num_rows(self._rows),
             train.train_policy.dataloader_shuffle, train.train_policy.drops_last_rows
@@ -222,12 +222,12 @@ def make_sft_loss(
 ) -> Callable[[int], Update]:
     """Return a function that builds the supervised loss of an optimizer step; raise DataError for too few rows."""
     check_data_term_rows(data_term_config, len(rows))
-    max_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
+    max_batch_tokens = getattr(train_config.train_policy, "max_token_len_per_mini_batch", None)
 
     def make_update(update_index: int) -> Update:
         seed, batch_size = train_config.order_seed + DATA_TERM_SEED_OFFSET, data_term_config.batch_size
-        positions = range(update_index * batch_size, (update_index + 1) * batch_size)
-        samples = rows.samples(rows_at_positions(seed, positions, len(rows), shuffle=True))
-        return make_sft_update(batch_within_token_limit(samples, max_tokens), data_term_config.weight)
+        row_positions = range(update_index * batch_size, (update_index + 1) * batch_size)
+        samples = rows.samples(rows_at_positions(seed, row_positions, len(rows), shuffle=True))
+        return make_sft_update(batch_within_token_limit(samples, max_batch_tokens), data_term_config.weight)
 
     return make_update

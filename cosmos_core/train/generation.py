@@ -51,7 +51,7 @@ class RolloutSetup:
 
     def __init__(self, stage: Stage, trainer: Trainer, exit_stack: ExitStack) -> None:
         self._stage, self._trainer, self.exit_stack = stage, trainer, exit_stack
-        self._scorers: dict[Hashable, ScoreGroups] = {}
+        self._scorer_by_key: dict[Hashable, ScoreGroups] = {}
         self._published_version = 0
 
     @cached_property
@@ -121,18 +121,18 @@ class RolloutSetup:
         number of tokens of a completion; None: as in training."""
         max_tokens = max_tokens or self._stage.recipe.rollout.max_response_length
         scorer_key = (repr(rewards), max_tokens) if isinstance(rewards, dict) else rewards
-        if scorer_key not in self._scorers:
+        if scorer_key not in self._scorer_by_key:
             scorer_context = open_rewards(
                 self._stage.recipe.reward_settings, rewards, self._stage.progress.beat, max_tokens
             )
-            self._scorers[scorer_key] = self.exit_stack.enter_context(scorer_context)
-        return self._scorers[scorer_key]
+            self._scorer_by_key[scorer_key] = self.exit_stack.enter_context(scorer_context)
+        return self._scorer_by_key[scorer_key]
 
     def make_async_source(
         self, prompt_order: PromptOrder, sampling: Sampling, validation: AsyncValidation | None
     ) -> GroupSource:
         """Return a source of groups of completions that disaggregated engines generate while the ranks train. While it
-        waits, it checks `validation`, which runs beside the training."""
+        waits, it checks `validation`, which runs during the training."""
         stage, recipe, train = self._stage, self._stage.recipe, self._stage.recipe.train
 
         def check_validation() -> None:
@@ -143,18 +143,18 @@ class RolloutSetup:
         group_plan = GroupPlan(train.train_batch_per_replica, recipe.group_size)
         group_filter, sleeps_in_training = make_group_filter(train.train_policy), recipe.mode == "colocated_separated"
         max_lag, num_extra_prompts, max_steps_ahead = train.train_policy.rollout_lookahead
-        if sleeps_in_training:  # engines that sleep during training would lose requests in flight
+        if sleeps_in_training:  # generate nothing ahead: sleeping engines would lose requests in flight
             max_lag, num_extra_prompts, max_steps_ahead = train.sync_weight_interval - 1, 0, 1
         num_steps = total_steps(train, recipe.group_size, prompt_order.num_prompts)
         take_prompts = prompts_by_position(prompt_order, prompt_order.prompts_per_step, num_steps)
         if recipe.may_split_groups or group_filter:
-            end_position = None if group_filter else group_plan.first_position(num_steps)
-            take_prompts = partial(prompt_order.take_prompts, end_position=end_position)
+            end_prompt_position = None if group_filter else group_plan.first_position(num_steps)
+            take_prompts = partial(prompt_order.take_prompts, end_position=end_prompt_position)
         group_source = AsyncGroupSource(
             self.engine_fleet, take_prompts, self.make_local_scorer(recipe.training_rewards),
             sampling, stage.progress, group_plan=group_plan, max_lag=max_lag,
             send_missing_weights=self.send_missing_weights, on_wait=check_validation,
-            num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, filter=group_filter,
+            num_extra_prompts=num_extra_prompts, max_steps_ahead=max_steps_ahead, group_filter=group_filter,
             sleeps_in_training=sleeps_in_training,
         )  # fmt: skip
         self.exit_stack.callback(group_source.close)
@@ -187,7 +187,7 @@ def _make_engine_fleet(
         weight_sync_mode=rollout_config.async_r2r_sync,
         sleeps_in_training=is_on_trainer_gpu,
         weight_transfer=_make_weight_transfer(rollout_config, is_on_trainer_gpu=is_on_trainer_gpu),
-        beat=send_heartbeat,
+        send_heartbeat=send_heartbeat,
     )
 
 
@@ -221,20 +221,20 @@ def _open_separate_engine(stage_folder: Path, send_heartbeat: Callable[[], None]
 
 def open_engine(stage: Stage, beat: Callable[[], None]) -> Engine:
     """Return the rollout engine of a stage in a process without a trainer; the engine calls `beat` during waits."""
-    policy = stage.recipe.policy
-    tokenizer = load_tokenizer(stage.model, policy.model_revision, policy.chat_template)
+    policy_config = stage.recipe.policy
+    tokenizer = load_tokenizer(stage.model, policy_config.model_revision, policy_config.chat_template)
     master_dtype = getattr(torch, stage.recipe.train.master_dtype)
     with torch.device("meta"):
-        model = model_without_weights(stage.model, revision=policy.model_revision, dtype=master_dtype)
+        model = model_without_weights(stage.model, revision=policy_config.model_revision, dtype=master_dtype)
     if stage.kind.trains_model:
         # The engine must know the shapes of the adapter, so that later only the adapter's weights are sent.
-        mark_trained_weights(model, policy)
-    elif stage.data is not None:  # without a trainer, the prompts have not been checked yet
+        mark_trained_weights(model, policy_config)
+    elif stage.data is not None:  # check the prompts, since no trainer has done it
         check_rows(model.config, stage.data, lambda: model, splits_to_complete=["train"])
-    if generation_config := load_generation_config(stage.model, policy.model_revision):
+    if generation_config := load_generation_config(stage.model, policy_config.model_revision):
         model.generation_config = generation_config
     engine_settings = EngineSettings(
-        model, tokenizer, stage.model, stage.recipe.rollout, policy.model_max_length,
+        model, tokenizer, stage.model, stage.recipe.rollout, policy_config.model_max_length,
         getattr(torch, stage.recipe.train.param_dtype), stage.recipe.custom, is_separate=True,
         vision=open_image_reader(stage), beat=beat,
     )  # fmt: skip

@@ -15,8 +15,8 @@ from cosmos_core.types import Sampling
 
 logger = logging.getLogger(__name__)
 
-_LOGPROB_DIFFERENCE_METRIC, _LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
-_NOT_FINITE_METRIC = "rollout/tokens_not_finite"
+_LOGPROB_DIFFERENCE_METRIC, _WEIGHT_LAG_METRIC = "rollout/logprob_difference_mean", "rollout/version_lag"
+_NONFINITE_METRIC = "rollout/tokens_not_finite"
 _OUTDATED_TOLERANCE = 1.0
 """Tolerance in nats per token if the engines' weights are older than the trainer's; corrupt weights exceed it."""
 
@@ -39,16 +39,17 @@ class LogprobDriftCheck:
     def check_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metric `watch/alarm`: 1 if trainer and engines differ by more than the tolerance, else 0. Return
         no metric if `metrics` has no log-probability difference. Raise StageFailed if an alarm ends the stage."""
-        logprob_difference = math.nan if metrics.get(_NOT_FINITE_METRIC) else metrics.get(_LOGPROB_DIFFERENCE_METRIC)
+        logprob_difference = math.nan if metrics.get(_NONFINITE_METRIC) else metrics.get(_LOGPROB_DIFFERENCE_METRIC)
         if logprob_difference is None:
             return {}
-        tolerance = self._tolerance if metrics.get(_LAG_METRIC, 0.0) == 0 else max(self._tolerance, _OUTDATED_TOLERANCE)
+        weight_lag = metrics.get(_WEIGHT_LAG_METRIC, 0.0)
+        tolerance = self._tolerance if weight_lag == 0 else max(self._tolerance, _OUTDATED_TOLERANCE)
         exceeds_tolerance = not logprob_difference <= tolerance  # unlike `>`, `not <=` is also True for NaN
         if exceeds_tolerance and not self._has_warned:
             logger.warning(
                 "step %d: engines and trainer differ by %.3g nats per token, their weights by %g steps, which explains "
                 "%g; see rollout/logprob_difference in metrics.jsonl",
-                step, logprob_difference, metrics.get(_LAG_METRIC, 0.0), tolerance
+                step, logprob_difference, weight_lag, tolerance
             )  # fmt: skip
         self._has_warned = exceeds_tolerance
         if exceeds_tolerance and self._should_stop:

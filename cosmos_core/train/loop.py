@@ -27,7 +27,7 @@ from cosmos_core.errors import ConfigError, Preempted
 from cosmos_core.parallel.mesh import all_reduce_any, is_first_rank
 from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.feeds import SampleFeed
-from cosmos_core.train.measure import VALIDATION_PREFIX
+from cosmos_core.train.measure import VALIDATION_METRIC_PREFIX
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.profile import StepProfiler
 from cosmos_core.train.stop import StopRequested, check_stop
@@ -55,7 +55,7 @@ class TrainLoop:
     validation: Validation
     """Validation of train steps, which also publishes the weights of train steps to the rollout engines."""
     hooks: Callable[..., None] = lambda hook_name, **hook_data: None
-    """Function that calls the recipe's user-defined hook of a name, such as an object of `Hooks`."""
+    """Function that calls the user-defined hook named `hook_name` of the recipe, such as a `Hooks` object."""
     profiler_config: ProfilerConfig = field(default_factory=ProfilerConfig)
     moving_average: MovingAverage | None = None
     """Moving average that is validated and finally copied into the model; None: the trained weights are used."""
@@ -66,7 +66,7 @@ class TrainLoop:
     """Counter of the model FLOPs utilization (MFU) of train steps; None: MFU is not reported."""
     speed_tuning: SpeedTuning | None = None
     """Measurement that chooses the settings that the recipe sets to `auto`; None: no setting is `auto`."""
-    first_checkpoint: Path | None = None
+    initial_checkpoint: Path | None = None
     """Folder `.../step_N/policy` of another run's checkpoint, from which a training without its own checkpoint starts;
     None: the training starts from the stage's model."""
     step: int = 0
@@ -229,10 +229,9 @@ class TrainLoop:
         """Save a checkpoint if the recipe sets `save_ckpt_at_exit`, and return the error to raise. Call this only if no
         weight has changed since the last completed step."""
         stop_message = f"stopped after step {self.step} of {self.feed.total_steps}"
-        # An attempt without a checkpoint of its own saves nothing before its first step. So the next attempt has none
-        # either, and also validates before its first step (`val_before_train`).
-        has_new_step = self.step > (self._start_step if self._is_first_attempt else 0)
-        if not (self.config.save_ckpt_at_exit and has_new_step):
+        # The first attempt saves nothing before its first step, so that the next attempt also obeys `val_before_train`.
+        has_completed_step = self.step > (self._start_step if self._is_first_attempt else 0)
+        if not (self.config.save_ckpt_at_exit and has_completed_step):
             return Preempted(f"{stop_message}; nothing saved")
         self.checkpointer.wait()
         if (validating_step := self.validation.validating_step) not in (None, self.step):
@@ -251,40 +250,40 @@ class TrainLoop:
         assert seed is not None  # the schema replaces a missing seed by its default
         own_checkpoint_step = start_step = self.checkpointer.load_latest(train_state) or 0
         self._is_first_attempt = not own_checkpoint_step
-        if not own_checkpoint_step and self.first_checkpoint:
-            start_step = load_checkpoint(self.first_checkpoint, train_state, self.workspace.progress.beat)
+        if not own_checkpoint_step and self.initial_checkpoint:
+            start_step = load_checkpoint(self.initial_checkpoint, train_state, self.workspace.progress.beat)
         if start_step:
             self.feed.load_state_dict(train_state.feed or {"step": start_step})
         if start_step > own_checkpoint_step and start_step >= self.feed.total_steps:
             raise ConfigError(
-                f"train.resume = '{self.first_checkpoint}' is at step {start_step} and this training ends at step "
+                f"train.resume = '{self.initial_checkpoint}' is at step {start_step} and this training ends at step "
                 f"{self.feed.total_steps}; raise train.epoch or train.max_num_steps"
             )
         if start_step:
             if train_state.algorithm:  # the checkpoint of another run may be of an algorithm without a state
                 self.algorithm.load_state_dict(train_state.algorithm)
-            self._num_updates = int(train_state.extra.get("num_updates", start_step))
+            self._num_updates = int(train_state.loop_state.get("num_updates", start_step))
             if self.speed_tuning:
-                self.speed_tuning.restore(train_state.extra.get("speed_settings"))
+                self.speed_tuning.restore(train_state.loop_state.get("speed_settings"))
             # Random generators are restored last, because starting an engine advances and reseeds them.
-            rng_state = train_state.extra["rng"]
-            saved_data_parallel_rank = train_state.extra.get("seed_rank", self._data_parallel_rank)
+            rng_states = train_state.loop_state["rng"]
+            saved_data_parallel_rank = train_state.loop_state.get("seed_rank", self._data_parallel_rank)
             # After a change of the mesh, ranks that share a sample would draw different numbers from the saved states.
-            if all_reduce_any(rng_state is None or saved_data_parallel_rank != self._data_parallel_rank):
+            if all_reduce_any(rng_states is None or saved_data_parallel_rank != self._data_parallel_rank):
                 seed_rng(seed, start_step, self._data_parallel_rank)
             else:
-                restore_rng(rng_state)
+                restore_rng(rng_states)
         else:  # opening the model seeded torch equally on all ranks, so only data-parallel ranks above 0 are reseeded
             seed_rng(seed, 0, self._data_parallel_rank, keeps_torch_rng=self._data_parallel_rank == 0)
-        self.validation.load_state_dict(start_step, train_state.extra if own_checkpoint_step else {})
+        self.validation.load_state_dict(start_step, train_state.loop_state if own_checkpoint_step else {})
         if own_checkpoint_step:
-            self._last_metrics = dict(train_state.extra["metrics"])
+            self._last_metrics = dict(train_state.loop_state["metrics"])
             self.workspace.progress.report_checkpoint(own_checkpoint_step)
         if start_step:
             self.hooks("load_checkpoint_hook", step=start_step)
         self.checkpointer.write_best_step(self._best_step_to_save)
-        needs_validation = bool(own_checkpoint_step and train_state.extra.get("is_unmeasured"))
-        removed_metric_prefix = VALIDATION_PREFIX if needs_validation else ""
+        needs_validation = bool(own_checkpoint_step and train_state.loop_state.get("is_unmeasured"))
+        removed_metric_prefix = VALIDATION_METRIC_PREFIX if needs_validation else ""
         self.workspace.metrics.remove_lines_after_step(own_checkpoint_step, prefix=removed_metric_prefix)
         self.workspace.progress.step(start_step, self.feed.total_steps)
         self.step = self._start_step = start_step
@@ -300,7 +299,7 @@ class TrainLoop:
         self.workspace.progress.phase("save")
         self.hooks("save_checkpoint_hook", step=self.step)
         train_state = self._make_train_state()
-        train_state.extra = {
+        train_state.loop_state = {
             "step": self.step, "total_steps": self.feed.total_steps, "num_updates": self._num_updates,
             "rng": capture_rng(), "seed_rank": self._data_parallel_rank, "metrics": self._last_metrics,
             **self.validation.state_dict(self.step),
@@ -321,21 +320,21 @@ class TrainLoop:
         )  # fmt: skip
 
     def _log_step(self, step: int, metrics: dict[str, float]) -> None:
-        maxima = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
-        self._last_metrics = metrics | {name: max(value, metrics.get(name, value)) for name, value in maxima.items()}
+        earlier_maxima = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
+        self._last_metrics = metrics | {n: max(value, metrics.get(n, value)) for n, value in earlier_maxima.items()}
         self.workspace.metrics.log(step, metrics)
-        progress_names = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
-        progress_metrics = {name: metrics[key] for key, name in progress_names.items() if key in metrics}
+        name_by_metric = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
+        progress_metrics = {name: metrics[key] for key, name in name_by_metric.items() if key in metrics}
         progress_metrics |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
         self.workspace.progress.step(step, self.feed.total_steps, **progress_metrics)
 
 
 def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the optimizer steps of a train step; for `..._max` metrics, the maximum."""
-    values_by_name: dict[str, list[float]] = {}
+    values_by_metric: dict[str, list[float]] = {}
     for name, value in chain(*(metrics.items() for metrics in update_metrics)):
-        values_by_name.setdefault(name, []).append(value)
-    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in values_by_name.items()}
+        values_by_metric.setdefault(name, []).append(value)
+    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in values_by_metric.items()}
 
 
 def _memory_metrics() -> dict[str, float]:

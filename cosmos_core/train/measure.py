@@ -37,7 +37,7 @@ from cosmos_core.train.trainer import Trainer
 from cosmos_core.types import Group, Prompt, Sampling, Score, ScoredGroup
 
 SAMPLES_FILE = "samples.jsonl"
-VALIDATION_PREFIX = "validation/"
+VALIDATION_METRIC_PREFIX = "validation/"
 _MAX_SAVED_SAMPLES = 24
 _VALIDATION_SEED_STEP = 0
 """Value that replaces the step number in the seeds of held-out completions. All validations use the same seeds, so that
@@ -59,7 +59,7 @@ def row_metrics(
             yield rows.samples(range(start, min(start + rows_per_chunk, len(rows))))
 
     metrics = algorithm.measure(read_sample_chunks(), trainer, batch_size)
-    return {VALIDATION_PREFIX + name: value for name, value in metrics.items()}
+    return {VALIDATION_METRIC_PREFIX + name: value for name, value in metrics.items()}
 
 
 def completion_metrics(
@@ -81,7 +81,7 @@ def completion_metrics(
     completions = [completion for group in groups for completion in group.group.completions]
     completion_lengths = [completion.num_sampled for completion in completions if completion.diffusion_sample is None]
     correctness_metrics: dict[str, float] = {}
-    correct_flags = [
+    correct_flags_by_prompt = [
         [
             has_full_reward(score.value, full_reward)
             for score in group.scores
@@ -90,11 +90,11 @@ def completion_metrics(
         ]
         for group in groups
     ]
-    if any(correct_flags):  # at least one valid completion has a known full reward
-        accuracy = float(np.concatenate(correct_flags).mean())
-        correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags)}
+    if any(correct_flags_by_prompt):  # at least one valid completion has a known full reward
+        accuracy = float(np.concatenate(correct_flags_by_prompt).mean())
+        correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags_by_prompt)}
     return {
-        **{VALIDATION_PREFIX + name.partition("/")[2]: value for name, value in turn_metrics(completions).items()},
+        **{VALIDATION_METRIC_PREFIX + n.partition("/")[2]: value for n, value in turn_metrics(completions).items()},
         "validation/reward": float(reward_values.mean()),
         **_estimate_standard_error(groups),
         "validation/invalid": float(num_completions - len(reward_values)),
@@ -147,14 +147,14 @@ class CompletionValidation:
     """Validation that generates completions of held-out prompts and scores them."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, settings: CompletionSettings,
+        self, prompts: Sequence[Prompt], engine: Engine, score: ScoreGroups, completion_settings: CompletionSettings,
         workspace: Workspace,
     ) -> None:  # fmt: skip
         self._prompts = prompts
         self._engine, self.score, self._workspace = engine, score, workspace
-        self._sampling, self._batch_size = settings.sampling, settings.batch_size
-        self._get_full_reward = partial(full_reward, settings.rewards)
-        self._has_rewards = bool(settings.rewards) or self._sampling.flow is None
+        self._sampling, self._batch_size = completion_settings.sampling, completion_settings.batch_size
+        self._get_full_reward = partial(full_reward, completion_settings.rewards)
+        self._has_rewards = bool(completion_settings.rewards) or self._sampling.flow is None
 
     def validate(self, step: int, *, sleep_level: Literal[1, 2] = 1) -> dict[str, float]:
         """Return the validation metrics after `step` train steps, add some completions to `samples.jsonl`, and let the
@@ -182,11 +182,11 @@ class CompletionValidation:
         """Return the metrics of scored groups; the first rank also adds some of the groups to `samples.jsonl`."""
         if is_first_rank():
             with raise_disk_full(self._workspace.path):
-                samples_file, saved_groups = self._workspace.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
-                add_samples(samples_file, step, saved_groups, has_rewards=self._has_rewards)
+                samples_file, logged_groups = self._workspace.path / SAMPLES_FILE, scored_groups[:_MAX_SAVED_SAMPLES]
+                add_samples(samples_file, step, logged_groups, has_rewards=self._has_rewards)
         metrics = completion_metrics(scored_groups, self._get_full_reward) if self._has_rewards else {}
         if self._sampling.flow is not None and self._sampling.num_completions > 1:
-            metrics[f"{VALIDATION_PREFIX}diversity"] = compute_diversity(scored_groups)
+            metrics[f"{VALIDATION_METRIC_PREFIX}diversity"] = compute_diversity(scored_groups)
         return metrics
 
 
@@ -240,7 +240,7 @@ def make_completion_settings(recipe: Recipe) -> CompletionSettings:
 
 @contextmanager
 def open_rewards(
-    settings: RewardSettings, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
+    reward_settings: RewardSettings, rewards: RewardConfig, on_wait: Callable[[], None], max_tokens: int | None = None
 ) -> Iterator[ScoreGroups]:
     """Open rewards in a context manager, and yield a function that scores groups of completions on the first rank only;
     see `score_on_first_rank`. Raise `RewardError` if a reward cannot be loaded, or the environment names no service.
@@ -252,20 +252,20 @@ def open_rewards(
     if isinstance(rewards, RemoteRewardConfig):
         yield RemoteRewards(rewards, read_service_endpoints(), on_wait=on_wait).score_groups
         return
-    if not rewards or not is_first_rank():  # `bypass_reward` is set, or the first rank scores instead of this rank
+    if not rewards or not is_first_rank():  # score nothing: `bypass_reward` is set, or the first rank scores
         yield lambda groups: [ScoredGroup(group, (Score(0.0),) * len(group.completions)) for group in groups]
         return
-    judge = settings.judge if "judge" in rewards else None
-    secret_variable_names = (*settings.environment_names, *((judge.key_env,) if judge else ()))
+    judge_settings = reward_settings.judge if "judge" in rewards else None
+    secret_variable_names = (*reward_settings.environment_names, *((judge_settings.key_env,) if judge_settings else ()))
     mask_secrets(secret_variable_names)
     with RewardRunner(
         rewards,
-        timeout_seconds=settings.timeout_seconds,
-        timeout_by_reward={"judge": judge.timeout_seconds} if judge else {},
-        constant_fields=settings.keyword_values | ({} if max_tokens is None else {"max_tokens": max_tokens}),
+        timeout_seconds=reward_settings.timeout_seconds,
+        timeout_by_reward={"judge": judge_settings.timeout_seconds} if judge_settings else {},
+        constant_fields=reward_settings.keyword_values | ({} if max_tokens is None else {"max_tokens": max_tokens}),
         environment_names=secret_variable_names,
         on_wait=on_wait,
-        calls_per_group=settings.calls_per_group,
+        calls_per_group=reward_settings.calls_per_group,
     ) as reward_runner:
         yield reward_runner.score_groups
 
@@ -274,9 +274,9 @@ def score_on_first_rank(score_groups: ScoreGroups) -> ScoreGroups:
     """Return a function that scores groups on the first rank and broadcasts the scores; all ranks call it together."""
 
     def score_and_broadcast(groups: Sequence[Group]) -> list[ScoredGroup]:
-        all_scores = [scored_group.scores for scored_group in score_groups(groups)] if is_first_rank() else []
+        scores_by_group = [scored_group.scores for scored_group in score_groups(groups)] if is_first_rank() else []
         wait_for_ranks(lambda: None)  # wait first, because scoring may take longer than the broadcast's timeout
-        all_scores = broadcast_object(all_scores)
-        return [ScoredGroup(group, scores) for group, scores in zip(groups, all_scores, strict=True)]
+        scores_by_group = broadcast_object(scores_by_group)
+        return [ScoredGroup(group, scores) for group, scores in zip(groups, scores_by_group, strict=True)]
 
     return score_and_broadcast

@@ -58,8 +58,9 @@ def estimate_untraced_memory(model: PreTrainedModel, num_weight_sets: int) -> St
     """Return the memory of a train step that cannot be traced, without its activations and casts, for an optimizer with
     two moments and `num_weight_sets` copies of the trained parameters."""
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return StepMemory(weight_bytes, gradients, 2 * gradients, num_weight_sets * gradients, casts=None, activations=None)
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    copied_bytes = num_weight_sets * gradient_bytes
+    return StepMemory(weight_bytes, gradient_bytes, 2 * gradient_bytes, copied_bytes, casts=None, activations=None)
 
 
 def eight_bit_moment_bytes(model: PreTrainedModel) -> int:
@@ -142,11 +143,11 @@ class _LiveByteCounter(TorchDispatchMode):
         every step but the first."""
         sizes_and_memory_uses = zip(self._storage_sizes, self._use_by_storage, strict=True)
         optimizer_bytes = sum(size for size, memory_use in sizes_and_memory_uses if memory_use == "optimizer")
-        events = [(self._use_by_storage[i], change * self._storage_sizes[i]) for i, change in self._allocation_events]
-        events = [byte_change for byte_change in events if byte_change[0] != "optimizer"]
-        cumulative_bytes = np.cumsum([size for _, size in events])
+        byte_changes = [(self._use_by_storage[i], sign * self._storage_sizes[i]) for i, sign in self._allocation_events]
+        byte_changes = [byte_change for byte_change in byte_changes if byte_change[0] != "optimizer"]
+        cumulative_bytes = np.cumsum([size for _, size in byte_changes])
         bytes_by_use = dict.fromkeys(("weights", "gradients", "reference", "casts", "activations"), 0)
-        for memory_use, size in events[: int(cumulative_bytes.argmax()) + 1]:
+        for memory_use, size in byte_changes[: int(cumulative_bytes.argmax()) + 1]:
             bytes_by_use[memory_use] += size
         return StepMemory(optimizer=optimizer_bytes, **bytes_by_use)
 
@@ -174,9 +175,9 @@ class _LiveByteCounter(TorchDispatchMode):
         return int(self._storage_numbers[storage])
 
 
-def _empty_grouped_product(token_inputs: Tensor, weights: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+def _empty_grouped_product(token_inputs: Tensor, weights: Tensor, group_ends: Tensor | None = None, *_: Any) -> Tensor:
     """Return an empty tensor of the result's shape for `_grouped_mm`, as PyTorch's meta kernel requires bfloat16."""
-    leading_shape = () if offsets is None or not token_inputs.ndim == weights.ndim == 2 else (len(offsets),)
+    leading_shape = () if group_ends is None or not token_inputs.ndim == weights.ndim == 2 else (len(group_ends),)
     return token_inputs.new_empty((*leading_shape, token_inputs.shape[-2], weights.shape[-1]))
 
 

@@ -16,7 +16,7 @@ class FlopsUtilization:
         adapter = trainer.adapter
         self._count_tokens = adapter.num_tokens
         self._train_flops = TrainFlops(adapter.meta_copy if adapter.meta_copy is not None else adapter.model)
-        self._matmul_flops = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
+        self._matmul_flops_per_second = measure_matmul_flops(adapter.device, getattr(torch, dtype)) * num_ranks()
         self._num_flops = 0.0
 
     def add(self, update: Update) -> None:
@@ -27,4 +27,4 @@ class FlopsUtilization:
     def utilization_since_last(self, elapsed_seconds: float) -> float:
         """Return the utilization, as a fraction, since the previous call, which was `elapsed_seconds` ago."""
         num_flops, self._num_flops = self._num_flops, 0.0
-        return num_flops / max(1e-9, elapsed_seconds) / self._matmul_flops
+        return num_flops / max(1e-9, elapsed_seconds) / self._matmul_flops_per_second

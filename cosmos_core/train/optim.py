@@ -128,17 +128,17 @@ def learning_rate_factor(step: int, total_steps: int, train_config: TrainConfig)
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train: TrainConfig
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train_config: TrainConfig
 ) -> dict[str, float]:
     """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
-    learning_rate_scale = learning_rate_factor(step, total_steps, train)
+    learning_rate_scale = learning_rate_factor(step, total_steps, train_config)
     for group in optimizer.param_groups:
         learning_rate = group["initial_lr"] * learning_rate_scale
         if isinstance(group["lr"], torch.Tensor):  # fill the tensor in place, because torchao's compiled step reads it
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
-    learning_rates = {path: lr * learning_rate_scale for path, lr in _get_learning_rates(train).items()}
+    learning_rates = {path: lr * learning_rate_scale for path, lr in _get_learning_rates(train_config).items()}
     return {"lr" if path == GLOBAL_LR_KEY else f"lr/{path}": lr for path, lr in learning_rates.items()}
 
 
@@ -154,28 +154,28 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return float(gradient_norm)
 
 
-def _get_learning_rates(train: TrainConfig) -> dict[str, float]:
-    assert not isinstance(train.optm_lr, tuple)  # the capability check rejects a list of learning rates
-    return train.optm_lr if isinstance(train.optm_lr, dict) else {GLOBAL_LR_KEY: train.optm_lr}
+def _get_learning_rates(train_config: TrainConfig) -> dict[str, float]:
+    assert not isinstance(train_config.optm_lr, tuple)  # the capability check rejects a list of learning rates
+    return train_config.optm_lr if isinstance(train_config.optm_lr, dict) else {GLOBAL_LR_KEY: train_config.optm_lr}
 
 
-def _group_parameters_by_path(model: nn.Module, paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
-    """Return the trained parameters by the deepest of the module paths `paths` that contains them."""
+def _group_parameters_by_path(model: nn.Module, module_paths: Mapping[str, float]) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters by the deepest of the module paths `module_paths` that contains them."""
     names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names_by_parameter.setdefault(parameter, []).append(name)
     parameters_by_path: dict[str, list[nn.Parameter]] = {GLOBAL_LR_KEY: []}
     for parameter, parameter_names in names_by_parameter.items():
-        matching_paths = [path for path in paths if any(f"{name}.".startswith(f"{path}.") for name in parameter_names)]
+        matching_paths = [path for path in module_paths if any(f"{n}.".startswith(f"{path}.") for n in parameter_names)]
         path = max(matching_paths, key=lambda path: path.count("."), default=GLOBAL_LR_KEY)
         parameters_by_path.setdefault(path, []).append(parameter)
     return parameters_by_path
 
 
-def check_module_paths(model: nn.Module, train: TrainConfig) -> None:
+def check_module_paths(model: nn.Module, train_config: TrainConfig) -> None:
     """Check that each module path of `optm_lr` has trained parameters; raise ConfigError if one has none."""
-    module_paths = _get_learning_rates(train)
+    module_paths = _get_learning_rates(train_config)
     parameters_by_path = _group_parameters_by_path(model, module_paths)
     for path in [path for path in module_paths if path not in parameters_by_path]:
         module_names = [name for name, _ in model.named_modules() if name]

@@ -21,7 +21,7 @@ class PassRates:
 
     def __init__(self, get_full_reward: Callable[..., float | None]) -> None:
         self._get_full_reward = get_full_reward
-        self._counts: dict[str, list[float]] = {}
+        self._prompt_counts: dict[str, list[float]] = {}
 
     def add(self, scored_groups: Sequence[ScoredGroup]) -> None:
         """Count sampled groups and their completions with a valid reward."""
@@ -34,30 +34,31 @@ class PassRates:
                 1, len(rewards), sum(value for value, _ in rewards), sum(full_reward_flags), len(full_reward_flags)
             )  # fmt: skip
             prompt_id = str(prompt.id)
-            self._counts[prompt_id] = list(map(add, self._counts.get(prompt_id, [0.0] * 5), new_counts))
+            self._prompt_counts[prompt_id] = list(map(add, self._prompt_counts.get(prompt_id, [0.0] * 5), new_counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
-        return dict(self._counts)
+        return dict(self._prompt_counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""
         # Old checkpoints lack the last count, completions with a known full reward, which equals that of valid rewards.
-        self._counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
+        self._prompt_counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
-    def write(self, folder: Path, prompts: Sequence[Prompt]) -> None:
+    def write(self, stage_folder: Path, prompts: Sequence[Prompt]) -> None:
         """Write `pass_rates.jsonl` with a line per prompt; an unknown pass rate or mean reward is null."""
         json_lines = []
         for prompt in prompts:
-            num_sampled, num_valid, reward_sum, num_passed, num_gradable = self._counts.get(str(prompt.id), [0.0] * 5)
-            has_pass_rate = num_gradable and self._get_full_reward(prompt.source) is not None
+            prompt_counts = self._prompt_counts.get(str(prompt.id), [0.0] * 5)
+            num_sampled, num_valid, reward_sum, num_passed, num_judged = prompt_counts
+            has_pass_rate = num_judged and self._get_full_reward(prompt.source) is not None
             pass_rate_record = {
                 "prompt": prompt.text,
-                "pass_rate": num_passed / num_gradable if has_pass_rate else None,
+                "pass_rate": num_passed / num_judged if has_pass_rate else None,
                 "mean_reward": reward_sum / num_valid if num_valid else None,
                 "drawn": int(num_sampled),
                 "completions": int(num_valid),
             }
             json_lines.append(json.dumps(pass_rate_record, ensure_ascii=False) + "\n")
-        with raise_disk_full(folder):
-            write_text(folder / PASS_RATES_FILE, "".join(json_lines))
+        with raise_disk_full(stage_folder):
+            write_text(stage_folder / PASS_RATES_FILE, "".join(json_lines))

@@ -22,7 +22,7 @@ class StepProfiler:
         self._stage_folder, self._config = stage_folder, config.sub_profiler_config
         self._rank = rank_number()
         self._is_enabled = config.enable_profiler and self._rank in (self._config.rank_filter or (0,))
-        self._request_time = self._read_profile_request_time()
+        self._last_request_time = self._read_profile_request_time()
         self._profile: profile | None = None
         self._step = self._first_step = start_step
 
@@ -43,8 +43,8 @@ class StepProfiler:
             if step == self._last_profiled_step:
                 self._profile.stop()
                 self._profile = None
-        elif self._is_enabled and (request_time := self._read_profile_request_time()) != self._request_time:
-            self._request_time = request_time
+        elif self._is_enabled and (request_time := self._read_profile_request_time()) != self._last_request_time:
+            self._last_request_time = request_time
             self._begin_profile()
 
     def _read_profile_request_time(self) -> float:
@@ -82,9 +82,9 @@ class StepProfiler:
 def _list_slowest_operators(profile: profile) -> list[dict[str, Any]]:
     """Return the operators with the longest self time, in milliseconds on the device that computes."""
     time_attribute = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    timed_events = [(getattr(event, time_attribute), event) for event in profile.key_averages()]
-    total_microseconds = sum(microseconds for microseconds, _ in timed_events) or 1.0
-    timed_events.sort(key=lambda timed_event: -timed_event[0])
+    timed_operators = [(getattr(event, time_attribute), event) for event in profile.key_averages()]
+    total_microseconds = sum(microseconds for microseconds, _ in timed_operators) or 1.0
+    timed_operators.sort(key=lambda timed_event: -timed_event[0])
     return [
         {
             "operator": event.key,
@@ -92,5 +92,5 @@ def _list_slowest_operators(profile: profile) -> list[dict[str, Any]]:
             "ms": round(microseconds / 1000, 3),
             "share": round(microseconds / total_microseconds, 4),
         }
-        for microseconds, event in timed_events[:_MAX_SAVED_OPERATORS]
+        for microseconds, event in timed_operators[:_MAX_SAVED_OPERATORS]
     ]

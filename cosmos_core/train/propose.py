@@ -54,7 +54,7 @@ ProposedSetting = tuple[str, Any, str]
 """A proposed setting of a recipe: dotted key, value, and the reason for the value."""
 
 _MAX_SAMPLED_ROWS = 500
-_MAX_SKIPPED_FRACTION = 0.2  # if more samples are unusable, the data set probably has another layout
+_MAX_SKIPPED_FRACTION = 0.2  # with more unusable samples, the data set probably has another layout
 _NUM_TRAINED_IMAGES = 2000  # number of images, counted over all epochs, that a training on a small data set uses
 _BYTES_PER_GIB = 2**30
 _STATE_BYTES = 16  # bytes per trained weight: weight, gradient and both moments of Adam, each in float32
@@ -131,8 +131,8 @@ def propose(options: CliOptions, hardware: Hardware) -> Iterator[ProposedSetting
 
 
 def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardware) -> Iterator[ProposedSetting]:
-    rows = load_rows(options.dataset, _DATASET_KEY)
-    sampled_rows = list(islice(rows, _MAX_SAMPLED_ROWS))
+    dataset_rows = load_rows(options.dataset, _DATASET_KEY)
+    sampled_rows = list(islice(dataset_rows, _MAX_SAMPLED_ROWS))
     if not sampled_rows:
         raise DataError(f"--data {options.data}: no rows")
     # Infer the columns from a row without nulls if there is one, because a null would count as a missing column.
@@ -140,11 +140,11 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     complete_rows = (row for row in sampled_rows if all(row[1].get(name) is not None for name in column_names))
     located_row = next(complete_rows, sampled_rows[0])
     column_by_option, reason = _infer_columns(options, method, *located_row)
-    yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(rows):,} rows"
+    yield f"{_DATASET_KEY}.name", options.data, f"--data; {len(dataset_rows):,} rows"
     yield from ((f"train.train_policy.{name}_column_name", column, reason) for name, column in column_by_option.items())
     model_config, tokenizer = load_config(options.model), load_tokenizer(options.model)
     row_kind, recipe = load_tokenised_kind(method.rows), _make_recipe(options, column_by_option)
-    image_folder = find_image_root(recipe, options.model, rows.folder)
+    image_folder = find_image_root(recipe, options.model, dataset_rows.folder)
     record_spec = RecordSpec(recipe, row_kind, sys.maxsize, options.model, image_folder)
     try:
         max_row_length = _max_row_length(tokenizer, record_spec, sampled_rows)
@@ -171,18 +171,18 @@ def _text_settings(options: CliOptions, method: TrainingMethod, hardware: Hardwa
     num_weights = sum(weight.numel() for weight in model.parameters())
     yield from _model_size_settings(method, num_weights, hardware)
     # Bytes of activations per token with recomputation: the inputs of all layers, and the intermediates of one layer.
-    bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
+    activation_bytes_per_token = (text_config.num_hidden_layers + 40) * text_config.hidden_size * 4
     free_bytes = hardware.memory * 0.9 - min(num_weights * _STATE_BYTES, int(hardware.memory * _STATE_MEMORY_FRACTION))
-    max_rows = max(1, int(free_bytes / (bytes_per_token * max_length * len(row_kind.token_id_columns))))
-    yield from _batch_settings(has_completions, len(rows), max_rows, max(1, hardware.num_gpus))
-    if len(rows) >= 10:
-        num_held_out = max(1, min(200, len(rows) // 20))
-        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(rows):,} rows"
+    max_rows = max(1, int(free_bytes / (activation_bytes_per_token * max_length * len(row_kind.token_id_columns))))
+    yield from _batch_settings(has_completions, len(dataset_rows), max_rows, max(1, hardware.num_gpus))
+    if len(dataset_rows) >= 10:
+        num_held_out = max(1, min(200, len(dataset_rows) // 20))
+        yield "train.train_policy.dataset.test_size", num_held_out, f"held out of {len(dataset_rows):,} rows"
         yield from _validation_settings(f"the {'rewards' if has_completions else 'loss'} of held-out rows")
 
 
-def _validation_settings(reason: str) -> Iterator[ProposedSetting]:
-    yield "validation.enable", True, reason
+def _validation_settings(reason_text: str) -> Iterator[ProposedSetting]:
+    yield "validation.enable", True, reason_text
     yield "validation.val_before_train", True, "so that the report has before and after"
     yield "validation.freq", 50, "steps"
 
@@ -190,19 +190,19 @@ def _validation_settings(reason: str) -> Iterator[ProposedSetting]:
 def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, row: Row) -> tuple[dict[str, str], str]:
     """Return the column names to set in the recipe, and the reason; raise DataError if they cannot be inferred."""
     row_kind = load_tokenised_kind(method.rows)
-    named_columns = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
+    column_by_option = {name: column for name in _TEXT_COLUMN_OPTIONS if (column := getattr(options, name))}
     try:
         with suppress(SkippedRow):
-            row_kind.read(row, location, _make_recipe(options, named_columns).train.train_policy)
+            row_kind.read(row, location, _make_recipe(options, column_by_option).train.train_policy)
     except (MissingColumn, ValidationError) as error:  # the row lacks a column, or the recipe is invalid
         turn_columns = {name for name, value in row.items() if is_turn_list(decode_conversation(value))}
-        if len(turn_columns) == 1 and row_kind.has_one_response and {*named_columns.values()} <= turn_columns:
+        if len(turn_columns) == 1 and row_kind.has_one_response and {*column_by_option.values()} <= turn_columns:
             name = "prompt" if row_kind.is_prompt else "conversation"
             return {name: turn_columns.pop()}, "the only column of turns"
         text_columns = [name for name, value in row.items() if isinstance(value, str)]
         columns_with_letters = [name for name in text_columns if any(map(str.isalpha, row[name]))]
         text_columns = columns_with_letters if len(columns_with_letters) == 2 else text_columns
-        if named_columns or len(text_columns) != 2 or not row_kind.has_one_response:
+        if column_by_option or len(text_columns) != 2 or not row_kind.has_one_response:
             required_options = ("prompt", "response") if row_kind.has_one_response else ("prompt", "chosen", "rejected")
             options_text = " and ".join(f"--{name} COLUMN" for name in required_options)
             error_message = f"--data {options.data}: the columns are {describe_columns(row)}; name them: {options_text}"
@@ -212,14 +212,14 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
         response_names = {*RESPONSE_COLUMNS, *(REFERENCE_COLUMNS if row_kind.is_prompt else ())}
         sorted_columns = sorted(text_columns, key=lambda name: (name in response_names) - (name in prompt_column_names))
         inferred_columns = dict(zip(_TEXT_COLUMN_OPTIONS, sorted_columns, strict=False))
-        reason = "in their order" if sorted_columns == text_columns else "by their names"
-        return inferred_columns, f"the only two columns of text, {reason}"
-    return named_columns, "named by an option"
+        reason_text = "in their order" if sorted_columns == text_columns else "by their names"
+        return inferred_columns, f"the only two columns of text, {reason_text}"
+    return column_by_option, "named by an option"
 
 
-def _make_recipe(options: CliOptions, columns_by_option: dict[str, str], chat_template: str | None = None) -> Recipe:
+def _make_recipe(options: CliOptions, column_by_option: dict[str, str], chat_template: str | None = None) -> Recipe:
     policy_table = {key.rpartition(".")[2]: value for key, value in TRAINING_METHODS[options.method].settings.items()}
-    policy_table |= {f"{name}_column_name": column for name, column in columns_by_option.items()}
+    policy_table |= {f"{name}_column_name": column for name, column in column_by_option.items()}
     recipe_tables = {"policy": {"chat_template": chat_template}, "train": {"train_policy": policy_table}}
     return Recipe.model_validate(dict(recipe_tables, custom=options.custom))
 
@@ -228,15 +228,15 @@ def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[
     """Return the number of tokens, images included, that the longest of the rows `sampled_rows` has after `prepare`."""
     row_kind = record_spec.row_kind
     max_length, first_error = 0, None
-    id_column_indices = [list(row_kind.columns).index(name) for name in row_kind.token_id_columns]
+    token_id_column_indices = [list(row_kind.columns).index(name) for name in row_kind.token_id_columns]
     for location, row in sampled_rows:
         try:
             tracked_row = ColumnTrackingRow(row, record_spec.column_names, location)
             record = row_kind.make_record(tokenizer, record_spec, tracked_row, location)
-        except DataError as error:  # also catches its subclass `SkippedRow`
+        except DataError as error:  # `SkippedRow` is a subclass of `DataError`
             first_error = first_error or error
             continue
-        max_length = max(max_length, *(len(record.values[index]) for index in id_column_indices))
+        max_length = max(max_length, *(len(record.values[index]) for index in token_id_column_indices))
     if not max_length and first_error:
         raise first_error
     return max_length
@@ -246,14 +246,14 @@ def _model_size_settings(method: TrainingMethod, num_weights: int, hardware: Har
     """Yield the settings that depend on memory and model size: adapter, learning rate, dtype, sharding."""
     if not hardware.num_gpus:
         yield "train.param_dtype", "float32", "no GPU here; a CPU is seldom faster in bfloat16"
-    model_size = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
+    size_text = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
     fits_in_memory = num_weights * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
     if not fits_in_memory:
-        yield "policy.lora.r", 16, f"{model_size} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
+        yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
-    lr_index = bisect((1e8, 1e9), num_weights) if fits_in_memory else 3  # the rate at index 3 is for an adapter
-    trained_weights = "all weights" if fits_in_memory else "an adapter"
-    yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights} of a model of {model_size} weights"
+    lr_index = bisect((1e8, 1e9), num_weights) if fits_in_memory else 3  # index 3: learning rate of adapters
+    trained_weights_text = "all weights" if fits_in_memory else "an adapter"
+    yield "train.optm_lr", method.learning_rates[lr_index], f"{trained_weights_text} of a model of {size_text} weights"
     if hardware.num_gpus > 1:
         yield "policy.parallelism.dp_shard_size", -1, f"all {hardware.num_gpus} GPUs"
 
@@ -302,22 +302,23 @@ def _image_settings(options: CliOptions, method: TrainingMethod, hardware: Hardw
         yield f"{_DATASET_KEY}.max_skipped_fraction", ceil(100 * skipped_fraction) / 100, skipped_reason
     num_weights, max_media_per_pass = 10**10, 4  # assumed size of a model on the Hub, which is not downloaded
     if Path(options.model).is_dir():
-        folder = PipelineFolder(options.model)
-        pipeline = find_family_class(folder)(folder, DiffusersConfig())
+        pipeline_folder = PipelineFolder(options.model)
+        pipeline = find_family_class(pipeline_folder)(pipeline_folder, DiffusersConfig())
         with torch.device("meta"):
-            num_weights = sum(weight.numel() for weight in folder.build_component(pipeline.denoiser_name).parameters())
-        latent_size = folder.settings(pipeline.denoiser_name).get("sample_size")
-        call_parameters = inspect.signature(folder.pipeline_class.__call__).parameters
+            denoiser = pipeline_folder.build_component(pipeline.denoiser_name)
+            num_weights = sum(weight.numel() for weight in denoiser.parameters())
+        latent_size = pipeline_folder.settings(pipeline.denoiser_name).get("sample_size")
+        pipeline_call_parameters = inspect.signature(pipeline_folder.pipeline_class.__call__).parameters
         if isinstance(latent_size, int) and not pipeline.is_video:
             image_size = latent_size * pipeline.pixels_per_latent[1]
             yield "policy.diffusers.inference_size", [image_size, image_size], "what the model was made for"
         elif pipeline.is_video:
-            frame_size = [call_parameters[name].default for name in ("height", "width")]
+            frame_size = [pipeline_call_parameters[name].default for name in ("height", "width")]
             yield "policy.diffusers.inference_size", frame_size, "what the pipeline draws by default"
-            max_media_per_pass = 1  # a clip has the activations of many images
+            max_media_per_pass = 1  # one clip at a time: it has the activations of many images
         # A denoiser also attends to the padding after a prompt, so training pads as the pipeline does.
-        max_prompt_length = call_parameters["max_sequence_length"].default
-        if (tokenizer_limit := _read_max_prompt_tokens(folder.path)) < max_prompt_length:
+        max_prompt_length = pipeline_call_parameters["max_sequence_length"].default
+        if (tokenizer_limit := _read_max_prompt_tokens(pipeline_folder.path)) < max_prompt_length:
             yield "policy.diffusers.max_prompt_length", tokenizer_limit, "tokens that the tokenizer takes"
         elif max_prompt_length != DiffusersConfig().max_prompt_length:
             yield "policy.diffusers.max_prompt_length", max_prompt_length, "what the pipeline reads by default"
@@ -347,11 +348,11 @@ def main() -> int:
     """Print the settings as JSON; report an error as one line on standard error and return its exit code."""
     try:
         with redirect_stdout(sys.stderr):  # standard output is for the JSON, and reward code may print
-            settings = list(propose(CliOptions(**json.loads(sys.argv[1])), detect_hardware()))
+            proposed_settings = list(propose(CliOptions(**json.loads(sys.argv[1])), detect_hardware()))
     except CosmosError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return error.exit_code
-    sys.stdout.write(json.dumps(settings))
+    sys.stdout.write(json.dumps(proposed_settings))
     return 0
 
 

@@ -31,9 +31,9 @@ the response of another row."""
 logger = logging.getLogger(__name__)
 
 
-def compute_pair_logprobs(trainer: Trainer, rows: PreparedRows, positions: Sequence[int]) -> np.ndarray:
-    """Return the summed log-probabilities of both samples of each row at `positions`: shape (N, 2), float64."""
-    sample_outputs = trainer.evaluate(rows.samples(positions), size=trainer.samples_per_pass)
+def compute_pair_logprobs(trainer: Trainer, rows: PreparedRows, row_positions: Sequence[int]) -> np.ndarray:
+    """Return the summed log-probabilities of both samples of each row at `row_positions`: shape (N, 2), float64."""
+    sample_outputs = trainer.evaluate(rows.samples(row_positions), size=trainer.samples_per_pass)
     logprob_sums = [row["logprobs"].sum(dtype=torch.float64) for row in sample_outputs]
     return torch.stack(logprob_sums).cpu().numpy().reshape(-1, 2)
 
@@ -45,11 +45,10 @@ def reference_logprobs(
     Reuse values that an earlier attempt with this `fingerprint` saved. If a signal requests a stop, save the values and
     raise `Preempted`."""
     workspace.progress.phase(REFERENCE_WEIGHTS)
-    file = workspace.path / REFERENCE_WEIGHTS / f"{split_name}.json"
+    logprobs_file = workspace.path / REFERENCE_WEIGHTS / f"{split_name}.json"
     required_fields = {"fingerprint": fingerprint, "rows": sha256(rows.path)}
-    logprobs: np.ndarray = broadcast_object(
-        torch.from_numpy(_read_saved_logprobs(file, required_fields, len(rows))) if is_first_rank() else torch.empty(0)
-    ).numpy()
+    saved_logprobs = _read_saved_logprobs(logprobs_file, required_fields, len(rows)) if is_first_rank() else np.empty(0)
+    logprobs: np.ndarray = broadcast_object(torch.from_numpy(saved_logprobs)).numpy()
     last_save_time = time.monotonic()
     for start in range(0, len(positions), REFERENCE_BATCH_ROWS):
         workspace.progress.advance(start, len(positions))
@@ -57,13 +56,13 @@ def reference_logprobs(
         if not np.isnan(logprobs[chunk_positions]).any():
             continue
         if all_reduce_any(workspace.stop_requested):
-            _save_logprobs(file, required_fields, logprobs)
+            _save_logprobs(logprobs_file, required_fields, logprobs)
             raise Preempted(f"stopped with the reference log-probabilities of {start} of {len(positions)} rows")
         logprobs[chunk_positions] = compute_pair_logprobs(trainer, rows, chunk_positions.tolist())
         if time.monotonic() - last_save_time > _SAVE_INTERVAL_SECONDS:
-            _save_logprobs(file, required_fields, logprobs)
+            _save_logprobs(logprobs_file, required_fields, logprobs)
             last_save_time = time.monotonic()
-    _save_logprobs(file, required_fields, logprobs)
+    _save_logprobs(logprobs_file, required_fields, logprobs)
     return logprobs
 
 
@@ -82,9 +81,9 @@ def load_earlier_reference(input_folders: Iterable[Path], rows: PreparedRows, sp
     )
 
 
-def _read_saved_logprobs(logprobs_file: Path, cache_key: dict[str, str], num_rows: int) -> np.ndarray:
+def _read_saved_logprobs(logprobs_file: Path, key_fields: dict[str, str], num_rows: int) -> np.ndarray:
     saved_values = read_json(logprobs_file)
-    if not isinstance(saved_values, dict) or any(saved_values.get(name) != value for name, value in cache_key.items()):
+    if not isinstance(saved_values, dict) or any(saved_values.get(name) != value for name, value in key_fields.items()):
         return np.full((num_rows, 2), np.nan)
     return np.array([saved_values[name] for name in _LOGPROB_COLUMNS], dtype=np.float64).T
 

@@ -48,34 +48,34 @@ def adopt_checkpoint(workspace: Workspace, stage_fingerprint: str) -> None:
     the stage has a checkpoint already. `stage_fingerprint`: fingerprint of the stage's checkpoints. Log a warning if no
     checkpoint can be adopted. All ranks call this function: the first rank links the files, and all ranks share the
     hashing."""
-    checkpoint_folder, send_heartbeat = workspace.path / "checkpoints", workspace.progress.beat
-    if newest_complete_step_on_ranks(checkpoint_folder, stage_fingerprint, send_heartbeat) is not None:
+    own_checkpoint_folder, send_heartbeat = workspace.path / "checkpoints", workspace.progress.beat
+    if newest_complete_step_on_ranks(own_checkpoint_folder, stage_fingerprint, send_heartbeat) is not None:
         return
-    all_folders = workspace.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
-    other_folders = [folder for folder in all_folders if folder != checkpoint_folder]
-    checkpoints = sorted(((step, folder) for folder in other_folders for step in saved_steps(folder)), reverse=True)
+    all_checkpoint_folders = workspace.run_path.parent.glob("*/stages/*/checkpoints") if is_first_rank() else ()
+    other_folders = [folder for folder in all_checkpoint_folders if folder != own_checkpoint_folder]
+    all_checkpoints = sorted(((step, folder) for folder in other_folders for step in saved_steps(folder)), reverse=True)
     log_level = logging.WARNING if is_first_rank() else logging.DEBUG  # one warning, not one from each rank
-    skipped_steps = set()
-    checkpoint_candidates = [(step, str(folder), stage_fingerprint) for step, folder in checkpoints]
+    warned_folders = set()
+    checkpoint_candidates = [(step, str(folder), stage_fingerprint) for step, folder in all_checkpoints]
     stage_fingerprint_inputs = _fingerprint_inputs_without_mesh(read_json_object(workspace.path / FINGERPRINT_FILE))
-    for step, folder in checkpoints if stage_fingerprint_inputs else ():
+    for step, folder in all_checkpoints if stage_fingerprint_inputs else ():
         other_record = read_json_object(folder.parent / FINGERPRINT_FILE)
         if _fingerprint_inputs_without_mesh(other_record) == stage_fingerprint_inputs:
             checkpoint_candidates.append((step, str(folder), other_record.get("of_training", other_record["value"])))
     for step, folder_name, fingerprint in broadcast_object(checkpoint_candidates):
         checkpoint = step_folder(folder := Path(folder_name), step)
-        obstacle = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
-        obstacle = obstacle or _link_checkpoint(workspace, folder, step, fingerprint, stage_fingerprint)
-        if obstacle is None:
+        resume_problem = resume_obstacle_on_ranks(folder, step, fingerprint, send_heartbeat)
+        resume_problem = resume_problem or _link_checkpoint(workspace, folder, step, fingerprint, stage_fingerprint)
+        if resume_problem is None:
             logger.info("going on from %s", checkpoint)
             return
-        should_report = folder.parent.name == workspace.path.name and checkpoint not in skipped_steps
-        if should_report and obstacle != OTHER_CONFIGURATION_REASON:
-            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, obstacle)
-            skipped_steps.add(checkpoint)
+        should_report = folder.parent.name == workspace.path.name and checkpoint not in warned_folders
+        if should_report and resume_problem != OTHER_CONFIGURATION_REASON:
+            logger.log(log_level, "checkpoint %s is passed over: %s", checkpoint, resume_problem)
+            warned_folders.add(checkpoint)
     stage_name = workspace.path.name
-    step_folders = [step_folder(folder, step) for step, folder in checkpoints if folder.parent.name == stage_name]
-    manifests = {path / "policy": read_manifest(path / "policy") for path in step_folders if path not in skipped_steps}
+    step_folders = [step_folder(folder, step) for step, folder in all_checkpoints if folder.parent.name == stage_name]
+    manifests = {path / "policy": read_manifest(path / "policy") for path in step_folders if path not in warned_folders}
     complete_checkpoints = [policy for policy, manifest in manifests.items() if manifest]
     newest_folder = max(complete_checkpoints, key=lambda policy: manifests[policy].get("created", 0.0), default=None)
     resume_hint = f"; to go on from other settings: train.resume = '{newest_folder}'" if newest_folder else ""
@@ -96,11 +96,11 @@ def check_base_model(folder: Path, stage_folder: Path, model: str) -> None:
     logger.warning(message, folder, model)
 
 
-def _identify_model(ingredients: dict[str, Any]) -> tuple[str, str]:
+def _identify_model(fingerprint_ingredients: dict[str, Any]) -> tuple[str, str]:
     """Return how a fingerprint identifies its model (`stage`, `hub:`, `remote:`, or empty for the digest of a folder),
     and the identifier. Identifiers of different forms cannot be compared."""
-    model = str(ingredients["model"])
-    if stage_digest := ingredients["inputs"].get(referenced_stage(model) or ""):
+    model = str(fingerprint_ingredients["model"])
+    if stage_digest := fingerprint_ingredients["inputs"].get(referenced_stage(model) or ""):
         return "stage", stage_digest
     return model[: model.find(":") + 1], model
 
@@ -109,20 +109,20 @@ def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -
     """Log a warning if the N steps before the checkpoint in `folder` (`.../step_N/policy`) used another number of rows
     than N steps of this training, which continues at the row that its own N steps would have reached. `group_size`:
     number of samples per row."""
-    ingredients = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
-    earlier_settings, algorithm_config = flatten_nonempty_tables(ingredients.get("config", {})), train.train_policy
+    hashed_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
+    earlier_settings, algorithm_config = flatten_nonempty_tables(hashed_inputs.get("config", {})), train.train_policy
     batch_size = earlier_settings.get("train.train_batch_per_replica")
-    saves_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
-    if not batch_size or saves_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
+    saves_row_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
+    if not batch_size or saves_row_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
         return
     earlier_group_size = earlier_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
-    earlier_rows_per_step, num_rows = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
-    if earlier_rows_per_step != num_rows and not algorithm_config.has_token_based_batches:
+    earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
+    if earlier_rows_per_step != rows_each_step and not algorithm_config.has_token_based_batches:
         step = parse_step(folder.parent.name)
         logger.warning(
             "train.resume = '%s': its %d steps took %d rows each, those of this training take %d, so that it goes on "
             "at row %d instead of %d; keep train.train_batch_per_replica%s",
-            folder, step, earlier_rows_per_step, num_rows, step * num_rows, step * earlier_rows_per_step,
+            folder, step, earlier_rows_per_step, rows_each_step, step * rows_each_step, step * earlier_rows_per_step,
             " and rollout.n_generation" if algorithm_config.has_rollouts else "",
         )  # fmt: skip
 
@@ -144,10 +144,10 @@ def _link_checkpoint(
     linked_steps = [step]
     if best_step != step and not resume_obstacle_on_ranks(folder, best_step, fingerprint, workspace.progress.beat):
         linked_steps = [best_step, step]
-    obstacle = None
+    link_error = None
     if is_first_rank():
-        obstacle = _link_step_folders(folder, linked_steps, workspace.path, stage_fingerprint)
-    return broadcast_object(obstacle)
+        link_error = _link_step_folders(folder, linked_steps, workspace.path, stage_fingerprint)
+    return broadcast_object(link_error)
 
 
 def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage_fingerprint: str) -> str | None:
@@ -155,7 +155,7 @@ def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage
     with translate_disk_errors(f"a copy of the metrics in {folder.parent}", lambda: "the original is intact"):
         for file_name in ("metrics.jsonl", SAMPLES_FILE, gallery.SAMPLES_FOLDER, COMPLETIONS_FOLDER):
             source_path, target_path = folder.parent / file_name, stage_folder / file_name
-            if source_path.is_dir():  # a folder with images and videos
+            if source_path.is_dir():  # copy a folder of images and videos
                 with replace_folder(target_path) as copied_folder:
                     ignore = shutil.ignore_patterns(".*.tmp")  # skip unfinished files of the other run
                     shutil.copytree(source_path, copied_folder, False, ignore, link_or_copy, dirs_exist_ok=True)
@@ -170,9 +170,9 @@ def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage
             ):
                 shutil.copytree(source_folder, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
                 manifest_file = copied_folder / "policy" / MANIFEST
-                manifest_content = read_manifest(manifest_file.parent)
+                manifest = read_manifest(manifest_file.parent)
                 manifest_file.unlink()  # the manifest is a hard link, and the other run's file must not change
-                write_json(manifest_file, {**manifest_content, "fingerprint": stage_fingerprint})
+                write_json(manifest_file, {**manifest, "fingerprint": stage_fingerprint})
         except (OSError, StageFailed):
             if source_folder.exists():
                 raise

@@ -40,17 +40,18 @@ class RolloutFeed(SampleFeed):
         prompts: Sequence[Prompt],
         group_source: GroupSource,
         algorithm: Algorithm,
-        train: TrainConfig,
+        train_config: TrainConfig,
         rollout: RolloutConfig,
     ) -> None:
         self._group_source, self._algorithm = group_source, algorithm
-        self._group_plan = group_plan = GroupPlan(train.train_batch_per_replica, rollout.n_generation)
-        self._policy, self._prompts = train.train_policy, prompts
-        self._pass_rates = PassRates(partial(full_reward, self._policy.remote_reward_config or self._policy.rewards))
+        self._group_plan = group_plan = GroupPlan(train_config.train_batch_per_replica, rollout.n_generation)
+        self._train_policy, self._prompts = train_config.train_policy, prompts
+        get_full_reward = partial(full_reward, self._train_policy.remote_reward_config or self._train_policy.rewards)
+        self._pass_rates = PassRates(get_full_reward)
         self.steps_per_epoch = max(1, len(prompts) * group_plan.group_size // group_plan.completions_per_step)
-        self.total_steps = total_steps(train, rollout.n_generation, len(prompts))
+        self.total_steps = total_steps(train_config, rollout.n_generation, len(prompts))
         self._max_response_length = rollout.max_response_length
-        self.unused_rows_notice = unused_rows_message(train, rollout.n_generation, len(prompts))
+        self.unused_rows_notice = unused_rows_message(train_config, rollout.n_generation, len(prompts))
         self.log_groups: Callable[[int, Sequence[ScoredGroup]], None] = lambda step, groups: None
         """Function that is called with the number of each train step, counted from 1, and the step's groups."""
 
@@ -122,23 +123,23 @@ class RolloutFeed(SampleFeed):
 class PromptOrder:
     """Sequence of prompts whose order is a pure function of seed, epoch and position."""
 
-    def __init__(self, prompts: Sequence[Prompt], train: TrainConfig, group_size: int) -> None:
-        self._prompts, self._train = prompts, train
-        self.num_prompts, self.prompts_per_step = len(prompts), rows_per_step(train, group_size)
+    def __init__(self, prompts: Sequence[Prompt], train_config: TrainConfig, group_size: int) -> None:
+        self._prompts, self._train_config = prompts, train_config
+        self.num_prompts, self.prompts_per_step = len(prompts), rows_per_step(train_config, group_size)
 
     def __call__(self, step: int) -> Sequence[Prompt]:
         """Return the prompts of train step `step`, counted from 0."""
-        seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
+        seed, shuffle = self._train_config.order_seed, self._train_config.train_policy.dataloader_shuffle
         positions = batch_row_numbers(seed, step, self.prompts_per_step, mixture_or_num_rows(self._prompts), shuffle)
         return [self._prompts[int(i)] for i in positions]
 
     def take_prompts(self, start_position: int, num_prompts: int, end_position: int | None = None) -> list[Prompt]:
         """Return `num_prompts` prompts from `start_position` on, counted over all epochs; fewer at the end."""
-        seed, shuffle = self._train.order_seed, self._train.train_policy.dataloader_shuffle
-        total_num_prompts = self._train.epoch * len(self._prompts)
+        order_seed, shuffle = self._train_config.order_seed, self._train_config.train_policy.dataloader_shuffle
+        total_num_prompts = self._train_config.epoch * len(self._prompts)
         end_position = total_num_prompts if end_position is None else min(end_position, total_num_prompts)
-        positions = range(start_position, min(start_position + num_prompts, end_position))
-        row_numbers = rows_at_positions(seed, positions, mixture_or_num_rows(self._prompts), shuffle)
+        row_positions = range(start_position, min(start_position + num_prompts, end_position))
+        row_numbers = rows_at_positions(order_seed, row_positions, mixture_or_num_rows(self._prompts), shuffle)
         return [self._prompts[i] for i in row_numbers]
 
 
@@ -159,8 +160,8 @@ def make_sync_source(
 def training_sampling(recipe: Recipe) -> Sampling:
     """Return the sampling settings of training completions."""
     sampling_config, algorithm_config = recipe.rollout.sampling_config, recipe.train.train_policy
-    seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
-    assert seed is not None
+    order_seed = recipe.rollout.seed if recipe.rollout.seed is not None else recipe.train.seed
+    assert order_seed is not None
     return Sampling(
         temperature=sampling_config.temperature,
         top_p=sampling_config.top_p,
@@ -168,7 +169,7 @@ def training_sampling(recipe: Recipe) -> Sampling:
         repetition_penalty=sampling_config.repetition_penalty,
         max_tokens=recipe.rollout.max_response_length,
         num_completions=recipe.rollout.n_generation,
-        seed=seed,
+        seed=order_seed,
         flow=algorithm_config.flow_sampling_settings(recipe.policy.diffusers),
         policy_temperature=algorithm_config.temperature if isinstance(algorithm_config, RlConfig) else None,
         may_use_old_weights=recipe.train.sync_weight_interval > 1

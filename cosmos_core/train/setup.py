@@ -95,10 +95,10 @@ def open_trainer(stage: Stage) -> Trainer:
     """Return the trainer of a stage, with the weight sets and the teacher that the algorithm needs."""
     stage.progress.phase("load")
     # Import only the module for the model's modality, language models or diffusion models.
-    module = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}")
+    open_model = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}").open_model
     num_threads = stage.recipe.train.num_threads if stage.kind.trains_model else None
     trainer = Trainer(
-        module.open_model(stage), stage.recipe.train, stage.progress, None if num_threads == "auto" else num_threads
+        open_model(stage), stage.recipe.train, stage.progress, None if num_threads == "auto" else num_threads
     )
     algorithm_config = stage.recipe.train.train_policy
     # Reference log-probabilities before step 1 need no reference weights, because the policy still has these weights.
@@ -115,24 +115,24 @@ def export_trained(stage: Workspace, training_result: TrainingResult, dtype: str
     `base_model`: name of the model that the training started from, for the outcome of an adapter."""
     stage.progress.phase("export")
     export_folder = f"safetensors/step_{training_result.step}"
-    export = training_result.adapter.export(stage.path / export_folder)
-    if export is None:
+    export_result = training_result.adapter.export(stage.path / export_folder)
+    if export_result is None:
         return Outcome()
     optional_outputs = (measure.SAMPLES_FILE, GALLERY_FOLDER, REFERENCE_WEIGHTS, COMPLETIONS_FOLDER, PASS_RATES_FILE)
     outcome_info: dict[str, JsonValue] = {
         "model": export_folder,
         "step": training_result.step,
-        "checks": list(export.passed_checks),
+        "checks": list(export_result.passed_checks),
         "dtype": dtype,
     }
-    if export.adapter_folder_name:
-        outcome_info |= {"adapter": f"{export_folder}/{export.adapter_folder_name}", "base": base_model}
+    if export_result.adapter_folder_name:
+        outcome_info |= {"adapter": f"{export_folder}/{export_result.adapter_folder_name}", "base": base_model}
     if training_result.notices:
         outcome_info["notices"] = list(training_result.notices)
     if training_result.best_step is not None:
         outcome_info["best"] = asdict(training_result.best_step)
-    outputs = (export_folder, *(name for name in optional_outputs if (stage.path / name).exists()))
-    return Outcome(outputs=outputs, metrics=training_result.metrics, info=outcome_info)
+    output_names = (export_folder, *(name for name in optional_outputs if (stage.path / name).exists()))
+    return Outcome(outputs=output_names, metrics=training_result.metrics, info=outcome_info)
 
 
 class _TrainingSetup:
@@ -140,14 +140,14 @@ class _TrainingSetup:
 
     def __init__(self, stage: Stage, exit_stack: ExitStack) -> None:
         self._stage, self._recipe, self._exit_stack = stage, stage.recipe, exit_stack
-        self._train_config, self._policy = stage.recipe.train, stage.recipe.train.train_policy
-        self._sampling = training_sampling(stage.recipe) if self._policy.has_rollouts else None
+        self._train_config, self._train_policy = stage.recipe.train, stage.recipe.train.train_policy
+        self._sampling = training_sampling(stage.recipe) if self._train_policy.has_rollouts else None
         self.algorithm = make_algorithm(stage.recipe, self._sampling)
         self.trainer = open_trainer(stage)
         self.algorithm.has_separate_gradients = self.trainer.has_separate_gradients
-        if self._policy.supervised_rows is not None:
+        if self._train_policy.supervised_rows is not None:
             rows = open_sequences(stage.prepared_folder, DATA_TERM_SPLIT)
-            make_sft_update = make_sft_loss(rows, self._train_config, self._policy.supervised_rows)
+            make_sft_update = make_sft_loss(rows, self._train_config, self._train_policy.supervised_rows)
             self.algorithm = DataTermAlgorithm(self.algorithm, make_sft_update)
         self._rollout_setup = RolloutSetup(stage, self.trainer, exit_stack)
 
@@ -159,10 +159,10 @@ class _TrainingSetup:
         if sample_feed.unused_rows_notice:
             logger.warning("%s", sample_feed.unused_rows_notice)
         validation = self._make_validation(async_validation)
-        first_checkpoint = Path(train_config.resume) if isinstance(train_config.resume, str) else None
-        if first_checkpoint:
-            check_base_model(first_checkpoint, stage.path, stage.model)
-            warn_of_other_step_size(first_checkpoint, train_config, self._recipe.group_size)
+        initial_checkpoint = Path(train_config.resume) if isinstance(train_config.resume, str) else None
+        if initial_checkpoint:
+            check_base_model(initial_checkpoint, stage.path, stage.model)
+            warn_of_other_step_size(initial_checkpoint, train_config, self._recipe.group_size)
         reports_mfu, should_stop = self._recipe.logging.report_mfu, self._recipe.rollout.stop_on_alarm
         return TrainLoop(
             stage, train_config, trainer, sample_feed, self.algorithm, self._make_checkpointer(), validation,
@@ -170,11 +170,12 @@ class _TrainingSetup:
             check_metrics=_make_drift_check(train_config, self._sampling, trainer, should_stop=should_stop),
             moving_average=MovingAverage(trainer.weight_sets, train_config) if train_config.ema_enable else None,
             mfu_counter=FlopsUtilization(trainer, train_config.param_dtype) if reports_mfu else None,
-            speed_tuning=self._make_speed_tuning(sample_feed), first_checkpoint=first_checkpoint,
+            speed_tuning=self._make_speed_tuning(sample_feed), initial_checkpoint=initial_checkpoint,
         )  # fmt: skip
 
     def _make_validation(self, async_validation: AsyncValidation | None) -> Validation:
-        train_config, rollout_setup, has_rollouts = self._train_config, self._rollout_setup, self._policy.has_rollouts
+        train_config, rollout_setup = self._train_config, self._rollout_setup
+        has_rollouts = self._train_policy.has_rollouts
         uses_trainer_weights = has_rollouts and rollout_setup.engine.weight_format == "shared"
         return Validation(
             self._recipe.validation, self._stage.progress, self._make_metrics_fn(), async_validation=async_validation,
@@ -187,15 +188,15 @@ class _TrainingSetup:
         """Return the source of the samples of each train step. The policy must still have its initial weights, because
         this method may compute log-probabilities under the reference policy, which has the same weights."""
         recipe, prepared_folder, adapter = self._recipe, self._stage.prepared_folder, self.trainer.adapter
-        row_kind = load_row_kind(self._policy.rows)
+        row_kind = load_row_kind(self._train_policy.rows)
         if self._sampling is None:
             rows = row_kind.open(prepared_folder, TRAIN_SPLIT, recipe.policy, adapter)
             num_dp_ranks = recipe.policy.parallelism.num_dp_ranks
             feed = RowFeed(rows, self._train_config, recipe.policy.model_max_length, num_dp_ranks)
-            if self._policy.precomputes_reference_logprobs:
+            if self._train_policy.precomputes_reference_logprobs:
                 self._compute_reference_logprobs(rows, TRAIN_SPLIT, feed.trained_row_numbers)
             return feed
-        prompts = row_kind.open_prompts(prepared_folder, TRAIN_SPLIT, self._policy, recipe.policy)
+        prompts = row_kind.open_prompts(prepared_folder, TRAIN_SPLIT, self._train_policy, recipe.policy)
         if recipe.policy.is_diffusers:
             self._prepare_diffusion_algorithm(self._sampling)
         prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
@@ -207,7 +208,7 @@ class _TrainingSetup:
                 self._sampling, self._stage.progress, recipe.rollout.batch_size,
                 on_wait=partial(check_stop, self._stage), publish_interval=self._train_config.sync_weight_interval,
             )  # fmt: skip
-            group_filter = make_group_filter(self._policy)
+            group_filter = make_group_filter(self._train_policy)
             group_source = make_sync_source(
                 sync_source, prompt_order, group_filter, may_split_groups=recipe.may_split_groups
             )
@@ -226,12 +227,12 @@ class _TrainingSetup:
             rows = open_media(prepared_folder, TRAIN_SPLIT)
             self.algorithm.data_term = make_data_term(rows, diffusers, self._train_config, sampling, self.trainer)
 
-    def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, positions: np.ndarray) -> None:
-        """Set the log-probabilities of the rows at `positions` under the reference policy, if the loss needs them."""
-        if self._policy.saves_reference_logprobs:
+    def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, row_numbers: np.ndarray) -> None:
+        """Set the log-probabilities of the rows at `row_numbers` under the reference policy, if the loss needs them."""
+        if self._train_policy.saves_reference_logprobs:
             fingerprint = self._stage.checkpoint_fingerprint
             rows.reference_logprobs = reference_logprobs(
-                self._stage, self.trainer, rows, split_name, positions, fingerprint
+                self._stage, self.trainer, rows, split_name, row_numbers, fingerprint
             )
 
     def _make_metrics_fn(self) -> MetricsFn | None:
@@ -239,13 +240,13 @@ class _TrainingSetup:
         recipe, stage, trainer, algorithm = self._recipe, self._stage, self.trainer, self.algorithm
         if not recipe.validation.enable:
             return None
-        rows, prompts = open_held_out(stage.prepared_folder, self._policy, recipe.policy, trainer.adapter)
+        rows, prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy, trainer.adapter)
         compute_metrics: MetricsFn = lambda step: {}  # noqa: E731
         if prompts is not None:
             completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
             score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
             completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, completion_settings, stage)
-            has_rollouts = self._policy.has_rollouts
+            has_rollouts = self._train_policy.has_rollouts
             compute_metrics = _completion_metrics_fn(completions, rollout_setup, has_rollouts=has_rollouts)
         if rows is None:
             return compute_metrics
@@ -258,21 +259,21 @@ class _TrainingSetup:
         """Return the validation that runs while the training continues; None: the training waits for validations. It
         needs disaggregated engines, checkpoints to resume from if the engines die, and no moving average."""
         recipe, train_config, stage = self._recipe, self._train_config, self._stage
-        has_async_engines = self._policy.has_rollouts and recipe.mode == "disaggregated"
+        has_async_engines = self._train_policy.has_rollouts and recipe.mode == "disaggregated"
         can_run_async = has_async_engines and train_config.ckpt.enable_checkpoint and not train_config.ema_enable
         if not (recipe.validation.enable and can_run_async):
             return None
-        prompts = open_held_out(stage.prepared_folder, self._policy, recipe.policy).prompts
+        prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy).prompts
         assert prompts is not None
         completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
-        score = rollout_setup.make_local_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+        scorer = rollout_setup.make_local_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
         engine_fleet = rollout_setup.engine_fleet
-        completions = measure.CompletionValidation(prompts, engine_fleet, score, completion_settings, stage)
-        return AsyncValidation(completions, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
+        prompt_validation = measure.CompletionValidation(prompts, engine_fleet, scorer, completion_settings, stage)
+        return AsyncValidation(prompt_validation, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
 
     def _make_speed_tuning(self, feed: SampleFeed) -> SpeedTuning | None:
         """Return the measurement that chooses the settings that the recipe sets to `auto`; None: none is `auto`."""
-        if "auto" not in {self._train_config.num_threads, self._policy.mini_batch}:
+        if "auto" not in {self._train_config.num_threads, self._train_policy.mini_batch}:
             return None
         stage = self._stage
         return SpeedTuning(
@@ -284,7 +285,7 @@ class _TrainingSetup:
         checkpointer = Checkpointer(
             stage.path / "checkpoints", fingerprint=stage.checkpoint_fingerprint, max_keep=checkpoint_config.max_keep,
             is_async=checkpoint_config.save_mode == "async", on_saved=stage.progress.report_checkpoint,
-            heartbeat=stage.progress.beat,
+            send_heartbeat=stage.progress.beat,
         )  # fmt: skip
         self._exit_stack.callback(checkpointer.close)
         if self._train_config.resume is True:
@@ -298,7 +299,7 @@ def _completion_metrics_fn(
     if has_rollouts:
         return completion_validation.validate
 
-    rollout_setup.engine.sleep(level=2)  # the engine is unused until the next validation
+    rollout_setup.engine.sleep(level=2)  # free the engine's memory until the next validation
 
     def validate(step: int) -> dict[str, float]:
         rollout_setup.publish(step)  # train steps publish no weights, because only validations use the engine
@@ -308,12 +309,12 @@ def _completion_metrics_fn(
 
 
 def _make_drift_check(
-    train: TrainConfig, sampling: Sampling | None, trainer: Trainer, *, should_stop: bool
+    train_config: TrainConfig, sampling: Sampling | None, trainer: Trainer, *, should_stop: bool
 ) -> Callable[[int, dict[str, float]], dict[str, float]]:
     """Return a function that checks for log-probability drift between engines and trainer, if completions are text."""
     if sampling is None or sampling.flow is not None:
         return lambda step, metrics: {}
-    dtype = getattr(torch, train.param_dtype)
+    dtype = getattr(torch, train_config.param_dtype)
     return LogprobDriftCheck(
-        dtype, get_transfer_dtype(train), sampling, should_stop=should_stop, has_dropout=trainer.has_dropout
+        dtype, get_transfer_dtype(train_config), sampling, should_stop=should_stop, has_dropout=trainer.has_dropout
     ).check_step

@@ -52,12 +52,14 @@ class SampleQueue:
     def take_samples(self, num_completions: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Remove the first `num_completions` completions from the queue, and return their samples with metrics. Rewards
         in the metrics are those of the groups that were added last, because a group is spread over several steps."""
-        entries, self._queued_samples = self._queued_samples[:num_completions], self._queued_samples[num_completions:]
-        lags = [step - version for version, _ in entries]
+        taken_samples = self._queued_samples[:num_completions]
+        del self._queued_samples[:num_completions]
+        version_lags = [step - version for version, _ in taken_samples]
         lag_metrics = {}
-        if lags:
-            lag_metrics = {"rollout/version_lag": float(max(lags)), "rollout/version_lag_mean": float(np.mean(lags))}
-        return [sample for _, sample in entries if sample is not None], self._group_metrics | lag_metrics
+        if version_lags:
+            max_lag, mean_lag = float(max(version_lags)), float(np.mean(version_lags))
+            lag_metrics = {"rollout/version_lag": max_lag, "rollout/version_lag_mean": mean_lag}
+        return [sample for _, sample in taken_samples if sample is not None], self._group_metrics | lag_metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued completions and metrics as JSON values and tensors."""
@@ -98,7 +100,7 @@ class SplitGroupFeed(RolloutFeed):
         self.step += 1
         if self._has_ended:
             self.total_steps = self.step
-        max_tokens = getattr(self._policy, "max_token_len_per_mini_batch", None)
+        max_tokens = getattr(self._train_policy, "max_token_len_per_mini_batch", None)
         return batch_within_token_limit(samples, max_tokens), metrics | sample_metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,8 +127,8 @@ def _sample_to_state(sample: Sample) -> dict[str, Any]:
 
 def _restore_sample(state: dict[str, Any]) -> Sample:
     field_values: dict[str, Any] = {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
-    images = [
+    image_refs = [
         ImageRef(**{**image, "content": None if image["content"] is None else image["content"].numpy().tobytes()})
         for image in state["images"]
     ]
-    return Sample(**{**field_values, "images": tuple(images)})
+    return Sample(**{**field_values, "images": tuple(image_refs)})

@@ -59,7 +59,7 @@ class Trainer:
         self.weight_sets = WeightSets(adapter.model)
         self.optimizer = build_optimizer(adapter.model, train, full_model=adapter.meta_copy)
         self._extra_models: dict[str, ModelAdapter] = {}
-        self._train, self._progress_writer = train, progress_writer
+        self._train_config, self._progress_writer = train, progress_writer
         self.max_batch_tokens = 0
         """Number of tokens of the largest micro-batch of this rank so far, without padding; callers may reset it."""
         self.speed_settings = SpeedSettings(train.rows_per_pass, num_threads or torch.get_num_threads())
@@ -71,8 +71,8 @@ class Trainer:
 
     @property
     def samples_per_pass(self) -> int:
-        """Return the number of samples in the recipe's `mini_batch` rows, of which `auto` means the default number."""
-        return self._train.rows_per_pass * self._train.train_policy.num_sequences_per_row
+        """Return the number of samples in `mini_batch` rows; `auto` in the recipe means the default number of rows."""
+        return self._train_config.rows_per_pass * self._train_config.train_policy.num_sequences_per_row
 
     def add_model(self, name: str, adapter: ModelAdapter) -> None:
         """Add another model, such as a teacher with another architecture, that `evaluate` can run by name."""
@@ -92,7 +92,7 @@ class Trainer:
 
     def set_learning_rate(self, step: int, total_steps: int) -> dict[str, float]:
         """Set the learning rates of train step `step`, counted from 0, and return the learning rates as metrics."""
-        return set_learning_rate(self.optimizer, step, total_steps, self._train)
+        return set_learning_rate(self.optimizer, step, total_steps, self._train_config)
 
     def update(self, update: Update) -> dict[str, float]:
         """Take one optimizer step, and return its metrics. Raise ProgramError if the loss or gradient is not finite."""
@@ -140,7 +140,7 @@ class Trainer:
         """Overwrite the weight set `weights` with the policy's; with `optimizer`, reset the optimizer's moments."""
         self.weight_sets.copy_from_policy(weights)
         if optimizer:
-            self.optimizer.state.clear()  # an optimizer creates missing state as zeros
+            self.optimizer.state.clear()  # the optimizer creates missing moments as zeros
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + fraction * (policy - W)."""
@@ -152,12 +152,12 @@ class Trainer:
         adapter = self.adapter  # on a pipeline rank, only `adapter.meta_copy` has all modules
         return has_dropout(adapter.meta_copy if adapter.mesh else adapter.model)
 
-    def _find_sets_equal_to_policy(self, set_names: Sequence[str]) -> list[str]:
+    def _find_sets_equal_to_policy(self, weight_set_names: Sequence[str]) -> list[str]:
         """Return those of the named weight sets that equal the policy on all ranks; none if the model has dropout."""
-        if not set_names or self.has_dropout:
+        if not weight_set_names or self.has_dropout:
             return []
-        equal_names_by_rank = all_gather_object([name for name in set_names if self.weight_sets.equals_policy(name)])
-        return [name for name in set_names if all(name in rank_names for rank_names in equal_names_by_rank)]
+        equal_names_by_rank = all_gather_object(list(filter(self.weight_sets.equals_policy, weight_set_names)))
+        return [name for name in weight_set_names if all(name in rank_names for rank_names in equal_names_by_rank)]
 
     def _compute_local_outputs(
         self, adapter: ModelAdapter, samples: Sequence[Any], request: OutputSpec, weight_set: str,
@@ -171,7 +171,7 @@ class Trainer:
 
         adapter.runner.train(False)
         with self.use_weights(weight_set):
-            self._run_micro_batches(adapter, samples, store_outputs, request, size=size)
+            self._run_micro_batches(adapter, samples, store_outputs, request, num_rows_per_pass=size)
         return outputs
 
     @torch.no_grad()
@@ -221,7 +221,7 @@ class Trainer:
         loss: Any = update.loss(micro_batch)
         if not isinstance(loss, Loss):
             problem = f"it returned a {type(loss).__name__}, not a Loss of cosmos_core.algorithms.base"
-            raise make_algorithm_error(self._train.train_policy, update.loss, problem)
+            raise make_algorithm_error(self._train_config.train_policy, update.loss, problem)
         return loss
 
     def _run_micro_batches(
@@ -231,7 +231,7 @@ class Trainer:
         process_outputs: Callable[[MicroBatch], Tensor | None],
         request: OutputSpec,
         *,
-        size: int | None = None,
+        num_rows_per_pass: int | None = None,
         loss_fn: Callable[[MicroBatch], Tensor] | None = None,
     ) -> None:
         """Run the model on each micro-batch of this rank, and pass the outputs to `process_outputs`. `loss_fn` is a
@@ -252,19 +252,20 @@ class Trainer:
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
         request = adapter.default_outputs if request is None else request
-        rows_per_pass = size or self.speed_settings.rows_per_pass
+        rows_per_pass = num_rows_per_pass or self.speed_settings.rows_per_pass
         max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
-        plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=size is None)
+        batch_plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=num_rows_per_pass is None)
         empty_plan = MicroBatchPlan((), _find_shortest_sample(adapter, samples, range(len(samples))))
-        plans += [empty_plan] * (adapter.runner.num_micro_batches(len(plans), rows_per_pass) - len(plans))
-        collate_functions = [partial(collate, plan) for plan in plans]
+        num_batches = adapter.runner.num_micro_batches(len(batch_plans), rows_per_pass)
+        batch_plans += [empty_plan] * (num_batches - len(batch_plans))
+        collate_functions = [partial(collate, plan) for plan in batch_plans]
         with _use_threads(self.speed_settings.num_threads):
             adapter.runner.run(collate_functions, process_batch_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
             adapter.runner.reshard()
 
     def _plan_micro_batches(
-        self, adapter: ModelAdapter, samples: Sequence[Any], size: int, *, is_default_size: bool
+        self, adapter: ModelAdapter, samples: Sequence[Any], max_rows: int, *, is_default_size: bool
     ) -> list[MicroBatchPlan]:
         """Return the micro-batches of this rank. Samples are sorted by decreasing cost, so that a micro-batch needs
         little padding. All ranks get the same number of micro-batches, of which some may be empty."""
@@ -281,9 +282,11 @@ class Trainer:
         for batching_key in sorted(grouped_batches):
             compatible_batches, positions = grouped_batches[batching_key], list(chain(*grouped_batches[batching_key]))
             padding_position = _find_shortest_sample(adapter, samples, positions)
-            new_batches = adapter.arrange_micro_batches(samples, positions, size, num_ranks) if can_rearrange else None
-            chunk_size = 1 if has_batch_ids or new_batches else size
-            local_chunks = _select_local_chunks(adapter, new_batches or compatible_batches, chunk_size)
+            arranged_batches = (
+                adapter.arrange_micro_batches(samples, positions, max_rows, num_ranks) if can_rearrange else None
+            )
+            chunk_size = 1 if has_batch_ids or arranged_batches else max_rows
+            local_chunks = _select_local_chunks(adapter, arranged_batches or compatible_batches, chunk_size)
             batch_plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in local_chunks]
         return batch_plans
 
@@ -303,7 +306,7 @@ class Trainer:
 
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm over all ranks before clipping."""
-        mesh, model, max_norm = self.adapter.mesh, self.adapter.model, self._train.optm_grad_norm_clip
+        mesh, model, max_norm = self.adapter.mesh, self.adapter.model, self._train_config.optm_grad_norm_clip
         if not (mesh and mesh.pp):
             return clip_gradients(model.parameters(), max_norm)
         sum_tied_gradients(model, mesh.pp)
@@ -338,8 +341,8 @@ def _find_shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices
 
 
 def _move_loss_to_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
-    metrics, raw_values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
-    return loss.value.cpu(), metrics, raw_values
+    metrics, cpu_values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
+    return loss.value.cpu(), metrics, cpu_values
 
 
 def _compute_quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:

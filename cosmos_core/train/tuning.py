@@ -36,7 +36,7 @@ from cosmos_core.train.trainer import SpeedSettings, Trainer
 
 logger = logging.getLogger(__name__)
 
-MAX_SECONDS = 45.0
+MAX_TUNING_SECONDS = 45.0
 """Maximum duration of all measurements, unless one gradient of a few samples takes longer."""
 _GRADIENT_SECONDS = 3.0
 """Target duration of one gradient computation with the fewest rows per pass. If it takes longer with all samples of a
@@ -47,7 +47,7 @@ _MAX_SLOWDOWN = 1.15
 """Ratio to the duration of the fastest settings above which settings count as slow. After two slow settings in a row,
 the search ends in this direction."""
 _NUM_FINALISTS, _NUM_FINALIST_ROUNDS = 4, 4
-"""Number of the fastest settings, which are measured again at the end, and how often each of them is."""
+"""Number of the fastest settings that are measured again at the end, and number of new measurements of each."""
 _MIN_SECONDS, _MAX_REPEATS = 0.5, 5
 """Minimum total duration of the measurements of one setting, unless it was measured `_MAX_REPEATS` times."""
 _MAX_POSTPONED_STEPS = 3
@@ -63,7 +63,7 @@ class SettingsSearch:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        pass_sizes: Sequence[int],
         thread_counts: Sequence[int],
         measure: Callable[[SpeedSettings], float],
         is_affordable: Callable[[SpeedSettings, float], bool] = lambda settings, seconds: True,
@@ -77,7 +77,7 @@ class SettingsSearch:
             is_affordable: function that returns whether settings may be measured, given the seconds that they will
                 probably take.
         """
-        self._pass_sizes, self._thread_counts = sizes, thread_counts
+        self._pass_sizes, self._thread_counts = pass_sizes, thread_counts
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
         """Minimum of the measured seconds of each setting."""
@@ -93,13 +93,13 @@ class SettingsSearch:
             settings = self._fastest_settings._replace(num_threads=num_threads)
             if self._measure_if_affordable(settings) and not self._is_slow(settings):
                 self._measure_nearby_sizes(settings)
-        finalists = sorted(self.seconds, key=lambda settings: self.seconds[settings])[:_NUM_FINALISTS]
-        for settings in finalists * _NUM_FINALIST_ROUNDS if len(finalists) > 1 else ():
+        finalist_settings = sorted(self.seconds, key=lambda settings: self.seconds[settings])[:_NUM_FINALISTS]
+        for settings in finalist_settings * _NUM_FINALIST_ROUNDS if len(finalist_settings) > 1 else ():
             if math.isfinite(self.seconds[settings]):
                 self._measure_if_affordable(settings)
-        max_close_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
-        close_settings = [settings for settings, seconds in self.seconds.items() if seconds <= max_close_seconds]
-        return min(close_settings, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=start_settings)
+        max_final_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
+        contenders = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
+        return min(contenders, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=start_settings)
 
     @property
     def _fastest_settings(self) -> SpeedSettings:
@@ -132,10 +132,10 @@ class SettingsSearch:
         expected_seconds = self.seconds.get(settings, max(finite_seconds, default=0.0))
         if not self._is_affordable(settings, expected_seconds):
             return False
-        repeats = [self._measure(settings)]
-        while len(repeats) < _MAX_REPEATS and sum(repeats) < _MIN_SECONDS and self._is_affordable(settings, repeats[0]):
-            repeats.append(self._measure(settings))
-        self.seconds[settings] = min([*repeats, self.seconds.get(settings, math.inf)])
+        timings = [self._measure(settings)]
+        while len(timings) < _MAX_REPEATS and sum(timings) < _MIN_SECONDS and self._is_affordable(settings, timings[0]):
+            timings.append(self._measure(settings))
+        self.seconds[settings] = min([*timings, self.seconds.get(settings, math.inf)])
         return True
 
 
@@ -164,7 +164,7 @@ class SpeedTuning:
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
             num_cores = max(1, len(os.sched_getaffinity(0)) // self._num_local_ranks)
             self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default_settings.num_threads))))
-        self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_SECONDS
+        self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_TUNING_SECONDS
         self.chosen: SpeedSettings | None = None
         """The chosen settings; None: not chosen yet."""
         self._num_postponed_steps = 0
@@ -194,20 +194,21 @@ class SpeedTuning:
                 self._set_chosen(previous_settings)
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
         search = SettingsSearch(measured_sizes, self._thread_counts, measurement.measure, measurement.is_affordable)
-        chosen = search.run()
+        chosen_settings = search.run()
         if measurement.is_stopped:
             self._apply_settings(previous_settings)
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
         if not search.seconds:  # nothing was measured, because no time was left
-            chosen = previous_settings
-        self._set_chosen(chosen)
-        slowest = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen)
+            chosen_settings = previous_settings
+        self._set_chosen(chosen_settings)
+        slowest_settings = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen_settings)
+        speedup = search.seconds.get(slowest_settings, 1.0) / search.seconds.get(chosen_settings, 1.0)
         logger.info(
             "mini_batch = %d, num_threads = %d: %.2f times as fast as %d and %d; measured %d settings with %d of %d "
-            "samples", *chosen, search.seconds.get(slowest, 1.0) / search.seconds.get(chosen, 1.0), *slowest,
-            len(search.seconds), measurement.num_samples, len(samples),
+            "samples", *chosen_settings, speedup, *slowest_settings, len(search.seconds),
+            measurement.num_samples, len(samples),
         )  # fmt: skip
-        metrics = {f"tuning/{name}": float(value) for name, value in chosen._asdict().items()}
+        metrics = {f"tuning/{name}": float(value) for name, value in chosen_settings._asdict().items()}
         return measurement.read_samples(), {**metrics, "time/tuning": measurement.seconds}
 
     def _set_chosen(self, settings: SpeedSettings) -> None:
@@ -252,21 +253,21 @@ class _Measurement:
     def select_samples(self) -> list[int] | None:
         """Select so many samples that computing their gradient takes a few seconds, and return the sizes to measure
         with them; None if the algorithm leaves out most of the samples."""
-        tuning, sample_divisor = self._tuning, self._tuning._samples_per_row * self._tuning._num_dp_ranks
-        start_settings = SpeedSettings(tuning._pass_sizes[0], tuning._thread_counts[-1])
-        min_rows_per_rank = max(2, tuning._pass_sizes[0])
+        speed_tuning, sample_divisor = self._tuning, self._tuning._samples_per_row * self._tuning._num_dp_ranks
+        start_settings = SpeedSettings(speed_tuning._pass_sizes[0], speed_tuning._thread_counts[-1])
+        min_rows_per_rank = max(2, speed_tuning._pass_sizes[0])
         self.num_samples = min(len(self._all_samples), min_rows_per_rank * sample_divisor)
-        self.measure(start_settings)  # the first gradient is slow: memory is allocated, and kernels are chosen
+        self.measure(start_settings)  # discard a first, slow gradient, which allocates memory
         seconds_per_sample = self.measure(start_settings) / self.num_samples
         max_samples = int(_GRADIENT_SECONDS / seconds_per_sample) if seconds_per_sample else len(self._all_samples)
         num_samples = max(min_rows_per_rank, max_samples // sample_divisor) * sample_divisor
         self.num_samples = min(len(self._all_samples), num_samples)
         self.measure(start_settings)
-        num_rows_per_update = min(self.num_samples // tuning._samples_per_row, tuning._rows_per_update)
-        if 2 * self._num_update_samples < num_rows_per_update * tuning._samples_per_row:
+        num_rows_per_update = min(self.num_samples // speed_tuning._samples_per_row, speed_tuning._rows_per_update)
+        if 2 * self._num_update_samples < num_rows_per_update * speed_tuning._samples_per_row:
             return None
-        rows_per_rank = -(-num_rows_per_update // tuning._num_dp_ranks)
-        return [size for size in tuning._pass_sizes if size <= rows_per_rank] or tuning._pass_sizes[:1]
+        rows_per_rank = -(-num_rows_per_update // speed_tuning._num_dp_ranks)
+        return [size for size in speed_tuning._pass_sizes if size <= rows_per_rank] or speed_tuning._pass_sizes[:1]
 
     def read_samples(self) -> list[Any]:
         """Return all samples of the train step, divided into micro-batches of the current size."""
@@ -308,8 +309,8 @@ class _Measurement:
         compile_seconds = self._tuning._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
         local_measurements = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
-        rank_values = all_gather_object((*local_measurements, self._tuning._is_stop_requested()))
-        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*rank_values, strict=True))
+        all_values = all_gather_object((*local_measurements, self._tuning._is_stop_requested()))
+        seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*all_values, strict=True))
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.
             # With pipeline parallelism, all rows of a pass are in memory, not only those of one micro-batch.
@@ -346,7 +347,7 @@ class PeakMemory:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        with suppress(OSError):  # if it is forbidden, the peak since the process started is measured
+        with suppress(OSError):  # without permission to reset it, the peak is that since the process started
             Path("/proc/self/clear_refs").write_text("5")
 
     def synchronize(self) -> None:
@@ -369,19 +370,19 @@ class PeakMemory:
         if self._is_cuda:
             cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return torch.cuda.mem_get_info(self._device)[0] + cached_bytes
-        free_bytes, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+        free_bytes, cgroup_path = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
         with suppress(OSError, ValueError, KeyError):  # without a limit, memory.max is the word `max`
-            cgroup_limit, cgroup_usage = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
-            memory_statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            cgroup_limit, cgroup_usage = (int((cgroup_path / f"memory.{n}").read_text()) for n in ("max", "current"))
+            memory_statistics = dict(line.split() for line in (cgroup_path / "memory.stat").read_text().splitlines())
             page_cache_bytes = int(memory_statistics["inactive_file"])  # the kernel frees the page cache on demand
             free_bytes = min(free_bytes, cgroup_limit - cgroup_usage + page_cache_bytes)
         return free_bytes // self._num_local_ranks
 
 
-def rows_per_update(train: TrainConfig) -> int:
+def rows_per_update(train_config: TrainConfig) -> int:
     """Return the maximum number of rows of an optimizer step, of all data-parallel ranks together."""
-    configured_rows = getattr(train.train_policy, "batch_size_per_optimize", None)
-    return min(configured_rows or train.train_batch_per_replica, train.train_batch_per_replica)
+    configured_rows = getattr(train_config.train_policy, "batch_size_per_optimize", None)
+    return min(configured_rows or train_config.train_batch_per_replica, train_config.train_batch_per_replica)
 
 
 def micro_batch_sizes(train: TrainConfig, num_dp_ranks: int) -> list[int]:

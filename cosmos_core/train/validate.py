@@ -25,10 +25,10 @@ METRICS_FILE = "metrics.json"
 
 def run(stage: Stage) -> Outcome:
     """Evaluate the model on its held-out rows, and write `metrics.json`."""
-    recipe, data_folder, policy = stage.recipe, stage.prepared_folder, stage.recipe.train.train_policy
+    recipe, data_folder, algorithm_config = stage.recipe, stage.prepared_folder, stage.recipe.train.train_policy
     require_held_out_rows(data_folder)
     trainer = open_trainer(stage)
-    rows, prompts = open_held_out(data_folder, policy, recipe.policy, trainer.adapter)
+    rows, prompts = open_held_out(data_folder, algorithm_config, recipe.policy, trainer.adapter)
     with torch.no_grad():
         trainer.adapter.check_parallel_plan()
     stage.progress.phase("validate")
@@ -39,11 +39,11 @@ def run(stage: Stage) -> Outcome:
             with ExitStack() as exit_stack:
                 rollout_setup = RolloutSetup(stage, trainer, exit_stack)
                 completion_settings, engine = measure.make_completion_settings(recipe), rollout_setup.engine
-                score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
-                metrics = measure.CompletionValidation(prompts, engine, score, completion_settings, stage).validate(0)
+                scorer = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
+                metrics = measure.CompletionValidation(prompts, engine, scorer, completion_settings, stage).validate(0)
             output_names += [name for name in (measure.SAMPLES_FILE, GALLERY_FOLDER) if (stage.path / name).exists()]
         if rows is not None:
-            if rows.has_sample_pairs and policy.saves_reference_logprobs:
+            if rows.has_sample_pairs and algorithm_config.saves_reference_logprobs:
                 input_folders = [Path(result["path"]) for result in stage.inputs.values()]
                 rows.reference_logprobs = load_earlier_reference(input_folders, rows, VALIDATION_SPLIT)
             rows_per_pass = recipe.held_out_rows_per_pass

@@ -25,7 +25,7 @@ class Validation:
     compute_metrics: MetricsFn | None = None
     """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
-    """Runner of validations while the training continues; the first and the last are synchronous. None: all are."""
+    """Runner of validations during the training, except the first and last validation; None: all are synchronous."""
     publish: Callable[[int], dict[str, float]] = lambda step: {}
     """Function that sends the weights of train step N to the rollout engines and returns metrics of the transfer."""
     publish_interval: int = 1
@@ -36,7 +36,7 @@ class Validation:
     """Train step with the best validation metrics; None if no step was validated yet."""
     _last_validated_step: int = -1
     """Number of the newest validated step, or of an adopted checkpoint's step; -1 if no step was validated."""
-    _first_step: int | None = 0
+    _training_start_step: int | None = 0
     """Step at which a training without a checkpoint of its own began; None: the training was resumed."""
     _current_step: int = 0
     _is_publish_postponed: bool = False
@@ -44,7 +44,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         if self.async_validation is not None:
-            self.async_validation.on_end = self._finish_async_validation
+            self.async_validation.on_validation_end = self._finish_async_validation
 
     def set_callbacks(
         self,
@@ -125,7 +125,7 @@ class Validation:
         """Restore the state in a checkpoint of train step `step`; `state` is empty for a checkpoint of another run."""
         self.best_step = BestStep(**state["best"]) if state.get("best") else None
         self._current_step, self._last_validated_step = step, int(state.get("measured_at", step))
-        self._first_step = None if state else step
+        self._training_start_step = None if state else step
 
     def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
@@ -136,7 +136,7 @@ class Validation:
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._call_hook("post_validation_hook", current_step=step, **metrics)
         self._last_validated_step = step
-        if step != self._first_step:  # weights from before the training are never the best
+        if step != self._training_start_step:  # weights from before the training are never the best
             self.best_step = select_best_step(self.best_step, step, metrics)
 
     def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:

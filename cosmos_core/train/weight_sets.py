@@ -36,10 +36,10 @@ class WeightSets:
         stored_dtype = torch.float32 if set_name in POLICY_COPY_NAMES else None
         self.tensors[set_name] = {n: w.to(stored_dtype or w.dtype, copy=True) for n, w in self.policy_weights.items()}
 
-    def copy_from_policy(self, name: str) -> None:
-        """Overwrite the set `name` with the policy's current weights."""
+    def copy_from_policy(self, set_name: str) -> None:
+        """Overwrite the set `set_name` with the policy's current weights."""
         for parameter_name, weight in self.policy_weights.items():
-            self.tensors[name][parameter_name].copy_(weight)
+            self.tensors[set_name][parameter_name].copy_(weight)
 
     def equals_policy(self, name: str) -> bool:
         """Return whether the set `name` equals the policy bit by bit; for sharded weights, on this rank's shards."""
@@ -83,18 +83,18 @@ class WeightSets:
                 else:
                     _swap_tensors(weight, self.tensors[name][parameter_name])
 
-    def copy_to_policy(self, name: str) -> None:
-        """Overwrite the policy's weights with the set `name`."""
+    def copy_to_policy(self, set_name: str) -> None:
+        """Overwrite the policy's weights with the set `set_name`."""
         for parameter_name, weight in self.policy_weights.items():
-            weight.copy_(self.tensors[name][parameter_name])
+            weight.copy_(self.tensors[set_name][parameter_name])
 
 
 class MovingAverage:
     """Moving average that is updated after optimizer steps, with the decay schedule of DiffusionNFT and Flow-GRPO."""
 
-    def __init__(self, weight_sets: WeightSets, train: TrainConfig) -> None:
-        self._weight_sets, self._decay = weight_sets, train.ema_decay
-        self._update_interval = max(1, train.ema_update_step_interval)
+    def __init__(self, weight_sets: WeightSets, train_config: TrainConfig) -> None:
+        self._weight_sets, self._decay = weight_sets, train_config.ema_decay
+        self._update_interval = max(1, train_config.ema_update_step_interval)
         weight_sets.add(EMA_WEIGHTS)
 
     def update(self, num_updates: int) -> None:

@@ -46,9 +46,9 @@ class ArtifactStore:
 
     def __init__(self, url: str, check_cancellation: Callable[[], None] = lambda: None) -> None:
         """Open the store at `url`; `check_cancellation` is called between parts of files, and may raise an error."""
-        name, self._key_prefix = split_s3_url(url)
-        self.url = f"{S3_SCHEME}{name}/{self._key_prefix}".rstrip("/")
-        self._bucket = Bucket(name)
+        bucket_name, self._key_prefix = split_s3_url(url)
+        self.url = f"{S3_SCHEME}{bucket_name}/{self._key_prefix}".rstrip("/")
+        self._bucket = Bucket(bucket_name)
         self._content_store = ContentStore(self._bucket, self._object_key("objects"), check_cancellation)
 
     def check(self) -> None:
@@ -97,7 +97,7 @@ class ArtifactStore:
         result = self._read_result_document(f"made/{fingerprint}/{RESULT_FILE}")
         if result is None:
             return None
-        size_by_digest = {record["sha256"]: record["size"] for record in result["outputs"]}
+        size_by_digest = {output_record["sha256"]: output_record["size"] for output_record in result["outputs"]}
         with translate_errors(self.url):
             if missing_digest := self._content_store.find_missing_digest(size_by_digest):
                 logger.warning("%s/objects/%s is gone: its stage is made again", self.url, missing_digest)
@@ -106,14 +106,14 @@ class ArtifactStore:
 
     def fetch_outputs(self, result: Result, stage_path: Path, local_files: Mapping[str, Path]) -> None:
         """Download the outputs of a result to `stage_path`, or copy them from `local_files`, local files by SHA-256."""
-        entry_by_path = [
+        path_entries = [
             (stage_path / each["path"], ContentEntry(each["size"], each["sha256"])) for each in result["outputs"]
         ]
         with translate_errors(self.url):
-            self._content_store.fetch(dict(entry_by_path), local_files)
-        for record in result["outputs"]:
-            file_status = (stage_path / record["path"]).stat()
-            record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
+            self._content_store.fetch(dict(path_entries), local_files)
+        for output_record in result["outputs"]:
+            file_status = (stage_path / output_record["path"]).stat()
+            output_record.update(mtime_ns=file_status.st_mtime_ns, inode=file_status.st_ino)
 
     def lease_result(self, fingerprint: str, holder: LeaseHolder, has_died: Callable[[LeaseHolder], bool]) -> Lease:
         """Return the lease that a process must hold while it makes the result of a fingerprint; see `Lease`."""
@@ -123,40 +123,40 @@ class ArtifactStore:
         """Return the checkpoints in the store that belong to the training with this fingerprint."""
         return StoredCheckpoints(self._bucket, self._object_key(f"made/{fingerprint}/{CHECKPOINTS_FOLDER}"), stage_path)
 
-    def open_record(self, run_id: str, stage_path: Path, machine: str) -> StoredRecord:
+    def open_record(self, run_id: str, stage_path: Path, machine_name: str) -> StoredRecord:
         """Return the stored copies of a stage's small files, which other machines display."""
-        prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
-        return StoredRecord(self._bucket, prefix, stage_path, machine)
+        key_prefix = self._object_key(f"runs/{run_id}/stages/{stage_path.name}")
+        return StoredRecord(self._bucket, key_prefix, stage_path, machine_name)
 
-    def _claim_run_name(self, name: str, run_files: dict[str, str], has_new_stages: bool) -> bool:
+    def _claim_run_name(self, run_name: str, run_files: dict[str, str], has_new_stages: bool) -> bool:
         """Return True if the name in the store belongs to the run with these files, or was free and is claimed now."""
-        key = self._object_key(f"runs/{name}/run.json")
-        stored_files, _ = read_document(self._bucket, key)
+        object_key = self._object_key(f"runs/{run_name}/run.json")
+        stored_files, _ = read_document(self._bucket, object_key)
         if stored_files is None:
-            if self._bucket.replace_if_unchanged(key, encode_document(run_files), ""):
+            if self._bucket.replace_if_unchanged(object_key, encode_document(run_files), ""):
                 return True
             # Another machine has stored the document first, or the response to a successful request was lost.
-            stored_files, _ = read_document(self._bucket, key)
+            stored_files, _ = read_document(self._bucket, object_key)
         if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], run_files[_RUN_FILE]):
             return False
         if has_new_stages and stored_files[_PIPELINE_FILE] != run_files[_PIPELINE_FILE]:
-            write_document(self._bucket, key, run_files)
+            write_document(self._bucket, object_key, run_files)
         return True
 
-    def _read_result_document(self, key: str) -> Result | None:
-        result = self._read_json(key)
+    def _read_result_document(self, document_name: str) -> Result | None:
+        result = self._read_json(document_name)
         return result | {STORE_URL_KEY: self.url} if result is not None else None
 
-    def _object_key(self, name: str) -> str:
-        return f"{self._key_prefix}/{name}" if self._key_prefix else name
+    def _object_key(self, relative_key: str) -> str:
+        return f"{self._key_prefix}/{relative_key}" if self._key_prefix else relative_key
 
-    def _write_json(self, name: str, document: dict[str, Any]) -> None:
+    def _write_json(self, document_name: str, document: dict[str, Any]) -> None:
         with translate_errors(self.url):
-            write_document(self._bucket, self._object_key(name), document)
+            write_document(self._bucket, self._object_key(document_name), document)
 
-    def _read_json(self, name: str) -> dict[str, Any] | None:
+    def _read_json(self, document_name: str) -> dict[str, Any] | None:
         with translate_errors(self.url):
-            return read_document(self._bucket, self._object_key(name))[0]
+            return read_document(self._bucket, self._object_key(document_name))[0]
 
 
 def open_stored_run(url: str, parent_folder: str, check_cancellation: Callable[[], None]) -> Path:
@@ -183,14 +183,14 @@ def open_stored_run(url: str, parent_folder: str, check_cancellation: Callable[[
     raise AssertionError("there are more names than runs")
 
 
-def _is_same_run(run_json: str, other_run_json: str) -> bool:
+def _is_same_run(run_json: str, second_run_json: str) -> bool:
     """Return True if the contents of two files `run.json` identify one run; invalid contents are compared as text."""
     with suppress(ValueError):
-        run_documents = [json.loads(text) for text in (run_json, other_run_json)]
+        run_documents = [json.loads(text) for text in (run_json, second_run_json)]
         if all(isinstance(each, dict) for each in run_documents):
             run_identities = [[each.get(name) for name in ("run_id", "started", "host")] for each in run_documents]
             return run_identities[0] == run_identities[1]
-    return run_json == other_run_json
+    return run_json == second_run_json
 
 
 def _iter_run_names(run_id: str) -> Iterator[str]:
@@ -204,15 +204,15 @@ def _read_text(file: Path) -> str:
 
 def make_result_lookup(pipeline: Pipeline) -> Callable[[str], Result | None]:
     """Return a function that finds the result of a fingerprint in a pipeline's artifact store; None without a store."""
-    url = pipeline.config.artifact_store
-    return ArtifactStore(url).find_stored_result if url else lambda fingerprint: None
+    store_url = pipeline.config.artifact_store
+    return ArtifactStore(store_url).find_stored_result if store_url else lambda fingerprint: None
 
 
 def check_store(pipeline: Pipeline) -> None:
     """Raise ConfigError if the artifact store of a pipeline refuses access, UploadError if it does not respond."""
-    url = pipeline.config.artifact_store
+    store_url = pipeline.config.artifact_store
     try:
-        if url:
-            ArtifactStore(url).check()
+        if store_url:
+            ArtifactStore(store_url).check()
     except (ConfigError, UploadError) as error:
-        raise type(error)(f"{pipeline.source_path}: pipeline.artifact_store = {url!r}: {error}") from error
+        raise type(error)(f"{pipeline.source_path}: pipeline.artifact_store = {store_url!r}: {error}") from error

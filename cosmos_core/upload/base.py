@@ -87,11 +87,11 @@ def check_targets(pipeline: Pipeline) -> None:
             continue
         stage_location = f"{pipeline.source_path}: stage {stage.name!r}"
         with convert_errors(partial(_convert_target_error, stage_location, stage.target), ()):
-            publication_target: Any = open_target(stage.target)
+            opened_target: Any = open_target(stage.target)
             if pipeline.stage_kind(stage).makes != "publication":
-                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, publication_target.published))
-            elif hasattr(publication_target, "check"):
-                publication_target.check()
+                _check_published_metrics(stage, call_with_timeout(_READ_TIMEOUT_SECONDS, opened_target.published))
+            elif hasattr(opened_target, "check"):
+                opened_target.check()
 
 
 def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any] | None) -> None:
@@ -106,8 +106,8 @@ def _check_published_metrics(stage: StageConfig, published_record: dict[str, Any
 
 
 def _convert_target_error(stage_location: str, target_setting: str, error: Exception) -> Exception:
-    """Return an error of a publication target, or of any kind of a user's class, as an error that names the stage: an
-    UploadError if the target may respond later, otherwise a ConfigError. Return any other error unchanged."""
+    """Convert an error of a publication target to an UploadError if the target may respond later, otherwise to a
+    ConfigError, with the name of the stage. An unexpected error of a built-in target is returned unchanged."""
     setting_text, error_text = f"target = {target_setting!r}: ", str(error)
     if not isinstance(error, (ConfigError, UploadError, TimeoutError)):
         if not is_import_path(split_publication_target(target_setting)[0]):
@@ -118,12 +118,11 @@ def _convert_target_error(stage_location: str, target_setting: str, error: Excep
     return error_class(f"{stage_location}: {setting_text}{error_text.removeprefix(setting_text)}")
 
 
-def open_target(target: str) -> PublicationTarget:
-    """Return the publication target that a stage's `target` selects; raise ConfigError if it cannot be found or
-    imported."""
-    name, location = split_publication_target(target)
+def open_target(target_setting: str) -> PublicationTarget:
+    """Return the publication target that a stage's `target` selects; raise ConfigError if it cannot be loaded."""
+    target_name, location = split_publication_target(target_setting)
     try:
-        target_class: Callable[[str], PublicationTarget] = load_class(name, PUBLICATION_TARGETS_FOLDER, "Target")
+        target_class: Callable[[str], PublicationTarget] = load_class(target_name, PUBLICATION_TARGETS_FOLDER, "Target")
     except ConfigError as error:
-        raise ConfigError(f"target = {target!r}: {error}") from error
+        raise ConfigError(f"target = {target_setting!r}: {error}") from error
     return target_class(location)

@@ -32,9 +32,9 @@ class ContentEntry:
     sha256: str
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> ContentEntry:
-        """Return the size and digest of `data`."""
-        return cls(len(data), hashlib.sha256(data).hexdigest())
+    def from_bytes(cls, content_bytes: bytes) -> ContentEntry:
+        """Return the size and digest of `content_bytes`."""
+        return cls(len(content_bytes), hashlib.sha256(content_bytes).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ class ContentStore:
         file_and_digest_by_key = {self._make_object_key(digest): (file, digest) for digest, file in files.items()}
         FileTransfer(self._bucket, UploadJournal(journal_file), self._check_cancellation).send(file_and_digest_by_key)
 
-    def write(self, data: bytes) -> ContentEntry:
+    def write(self, content_bytes: bytes) -> ContentEntry:
         """Store bytes in one request; return their size and digest."""
-        entry = ContentEntry.from_bytes(data)
-        self._bucket.write(self._make_object_key(entry.sha256), data)
-        return entry
+        content_entry = ContentEntry.from_bytes(content_bytes)
+        self._bucket.write(self._make_object_key(content_entry.sha256), content_bytes)
+        return content_entry
 
     def read(self, entry: ContentEntry) -> bytes | None:
         """Return the stored bytes that have the digest of `entry`; None if no such object is stored. Raise UploadError
         if the bytes arrive with another digest at each attempt."""
         key = self._make_object_key(entry.sha256)
         for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
-            data = self._bucket.read(key)
-            if data is None or hashlib.sha256(data).hexdigest() == entry.sha256:
-                return data
+            content_bytes = self._bucket.read(key)
+            if content_bytes is None or hashlib.sha256(content_bytes).hexdigest() == entry.sha256:
+                return content_bytes
         raise UploadError(f"{self._bucket.url(key)} arrived altered {_MAX_DOWNLOAD_ATTEMPTS} times")
 
     def remove(self, entry: ContentEntry) -> None:
@@ -97,16 +97,16 @@ class ContentStore:
         fetch_arguments = ((entry, paths, local_files or {}) for entry, paths in files_by_entry.items())
         thread_map(self._fetch_content, fetch_arguments, _MAX_PARALLEL_FILES, "fetch")
 
-    def remove_all_except(self, digests: set[str]) -> None:
-        """Remove every object below the prefix whose digest is not in `digests`."""
+    def remove_all_except(self, kept_digests: set[str]) -> None:
+        """Remove every object below the prefix whose digest is not in `kept_digests`."""
         for stored_object in list(self._bucket.list_objects(f"{self._key_prefix}/")):
-            if stored_object.key.rpartition("/")[2] not in digests:
+            if stored_object.key.rpartition("/")[2] not in kept_digests:
                 self._bucket.remove(stored_object.key)
 
     def _fetch_content(self, entry: ContentEntry, target_paths: list[Path], local_files: Mapping[str, Path]) -> None:
         self._check_cancellation()
-        for path in target_paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        for target_path in target_paths:
+            target_path.parent.mkdir(parents=True, exist_ok=True)
         first_path, *other_paths = target_paths
         local_file = local_files.get(entry.sha256)
         if local_file is not None and local_file not in target_paths and _matches_content_entry(local_file, entry):
@@ -163,11 +163,11 @@ def encode_document(document: dict[str, Any]) -> bytes:
 def read_document(bucket: Bucket, key: str) -> tuple[dict[str, Any] | None, str]:
     """Return a JSON document and its ETag, or None and "" if it does not exist; raise UploadError if it is damaged."""
     for _ in range(_MAX_DOWNLOAD_ATTEMPTS):
-        data, etag = bucket.read_with_etag(key)
-        if data is None:
+        document_bytes, etag = bucket.read_with_etag(key)
+        if document_bytes is None:
             return None, ""
         try:
-            document = json.loads(data)
+            document = json.loads(document_bytes)
             if hashlib.sha256(document["text"].encode()).hexdigest() == document["sha256"]:
                 return json.loads(document["text"]), etag
         except (ValueError, TypeError, KeyError, AttributeError):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
-_JOURNAL_FILE = "saves.jsonl"
+_UPLOAD_JOURNAL_FILE = "saves.jsonl"
 _LOWEST_CPU_PRIORITY = 19
 _POLL_INTERVAL_SECONDS = 1.0
 _RETRY_DELAY_SECONDS = 30.0
@@ -40,15 +40,15 @@ class CheckpointUploader:
     """Uploader of the checkpoints of one training to a URL."""
 
     def __init__(self, stage_path: Path, url: str) -> None:
-        name, self._key_prefix = split_s3_url(url)
-        self._bucket, self._stage_path = Bucket(name), stage_path
+        bucket_name, self._key_prefix = split_s3_url(url)
+        self._bucket, self._stage_path = Bucket(bucket_name), stage_path
         self._uploaded_names: set[str] = set()
 
     def push(self, check_cancellation: Callable[[], None] = lambda: None) -> Iterator[str]:
         """Upload every complete checkpoint that is not stored yet; yield the name of each, `step_N`, when it is stored.
         `check_cancellation` is called between requests and during waits; it may raise an error to end the upload. Raise
         ConfigError or UploadError if the store fails; files already sent remain."""
-        with FileLock(self._stage_path / "sending.lock") as lock:  # another stage may upload the same checkpoints
+        with FileLock(self._stage_path / "sending.lock") as lock:  # lock out another stage that uploads the checkpoints
             lock.acquire(on_poll=check_cancellation)
             for name, manifest_file in saved_manifests(self._stage_path).items():
                 if name not in self._uploaded_names and self._push_checkpoint(name, manifest_file, check_cancellation):
@@ -56,8 +56,8 @@ class CheckpointUploader:
 
     def _push_checkpoint(self, name: str, manifest_file: Path, check_cancellation: Callable[[], None]) -> bool:
         """Upload a checkpoint unless it is stored or was removed; return True if it was uploaded."""
-        staging_path, url = self._stage_path / "sending" / name, self._bucket.url(self._key_prefix)
-        with translate_errors(url), link_checkpoint(manifest_file.parent, staging_path) as folder:
+        staging_path, store_url = self._stage_path / "sending" / name, self._bucket.url(self._key_prefix)
+        with translate_errors(store_url), link_checkpoint(manifest_file.parent, staging_path) as folder:
             if folder is None:
                 return False
             # Contents are compared, because a training that starts again makes other checkpoints of the same names.
@@ -67,14 +67,14 @@ class CheckpointUploader:
                 self._bucket.remove(manifest_key)
                 file_entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
                 files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}
-                journal = UploadJournal(self._stage_path / _JOURNAL_FILE)
+                journal = UploadJournal(self._stage_path / _UPLOAD_JOURNAL_FILE)
                 FileTransfer(self._bucket, journal, check_cancellation).send(files)
                 self._bucket.write(manifest_key, manifest_data)
         self._uploaded_names.add(name)
         return not is_stored
 
-    def _object_key(self, name: str, file: str) -> str:
-        return f"{self._key_prefix}/{name}/policy/{file}"
+    def _object_key(self, checkpoint_name: str, file_name: str) -> str:
+        return f"{self._key_prefix}/{checkpoint_name}/policy/{file_name}"
 
 
 @contextmanager
@@ -131,9 +131,9 @@ def link_checkpoint(source_folder: Path, target_folder: Path) -> Iterator[Path |
     linked_folder = None
     try:
         with suppress(FileNotFoundError):
-            for name in [*read_json_object(source_folder / MANIFEST_FILE).get("files", {}), MANIFEST_FILE]:
-                (target_folder / name).parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(source_folder / name, target_folder / name)
+            for file_name in [*read_json_object(source_folder / MANIFEST_FILE).get("files", {}), MANIFEST_FILE]:
+                (target_folder / file_name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(source_folder / file_name, target_folder / file_name)
             linked_folder = target_folder
         yield linked_folder
     finally:

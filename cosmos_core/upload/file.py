@@ -109,8 +109,8 @@ class FileTarget:
             # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
             error_reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             pointer_note = "; the pointer was not moved" if operation == "written" else ""
-            message = f"target {self.folder} cannot be {operation}: {error_reason}{pointer_note}"
-            raise (ConfigError if isinstance(error, PermissionError) else UploadError)(message) from error
+            error_message = f"target {self.folder} cannot be {operation}: {error_reason}{pointer_note}"
+            raise (ConfigError if isinstance(error, PermissionError) else UploadError)(error_message) from error
 
     def _read_record_file(self, folder: Path, remedy: str) -> dict[str, Any]:
         record = read_json(folder / RECORD_FILE)
@@ -119,10 +119,10 @@ class FileTarget:
         return record
 
     def _move_pointer(self, version: str, history: list[str] | None = None) -> None:
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        folder_fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with suppress(OSError):  # NFS cannot lock folders
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # a publication at the same time must not overwrite the history
+                fcntl.flock(folder_fd, fcntl.LOCK_EX)  # a publication at the same time must not overwrite the history
             new_history = append_version(self.history(), version, history)
             temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
             temporary_link.unlink(missing_ok=True)
@@ -131,4 +131,4 @@ class FileTarget:
             write_json(self.folder / HISTORY_FILE, new_history)
             sync_folder(self.folder)
         finally:
-            os.close(descriptor)
+            os.close(folder_fd)

@@ -36,10 +36,10 @@ class HubTarget:
     """Publication target that stores versions as commits on one branch of a repository on the Hugging Face Hub."""
 
     def __init__(self, location: str, *, retry_wait_seconds: float = 2.0) -> None:
-        name, _, self.branch = location.partition("@")
-        if not name or name.count("/") > 1:
+        repository_name, _, self.branch = location.partition("@")
+        if not repository_name or repository_name.count("/") > 1:
             raise ConfigError(f"hub://{location} names no repository; write hub://OWNER/NAME")
-        self._repository_name = name.strip("/")
+        self._repository_name = repository_name.strip("/")
         self._retry_wait_seconds = retry_wait_seconds
         self._check_cancellation: Callable[[], None] = lambda: None
 
@@ -56,7 +56,7 @@ class HubTarget:
             raise ConfigError(f"hub://{self._repository_name}: HF_TOKEN may only read; set it to one that may write")
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function that is called before each request and the commit; the Hub skips files that it has."""
+        """Set the function to call before each request and before the commit; the Hub skips files that it has."""
         self._check_cancellation = check_cancellation
 
     @cached_property
@@ -66,10 +66,10 @@ class HubTarget:
             os.environ.setdefault(variable_name, "1")
         from huggingface_hub import HfApi  # the import takes half a second
 
-        token = os.environ.get("HF_TOKEN")
-        if not token:
+        access_token = os.environ.get("HF_TOKEN")
+        if not access_token:
             raise ConfigError(f"hub://{self._repository_name}: no token; set HF_TOKEN to one that may write")
-        return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
+        return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=access_token)
 
     @cached_property
     def repository(self) -> str:
@@ -107,8 +107,8 @@ class HubTarget:
         with self._translate_errors():
             current_record = self._retry_call(lambda: self._read_record(branch)) or {}
             revisions = (version, branch) if current_record.get("version", version) == version else (version,)
-            messages = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
-        return next(filter(None, messages), "")
+            damages = [self._retry_call(partial(self._find_damaged_file, folder, record, each)) for each in revisions]
+        return next(filter(None, damages), "")
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         branch = self.branch or "main"
@@ -134,9 +134,9 @@ class HubTarget:
         except DamagedRecord:
             stored_record = {}  # the commit replaces the damaged record
         is_already_sent = stored_record.get("version") == version and stored_record["files"] == record["files"]
-        head_info = self.hub_api.repo_info(self.repository, revision=branch)
-        if is_already_sent and not self._find_damaged_file(folder, record, head_info.sha):
-            return str(head_info.sha)
+        branch_info = self.hub_api.repo_info(self.repository, revision=branch)
+        if is_already_sent and not self._find_damaged_file(folder, record, branch_info.sha):
+            return str(branch_info.sha)
         file_names = [name for name in record["files"] if name != _MODEL_CARD_FILE]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in file_names]
         try:
@@ -148,9 +148,9 @@ class HubTarget:
         operations.append(CommitOperationAdd(_MODEL_CARD_FILE, model_card.encode()))
         operations.append(CommitOperationAdd(RECORD_FILE, json.dumps(record, indent=1).encode()))
         published_paths = {operation.path_in_repo for operation in operations} | _HUB_MANAGED_FILES
-        stale_files = [file.rfilename for file in head_info.siblings or () if file.rfilename not in published_paths]
+        stale_files = [file.rfilename for file in branch_info.siblings or () if file.rfilename not in published_paths]
         operations += [CommitOperationDelete(name) for name in stale_files]
-        create_commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=head_info.sha)
+        create_commit = partial(self.hub_api.create_commit, self.repository, operations, parent_commit=branch_info.sha)
         return str(create_commit(commit_message=f"{_COMMIT_TITLE_PREFIX}{version}", revision=branch).oid)
 
     def _find_damaged_file(self, folder: Path, record: dict[str, Any], revision: str) -> str:
@@ -192,7 +192,7 @@ class HubTarget:
             raise DamagedRecord(f"hub://{self.repository}: {RECORD_FILE} is damaged; publish again, or remove it there")
         return dict(record)
 
-    def _retry_call(self, function: Callable[[], Any], max_seconds: float = math.inf) -> Any:
+    def _retry_call(self, hub_function: Callable[[], Any], max_seconds: float = math.inf) -> Any:
         """Call a function until it succeeds, at most five times; no attempt starts more than `max_seconds` after the
         first one. Between attempts, wait as long as a busy Hub requests."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -203,7 +203,7 @@ class HubTarget:
             wait_seconds = self._retry_wait_seconds * 2.0**attempt
             is_last_attempt = attempt == _MAX_ATTEMPTS - 1 or time.monotonic() + wait_seconds - start_time > max_seconds
             try:
-                return function()
+                return hub_function()
             except HfHubHTTPError as error:
                 if is_last_attempt or _get_status_code(error) not in _TRANSIENT_STATUSES:
                     raise
@@ -213,8 +213,8 @@ class HubTarget:
                 if is_last_attempt:
                     raise
             # `_check_cancellation` raises an error if the run is to stop, also during a long wait for a busy Hub.
-            deadline = time.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
-            while (seconds_left := deadline - time.monotonic()) > 0:
+            wait_end_time = time.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
+            while (seconds_left := wait_end_time - time.monotonic()) > 0:
                 self._check_cancellation()
                 time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
 
@@ -249,7 +249,7 @@ def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
     card_lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
     if metrics := record["metrics"]:
         card_lines += ["", "| metric | value |", "|---|---|"]
-        card_lines += [f"| {key} | {value:.4g} |" for key, value in sorted(metrics.items())]
+        card_lines += [f"| {metric_name} | {value:.4g} |" for metric_name, value in sorted(metrics.items())]
     return "\n".join(card_lines) + "\n"
 
 

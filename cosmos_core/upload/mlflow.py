@@ -44,7 +44,7 @@ class MlflowTarget:
             call_with_timeout(_CHECK_TIMEOUT_SECONDS, self._find_registered_model)
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Set the function that is called before each file and the version; files on the server are not sent again."""
+        """Set the function to call before a file is sent or a version created; stored files are not sent again."""
         self._check_cancellation = check_cancellation
 
     def published(self) -> dict[str, Any] | None:
@@ -191,9 +191,9 @@ class MlflowTarget:
         try:
             yield
         except (MlflowException, OSError) as error:
-            is_refused = getattr(error, "get_http_status_code", lambda: 0)() in {401, 403}
-            message = f"mlflow://{self.name}: {' '.join(str(error).split())}"
-            raise (ConfigError if is_refused else UploadError)(message) from error
+            is_access_refused = getattr(error, "get_http_status_code", lambda: 0)() in {401, 403}
+            error_message = f"mlflow://{self.name}: {' '.join(str(error).split())}"
+            raise (ConfigError if is_access_refused else UploadError)(error_message) from error
 
 
 def _get_artifact_folder(record: dict[str, Any]) -> str:

@@ -23,9 +23,9 @@ _MAX_POINTER_ATTEMPTS = 50
 class S3Target:
     """Publication target that stores versions below one prefix of a bucket."""
 
-    def __init__(self, location: str, *, read_seconds: float = 20.0) -> None:
-        name, self.prefix = split_s3_url(f"{S3_SCHEME}{location}")
-        self.bucket = Bucket(name, read_timeout_seconds=read_seconds)
+    def __init__(self, location: str, *, read_timeout_seconds: float = 20.0) -> None:
+        bucket_name, self.prefix = split_s3_url(f"{S3_SCHEME}{location}")
+        self.bucket = Bucket(bucket_name, read_timeout_seconds=read_timeout_seconds)
         self.file_transfer = FileTransfer(self.bucket)
 
     def check(self) -> None:
@@ -33,7 +33,8 @@ class S3Target:
         self.bucket.check_write_access(self._object_key(POINTER_FILE))
 
     def prepare_upload(self, folder: Path, check_cancellation: Callable[[], None]) -> None:
-        """Keep a journal of uploads in `folder`; `publish` calls `check_cancellation` before parts and the pointer."""
+        """Keep an upload journal in `folder`; `publish` calls `check_cancellation` before it sends a part or moves the
+        pointer."""
         self.file_transfer.journal = UploadJournal(folder / JOURNAL_FILE)
         self.file_transfer.check_cancellation = check_cancellation
 
@@ -68,7 +69,7 @@ class S3Target:
         key_prefix, record_suffix = self._object_key(""), f"/{RECORD_FILE}"
         with translate_errors(self.where("")):
             record_objects = [each for each in self.bucket.list_objects(key_prefix) if each.key.endswith(record_suffix)]
-        record_objects.sort(key=lambda each: (each.modified_time, each.key))
+        record_objects.sort(key=lambda record_object: (record_object.modified_time, record_object.key))
         names = [each.key.removeprefix(key_prefix).removesuffix(record_suffix) for each in record_objects]
         return [name for name in names if "/" not in name]  # names with "/" belong to another target below this prefix
 
@@ -126,8 +127,8 @@ class S3Target:
         saved_history: list[str] = []
         with suppress(DamagedRecord):
             saved_history = self._parse_history(pointer_bytes)
-        pointer_value = {"version": version, "history": append_version(saved_history, version, history)}
-        pointer_json = json.dumps(pointer_value, indent=1).encode()
+        pointer_document = {"version": version, "history": append_version(saved_history, version, history)}
+        pointer_json = json.dumps(pointer_document, indent=1).encode()
         try:
             return bool(self.bucket.replace_if_unchanged(pointer_key, pointer_json, etag))
         except ClientError as error:
@@ -135,8 +136,8 @@ class S3Target:
                 raise
             return bool(self.bucket.write(pointer_key, pointer_json))  # the store does not support conditional writes
 
-    def _object_key(self, name: str) -> str:
-        return f"{self.prefix}/{name}" if self.prefix else name
+    def _object_key(self, relative_key: str) -> str:
+        return f"{self.prefix}/{relative_key}" if self.prefix else relative_key
 
 
 def _decode_json(json_bytes: bytes | None) -> Any:

@@ -1,8 +1,8 @@
 """Decide which runs and results of an artifact store can be removed, and remove them, for `cosmos clean --store`.
 
 A run can be removed if none of its objects was written for long enough. The result of a fingerprint can be removed if
-it is as old and no remaining run uses it; a content can be removed if no remaining result lists it. Ages are measured
-with the store's own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
+in addition no remaining run uses it, and a content if no remaining result lists it. Ages are measured with the store's
+own clock. Nothing is removed while a stage is being made, since its result may name existing contents.
 """
 
 import json
@@ -49,16 +49,16 @@ class StoreRetention:
     def __init__(
         self, url: str, *, num_kept_runs: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
     ) -> None:
-        """Keep the newest `num_kept_runs` runs of each pipeline, and all objects that are younger than either age: a
-        pipeline may wait between two stages, and contents are stored before their result.
+        """Keep the newest `num_kept_runs` runs of each pipeline, and all objects younger than `older_than_seconds` or
+        `min_age_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
 
         Raises:
             ConfigError: the store refuses a request, or a stage is being made.
             UploadError: the store cannot be reached.
         """
-        name, self._key_prefix = split_s3_url(url)
-        self._bucket, self._max_age_seconds = Bucket(name), max(older_than_seconds, min_age_seconds)
-        self.url = f"{S3_SCHEME}{name}/{self._key_prefix}".rstrip("/")
+        bucket_name, self._key_prefix = split_s3_url(url)
+        self._bucket, self._max_age_seconds = Bucket(bucket_name), max(older_than_seconds, min_age_seconds)
+        self.url = f"{S3_SCHEME}{bucket_name}/{self._key_prefix}".rstrip("/")
         with translate_errors(self.url):
             self._store_time = self._bucket.read_clock()
             self._require_no_active_lease()
@@ -94,7 +94,7 @@ class StoreRetention:
                 document_names = (f"runs/{folder.name}/run.json", f"made/{folder.name}/{RESULT_FILE}")
                 document_keys = set(map(self._object_key, document_names))
                 # Documents are removed before the objects that they name, so that no document names a missing object.
-                for each in sorted(folder.objects, key=lambda each: each.key not in document_keys):
+                for each in sorted(folder.objects, key=lambda stored: stored.key not in document_keys):
                     self._bucket.remove(each.key)
                 freed_bytes += folder.size
             self._require_no_active_lease()
@@ -111,8 +111,8 @@ class StoreRetention:
                 machine = f" on {lease_document.get('machine')}" if lease_document else ""
                 raise ConfigError(f"{self.url}: a stage is made now{machine}; clean when no pipeline uses the store")
 
-    def _list_folders(self, top_folder: str) -> list[StoredFolder]:
-        key_prefix, objects_by_folder = f"{self._object_key(top_folder)}/", defaultdict[str, list[StoredObject]](list)
+    def _list_folders(self, parent_name: str) -> list[StoredFolder]:
+        key_prefix, objects_by_folder = f"{self._object_key(parent_name)}/", defaultdict[str, list[StoredObject]](list)
         for each in self._bucket.list_objects(key_prefix):
             objects_by_folder[each.key.removeprefix(key_prefix).partition("/")[0]].append(each)
         folders = [StoredFolder(name, objects) for name, objects in objects_by_folder.items()]
@@ -139,16 +139,16 @@ class StoreRetention:
 
     def _find_unreferenced_objects(self, kept_folders: list[StoredFolder]) -> list[StoredObject]:
         """Return the old objects below `objects/` that no result in `kept_folders` lists as output."""
-        output_lists = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
-        referenced_digests = {each["sha256"] for files in output_lists for each in files}
-        contents = self._bucket.list_objects(f"{self._object_key('objects')}/")
-        old_objects = [each for each in contents if self._store_time - each.modified_time >= self._max_age_seconds]
+        files_by_result = [files for folder in kept_folders for files in self._iter_result_values(folder, "outputs")]
+        referenced_digests = {each["sha256"] for files in files_by_result for each in files}
+        all_objects = self._bucket.list_objects(f"{self._object_key('objects')}/")
+        old_objects = [each for each in all_objects if self._store_time - each.modified_time >= self._max_age_seconds]
         return [each for each in old_objects if each.key.rpartition("/")[2] not in referenced_digests]
 
     def _iter_result_values(self, folder: StoredFolder, result_key: str) -> Iterator[Any]:
         for each in folder.objects:
-            if each.key.endswith(f"/{RESULT_FILE}") and (document := read_document(self._bucket, each.key)[0]):
-                yield document[result_key]
+            if each.key.endswith(f"/{RESULT_FILE}") and (result_document := read_document(self._bucket, each.key)[0]):
+                yield result_document[result_key]
 
     def _iter_stage_fingerprints(self, run: StoredFolder) -> Iterator[str]:
         """Yield the fingerprint of each stage of a run, also if the stage has no result: an interrupted training
@@ -160,5 +160,5 @@ class StoreRetention:
                 fingerprint_data = content_store.read(fingerprint_entry) if fingerprint_entry else None
                 yield str(json.loads(fingerprint_data or "{}").get("value"))
 
-    def _object_key(self, name: str) -> str:
-        return f"{self._key_prefix}/{name}" if self._key_prefix else name
+    def _object_key(self, relative_key: str) -> str:
+        return f"{self._key_prefix}/{relative_key}" if self._key_prefix else relative_key

@@ -23,7 +23,7 @@ class StoredCheckpoints:
     """Stored checkpoints of one training; a checkpoint that is removed locally is removed from the store too."""
 
     def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path) -> None:
-        self._bucket, self._prefix, self._stage_path = bucket, key_prefix, stage_path
+        self._bucket, self._key_prefix, self._stage_path = bucket, key_prefix, stage_path
         self._stored_names: set[str] | None = None
         self._damaged_names: set[str] = set()
 
@@ -32,7 +32,7 @@ class StoredCheckpoints:
         checkpoints that were removed locally; return the names of the newly stored checkpoints, `step_N`."""
         sent_names, manifest_by_name = [], saved_manifests(self._stage_path)
         for name, manifest in manifest_by_name.items():
-            with translate_errors(self._bucket.url(self._prefix)):
+            with translate_errors(self._bucket.url(self._key_prefix)):
                 if self._stored_names is None:
                     self._stored_names = set(self.list_names()) - self._damaged_names
                 if name in self._stored_names:
@@ -50,7 +50,7 @@ class StoredCheckpoints:
     def pull(self) -> str:
         """Download the newest intact checkpoint and its metrics unless a local one is as new; return its name or ""."""
         newest_local_step = max(map(parse_step, saved_manifests(self._stage_path)), default=-1)
-        with translate_errors(self._bucket.url(self._prefix)):
+        with translate_errors(self._bucket.url(self._key_prefix)):
             for name in sorted(self.list_names(), key=parse_step, reverse=True):
                 if parse_step(name) <= newest_local_step:
                     return ""
@@ -65,17 +65,18 @@ class StoredCheckpoints:
 
     def clear(self) -> None:
         """Remove all stored checkpoints of a training that starts again from the beginning."""
-        with translate_errors(self._bucket.url(self._prefix)):
-            for stored_object in list(self._bucket.list_objects(f"{self._prefix}/")):
+        with translate_errors(self._bucket.url(self._key_prefix)):
+            for stored_object in list(self._bucket.list_objects(f"{self._key_prefix}/")):
                 self._bucket.remove(stored_object.key)
 
     def _open_content_store(self, check_cancellation: Callable[[], None] = lambda: None) -> ContentStore:
-        return ContentStore(self._bucket, f"{self._prefix}/content", check_cancellation)
+        return ContentStore(self._bucket, f"{self._key_prefix}/content", check_cancellation)
 
     def list_names(self) -> list[str]:
         """Return the names of the stored checkpoints, `step_N`."""
-        keys = [each.key for each in self._bucket.list_objects(f"{self._prefix}/step_") if each.key.endswith(".json")]
-        return [key.removeprefix(f"{self._prefix}/").removesuffix(".json") for key in keys]
+        stored_objects = self._bucket.list_objects(f"{self._key_prefix}/step_")
+        keys = [stored_object.key for stored_object in stored_objects if stored_object.key.endswith(".json")]
+        return [key.removeprefix(f"{self._key_prefix}/").removesuffix(".json") for key in keys]
 
     def _send_checkpoint(self, name: str, folder: Path, check_cancellation: Callable[[], None]) -> None:
         content_store = self._open_content_store(check_cancellation)
@@ -87,13 +88,13 @@ class StoredCheckpoints:
         files[f"{folder_prefix}/{MANIFEST_FILE}"] = content_store.write((folder / MANIFEST_FILE).read_bytes())
         if (metrics_path := self._stage_path / _METRICS_FILE).is_file():
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
-        write_index(self._bucket, f"{self._prefix}/{name}.json", FileIndex(files))
+        write_index(self._bucket, f"{self._key_prefix}/{name}.json", FileIndex(files))
 
     def _fetch_best_checkpoint(self, name: str) -> None:
         """Download the best checkpoint so far, whose step the checkpoint `name` records: a training keeps the best
         checkpoint in addition to the `max_keep` newest."""
-        folder = self._stage_path / CHECKPOINTS_FOLDER / name / "policy"
-        training_state = read_json_object(folder / _TRAINING_STATE_FILE)
+        policy_folder = self._stage_path / CHECKPOINTS_FOLDER / name / "policy"
+        training_state = read_json_object(policy_folder / _TRAINING_STATE_FILE)
         best_name = f"step_{(training_state.get('best') or {}).get('step')}"
         if best_name != name and best_name in self.list_names():
             try:  # do not overwrite the metrics file, which belongs to the newer checkpoint `name`
@@ -103,23 +104,23 @@ class StoredCheckpoints:
                 self._damaged_names.add(best_name)
 
     def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
-        file_index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
+        file_index, _ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
         if file_index is None:
             return False
-        files = {path: entry for path, entry in file_index.files.items() if path != excluded_file}
-        manifest_paths = [path for path in files if path.endswith(f"/{MANIFEST_FILE}")]
-        for paths in ([path for path in files if path not in manifest_paths], manifest_paths):
-            self._open_content_store().fetch({self._stage_path / path: files[path] for path in paths})
+        fetched_entries = {path: entry for path, entry in file_index.files.items() if path != excluded_file}
+        manifest_paths = [path for path in fetched_entries if path.endswith(f"/{MANIFEST_FILE}")]
+        for paths in ([path for path in fetched_entries if path not in manifest_paths], manifest_paths):
+            self._open_content_store().fetch({self._stage_path / path: fetched_entries[path] for path in paths})
         return True
 
     def _remove_old_checkpoints(self, local_names: set[str]) -> None:
         newest_step = max(map(parse_step, local_names))
-        with translate_errors(self._bucket.url(self._prefix)):
+        with translate_errors(self._bucket.url(self._key_prefix)):
             stored_names, referenced_digests = self.list_names(), set()
             for name in stored_names:
                 if name not in local_names and parse_step(name) < newest_step:
-                    self._bucket.remove(f"{self._prefix}/{name}.json")
+                    self._bucket.remove(f"{self._key_prefix}/{name}.json")
                     continue
-                file_index, _ = read_index(self._bucket, f"{self._prefix}/{name}.json")
+                file_index, _ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
                 referenced_digests |= {each.sha256 for each in file_index.files.values()} if file_index else set()
             self._open_content_store().remove_all_except(referenced_digests)

@@ -60,10 +60,10 @@ class StoredRecord:
             if file_index.info == {"machine": self._machine_name, "path": str(self._stage_path)}:
                 return False
             local_entries = self._known_entries or {}
-            for path, entry in file_index.files.items():
-                data = self._content_store.read(entry) if local_entries.get(path) != entry else None
-                if data is not None:  # skip a file that is unchanged, or was replaced meanwhile
-                    self._write_local_file(self._stage_path / path, data)
+            for relative_path, entry in file_index.files.items():
+                content = self._content_store.read(entry) if local_entries.get(relative_path) != entry else None
+                if content is not None:  # skip a file that is unchanged, or was replaced meanwhile
+                    self._write_local_file(self._stage_path / relative_path, content)
             self._known_entries, self._index_etag = dict(file_index.files), etag
         return True
 
@@ -72,8 +72,8 @@ class StoredRecord:
         with translate_errors(self._bucket.url(self._key_prefix)):
             file_index, _ = read_index(self._bucket, self._index_key)
             state_entry = file_index.files.get(_STATE_FILE) if file_index else None
-            data = self._content_store.read(state_entry) if state_entry else None
-        return _read_state_without_pids(data) if data else None
+            state_bytes = self._content_store.read(state_entry) if state_entry else None
+        return _read_state_without_pids(state_bytes) if state_bytes else None
 
     @property
     def _index_key(self) -> str:
@@ -88,8 +88,8 @@ class StoredRecord:
         write_bytes(file, file_content, fsync=False)
 
 
-def _list_files_to_push(stage_path: Path, patterns: Iterable[str]) -> list[Path]:
-    paths = {path for pattern in patterns for path in stage_path.glob(pattern) if not path.name.startswith(".")}
+def _list_files_to_push(stage_path: Path, file_patterns: Iterable[str]) -> list[Path]:
+    paths = {path for pattern in file_patterns for path in stage_path.glob(pattern) if not path.name.startswith(".")}
     files = [path for path in paths if path.name not in _EXCLUDED_FILES and path.is_file()]
     return sorted(f for f in files if f.stat().st_size <= _MAX_BYTES_BY_SUFFIX.get(f.suffix, _MAX_FILE_BYTES))
 
@@ -106,7 +106,7 @@ def _read_state_without_pids(data: bytes) -> StageState | None:
 
 def _merge_json_lines(*file_contents: bytes) -> bytes:
     """Return the distinct JSON lines of several files, sorted by time."""
-    lines = {line for data in file_contents for line in data.splitlines()}
+    distinct_lines = {line for data in file_contents for line in data.splitlines()}
 
     def parse_line_time(line: bytes) -> float:
         try:
@@ -114,5 +114,5 @@ def _merge_json_lines(*file_contents: bytes) -> bytes:
         except (ValueError, TypeError, KeyError):
             return 0.0
 
-    complete_lines = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+    complete_lines = [line for line in distinct_lines if line.startswith(b"{") and line.endswith(b"}")]
     return b"".join(line + b"\n" for line in sorted(complete_lines, key=parse_line_time))

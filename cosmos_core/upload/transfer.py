@@ -40,21 +40,21 @@ class UploadJournal:
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.is_file():
-            for line in parse_json_objects(self.path.read_text(encoding="utf-8").splitlines()):
-                self._apply_journal_line(line)
+            for journal_line in parse_json_objects(self.path.read_text(encoding="utf-8").splitlines()):
+                self._apply_journal_line(journal_line)
 
-    def append_line(self, **line: Any) -> None:
+    def append_line(self, **journal_line: Any) -> None:
         """Append a line to the journal file and sync the file to disk."""
         with self._lock:
-            self._apply_journal_line(line)
+            self._apply_journal_line(journal_line)
             if self.path is not None:
                 with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(journal_line) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
 
-    def _apply_journal_line(self, line: dict[str, Any]) -> None:
-        match line:
+    def _apply_journal_line(self, journal_line: dict[str, Any]) -> None:
+        match journal_line:
             case {"verified": str(key), "sha256": str(digest), "etag": str(etag)}:
                 self.verified_objects[key] = (digest, etag)
             case {"upload": str(upload_id), "part": int(part_number), "etag": str(etag)}:
@@ -104,61 +104,61 @@ class FileTransfer:
     def _upload_object(self, key: str, file: Path, sha256: str) -> None:
         from botocore.exceptions import ClientError
 
-        size = file.stat().st_size
-        part_bytes = max(self.part_bytes, -(-size // _MAX_PARTS))
-        if size <= part_bytes:
-            put_object, data = self.bucket.s3_client.put_object, file.read_bytes()
-            self._send_with_md5(put_object, data, Key=key, Metadata={"sha256": sha256})
+        file_size = file.stat().st_size
+        part_bytes = max(self.part_bytes, -(-file_size // _MAX_PARTS))
+        if file_size <= part_bytes:
+            put_object, file_content = self.bucket.s3_client.put_object, file.read_bytes()
+            self._send_with_md5(put_object, file_content, Key=key, Metadata={"sha256": sha256})
             return
         try:
-            self._upload_in_parts(key, file, size, part_bytes, sha256)
+            self._upload_in_parts(key, file, file_size, part_bytes, sha256)
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
             # The upload was aborted, or completed and the response was lost. The caller verifies the stored object.
         self.journal.append_line(gone=key)
 
-    def _upload_in_parts(self, key: str, file: Path, size: int, part_bytes: int, sha256: str) -> None:
+    def _upload_in_parts(self, key: str, file: Path, file_size: int, part_bytes: int, sha256: str) -> None:
         upload_id = self._get_upload_id(key, sha256)
-        part_numbers = range(1, -(-size // part_bytes) + 1)
+        part_numbers = range(1, -(-file_size // part_bytes) + 1)
         s3_client = self.bucket.s3_client
         upload_arguments = {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
         pages = s3_client.get_paginator("list_parts").paginate(**upload_arguments)
         stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
         numbered_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
         part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_slices)
-        etags = thread_map(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
+        part_etags = thread_map(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
         sent_parts = [
-            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, etags, strict=True)
+            {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, part_etags, strict=True)
         ]
         s3_client.complete_multipart_upload(**upload_arguments, MultipartUpload={"Parts": sent_parts})
 
     def _get_upload_id(self, key: str, sha256: str) -> str:
         """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
         kept, because another machine may be sending the same content."""
-        client, name = self.bucket.s3_client, self.bucket.name
+        s3, name = self.bucket.s3_client, self.bucket.name
         journal_upload_id = self.journal.upload_ids.get(key)
-        uploads = client.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if journal_upload_id else ()
+        uploads = s3.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if journal_upload_id else ()
         if any((upload["Key"], upload["UploadId"]) == (key, journal_upload_id) for upload in uploads):
             return str(journal_upload_id)
-        upload_id: str = client.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
+        upload_id: str = s3.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
         self.journal.append_line(upload=upload_id, key=key)
         return upload_id
 
     def _upload_part(
-        self, key: str, upload_id: str, number: int, file_slice: tuple[Path, int, int], stored_etags: dict[int, str]
+        self, key: str, upload_id: str, number: int, file_slice: tuple[Path, int, int], etags_by_number: dict[int, str]
     ) -> str:
         self.check_cancellation()
-        file, offset, length = file_slice
+        file, offset, num_bytes = file_slice
         with open(file, "rb") as part_source:
             part_source.seek(offset)
-            data = part_source.read(length)
-        etag = stored_etags.get(number, "")
-        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest() if etag else ""
-        if etag and etag in {md5, self.journal.part_etags.get((upload_id, number))}:
+            part_data = part_source.read(num_bytes)
+        etag = etags_by_number.get(number, "")
+        part_md5 = hashlib.md5(part_data, usedforsecurity=False).hexdigest() if etag else ""
+        if etag and etag in {part_md5, self.journal.part_etags.get((upload_id, number))}:
             return etag
         upload_part = self.bucket.s3_client.upload_part
-        etag = self._send_with_md5(upload_part, data, Key=key, UploadId=upload_id, PartNumber=number)
+        etag = self._send_with_md5(upload_part, part_data, Key=key, UploadId=upload_id, PartNumber=number)
         self.journal.append_line(upload=upload_id, part=number, etag=etag)
         return etag
 

@@ -67,7 +67,7 @@ def main() -> int:
     for descriptor in filter(None, os.environ.pop("COSMOS_LOCK_DESCRIPTORS", "").split(",")):
         os.set_inheritable(int(descriptor), False)
     stage_path = Path(sys.argv[1])
-    # The folder of the run is private, so new files must be private too.
+    # If the folder of the run is private, let new files be private too.
     if not stage_path.parents[1].stat().st_mode & 0o077:
         os.umask(read_umask() | 0o077)
     configure_logging()
@@ -76,7 +76,7 @@ def main() -> int:
         with raise_disk_full(stage_path):
             stage = load_stage(stage_path)
             mask_stage_secrets(stage)
-            _listen_for_stop(stage)
+            _register_stop_signals(stage)
             run_program(stage)
     except CosmosError as error:
         log_level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
@@ -122,9 +122,9 @@ def _create_engine_group(stage: Stage) -> Any:
     """Return the group of rollout engines that run in separate processes; None if the stage has none."""
     if not _has_engines(stage):
         return None
-    open_replica = importlib.import_module("cosmos_core.train.generation").open_replica
+    open_engine = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
-        _add_service_variables(stage, partial(open_replica, stage.path)),
+        _add_service_variables(stage, partial(open_engine, stage.path)),
         partial(read_requested_num_engines, stage.path, stage.recipe.num_engines),
         name="RolloutEngine",
         shares_gpus=stage.recipe.mode == "colocated_separated",
@@ -133,15 +133,15 @@ def _create_engine_group(stage: Stage) -> Any:
     )
 
 
-def _add_service_variables(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that sets environment variables for rewards, tools and metric sinks, and then calls `function`:
+def _add_service_variables(stage: Stage, program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that sets environment variables for rewards, tools and metric sinks, and then calls `program`:
     ranks and engines on a Ray cluster do not inherit the variables of this process."""
     properties_module = importlib.import_module("cosmos_core.cluster.properties")
     variable_names = (*stage.recipe.secret_env_names, *stage.recipe.rollout.multi_turn_config.tool_env)
-    return properties_module.with_environment(properties_module.service_environment(variable_names), function)
+    return properties_module.with_environment(properties_module.service_environment(variable_names), program)
 
 
-def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
+def run_rank(stage_path: Path, stage_program: Callable[..., Outcome], rank_messages: Any) -> Outcome:
     """Run the program of a stage on this rank. Only the first rank logs below WARNING and writes shared files."""
     from cosmos_core.parallel.mesh import all_gather_object, is_first_rank
 
@@ -160,11 +160,11 @@ def run_rank(stage_path: Path, program: Callable[..., Outcome], rank_messages: A
     with raise_disk_full(stage_path):
         if is_first_rank():
             _report_hardware(stage, [MachineProperties(**rank_properties) for rank_properties in properties_by_rank])
-            return _run_with_metrics(stage, program)
+            return _run_with_metrics(stage, stage_program)
         with tempfile.TemporaryDirectory() as scratch_folder:
             stage.progress = ProgressWriter(Path(scratch_folder) / "progress.json")
             stage.metrics = MetricsWriter(Path(scratch_folder) / "metrics.jsonl")
-            return _call_program(program, stage)
+            return _call_program(stage_program, stage)
 
 
 def _configure_rank_logging(*, is_first_rank: bool) -> None:
@@ -177,7 +177,7 @@ def _configure_rank_logging(*, is_first_rank: bool) -> None:
             logging.getLogger(module).setLevel(logging.WARNING)
 
 
-def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
+def _call_program(stage_program: Callable[..., Outcome], stage: Stage) -> Outcome:
     """Call the program of a stage. Report an error in user-defined code with its file and line."""
     stage_description = f"stage {stage.name!r}: {stage.config.entry}"
 
@@ -185,14 +185,14 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
         if is_transient(error):
             return error
         if not stage.config.entry:
-            return _name_user_code(error, stage.recipe)
-        error_text = f"{type(error).__name__}: {error} ({find_error_location(error, program)})"
-        return ConfigError(f"{stage_description} raised {error_text}; traceback in the log")
+            return _convert_user_code_error(error, stage.recipe)
+        error_description = f"{type(error).__name__}: {error} ({find_error_location(error, stage_program)})"
+        return ConfigError(f"{stage_description} raised {error_description}; traceback in the log")
 
     try:
         with convert_errors(convert_user_error):
-            stage_outcome = program(stage, **stage.config.arguments)
-    except SystemExit as error:  # the user's function called `sys.exit`
+            stage_outcome = stage_program(stage, **stage.config.arguments)
+    except SystemExit as error:  # raised if the user's function calls `sys.exit`
         if error.code == EXIT_PREEMPTED:
             raise Preempted(f"{stage_description} exited with {EXIT_PREEMPTED}") from error
         raise ProgramError(f"{stage_description} exited with {error.code!r} instead of returning") from error
@@ -202,25 +202,31 @@ def _call_program(program: Callable[..., Outcome], stage: Stage) -> Outcome:
     return stage_outcome
 
 
-def _name_user_code(error: Exception, recipe: Recipe) -> Exception:
+def _convert_user_code_error(error: Exception, recipe: Recipe) -> Exception:
     """Return an error that a user's algorithm, engine or model family raised as a `ProgramError` with the key of the
     recipe, the file and the line; any other error unchanged."""
     for key in _USER_CODE_KEYS:
-        name, traceback_frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
-        with suppress(ConfigError):  # a built-in name has no file
-            file = os.path.realpath(locate_code(name)) if is_user_code(name) else ""
-            if line_numbers := [each.lineno for each in traceback_frames if os.path.realpath(each.filename) == file]:
-                return ProgramError(f"{key} = {name!r}: {type(error).__name__}: {error} ({file}:{line_numbers[-1]})")
+        name, frames = str(attrgetter(key)(recipe)), traceback.extract_tb(error.__traceback__)
+        with suppress(ConfigError):  # ignore a built-in name, which has no file
+            user_file = os.path.realpath(locate_code(name)) if is_user_code(name) else ""
+            if line_numbers := [each.lineno for each in frames if os.path.realpath(each.filename) == user_file]:
+                return ProgramError(
+                    f"{key} = {name!r}: {type(error).__name__}: {error} ({user_file}:{line_numbers[-1]})"
+                )
     return error
 
 
 def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachineProperties]) -> None:
     """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
     write_json(stage.path / HARDWARE_FILE, [asdict(rank_properties) for rank_properties in properties_by_rank])
-    train = stage.recipe.train
-    precision = f", {train.master_dtype} weights, computes in {train.param_dtype}" if stage.kind.trains_model else ""
+    train_config = stage.recipe.train
+    precision_text = (
+        f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
+        if stage.kind.trains_model
+        else ""
+    )
     machines_text = formatting.describe_machines(properties_by_rank)
-    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, precision)
+    logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, precision_text)
 
 
 def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Outcome:
@@ -242,17 +248,17 @@ def _run_with_metrics(stage: Stage, stage_program: Callable[..., Outcome]) -> Ou
 class _WarningHandler(logging.Handler):
     """Log handler that also reports warnings in `progress.json`."""
 
-    def __init__(self, progress: ProgressWriter) -> None:
+    def __init__(self, progress_writer: ProgressWriter) -> None:
         super().__init__(logging.WARNING)
-        self._progress = progress
+        self._progress = progress_writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # a full disk must not stop the code that logs a warning
+        with suppress(OSError):  # ignore a full disk: it must not stop the code that logs a warning
             self._progress.warn(mask_text(record.getMessage()))
 
 
-def _listen_for_stop(stage: Stage) -> None:
-    def request_stop(signal_number: int, frame: object) -> None:
+def _register_stop_signals(stage: Stage) -> None:
+    def request_stop(signal_number: int, stack_frame: object) -> None:
         stage.stop_requested = True
 
     for signal_name in {"SIGTERM", *stage.recipe.train.signal_to_handle}:

@@ -1,5 +1,4 @@
-"""Stage kind `export`: write the model for publication, in `train.param_dtype` and in quantised formats, with model
-cards, and verify that it loads."""
+"""Stage kind `export`: write the model in `train.param_dtype` and in quantised formats, and verify that it loads."""
 
 from cosmos_core.run.libraries import MODEL_FILE_LIBRARIES
 from cosmos_core.types import StageKind

@@ -46,19 +46,23 @@ def run(stage: Stage) -> Outcome:
     compared_metrics = None if published_record is None else published_metrics
     for condition in map(parse_condition, stage.config.require):
         verdicts: list[dict[str, Any]] = []
-        for name, measured in _find_measured_metrics(condition, stage, compared_metrics):
-            item_pairs, noise_margin = None, 0.0
+        for metric_name, stage_metrics in _find_measured_metrics(condition, stage, compared_metrics):
+            paired_differences, noise_margin = None, 0.0
             if published_record is not None and stage.config.confidence and condition.needs_published_model:
-                item_pairs = _compare_paired_items(stage, condition, name, measured, published_record)
-                if not item_pairs:
-                    noise_margin = _compute_noise_margin(stage, condition, name, measured, published_metrics)
-            measured_value, bound = measured[name], condition.threshold(published_metrics.get(name))
+                paired_differences = _compare_paired_items(
+                    stage, condition, metric_name, stage_metrics, published_record
+                )
+                if not paired_differences:
+                    noise_margin = _compute_noise_margin(
+                        stage, condition, metric_name, stage_metrics, published_metrics
+                    )
+            measured_value, bound = stage_metrics[metric_name], condition.threshold(published_metrics.get(metric_name))
             verdict: dict[str, Any] = {"condition": condition.text, "value": measured_value, "bound": bound}
             verdict["passed"] = condition.is_satisfied(measured_value, bound, noise_margin)
-            verdict |= {"metric": name} if "*" in condition.metric else {}
+            verdict |= {"metric": metric_name} if "*" in condition.metric else {}
             verdict |= {"noise": noise_margin} if noise_margin else {}
-            if item_pairs is not None and not math.isnan(measured_value):
-                verdict |= _assess_items(condition, item_pairs, stage.config.confidence)
+            if paired_differences is not None and not math.isnan(measured_value):
+                verdict |= _assess_items(condition, paired_differences, stage.config.confidence)
             verdicts.append(verdict)
         _add_corrected_p_values(verdicts)
         failure_messages += [_format_refusal(condition, verdict) for verdict in verdicts if not verdict["passed"]]
@@ -84,15 +88,16 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     return record
 
 
-def _has_metrics(record: dict[str, Any], metrics: dict[str, float]) -> bool:
-    return {*map(repr, metrics.items())}.issubset(map(repr, record["metrics"].items()))  # text, as NaN != NaN
+def _has_metrics(published_record: dict[str, Any], metrics: dict[str, float]) -> bool:
+    # The metrics are compared as text, because NaN is not equal to NaN.
+    return {*map(repr, metrics.items())}.issubset(map(repr, published_record["metrics"].items()))
 
 
 def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Compare two models item by item. Return whether a condition of the gate holds, and statistics for its report."""
     sign = 1 if condition.operator.startswith(">") else -1
-    oriented_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
-    p_value, statistics = (oriented_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence))
+    signed_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
+    p_value, statistics = (signed_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence))
     improvement = (item_pairs.mean - condition.published_offset) * sign
     needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
     return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": needed_items}}
@@ -101,24 +106,24 @@ def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, con
 def _add_corrected_p_values(verdicts: list[dict[str, Any]]) -> None:
     """Add p-values with Holm's correction to the comparisons of one condition if it compares several benchmarks. The
     report uses them to show which benchmarks differ; the gate does not, because every benchmark has to pass."""
-    comparisons = [verdict["paired"] for verdict in verdicts if "paired" in verdict]
-    if len(comparisons) > 1:
-        corrected_p_values = correct_p_values([comparison["p_value"] for comparison in comparisons])
-        for comparison, corrected_p_value in zip(comparisons, corrected_p_values, strict=True):
+    paired_statistics = [verdict["paired"] for verdict in verdicts if "paired" in verdict]
+    if len(paired_statistics) > 1:
+        corrected_p_values = correct_p_values([comparison["p_value"] for comparison in paired_statistics])
+        for comparison, corrected_p_value in zip(paired_statistics, corrected_p_values, strict=True):
             comparison["p_holm"] = corrected_p_value
 
 
 def _format_refusal(condition: MetricCondition, verdict: dict[str, Any]) -> str:
     bound_text = "" if verdict["bound"] is None else f", bound {verdict['bound']:.6g}"
     uncertainty_text = f", noise {verdict['noise']:.3g}" if "noise" in verdict else ""
-    if paired := verdict.get("paired"):
+    if stats := verdict.get("paired"):
         uncertainty_text = (
-            f"; {paired['difference']:+.3g} ({paired['low']:+.3g} .. {paired['high']:+.3g}) on {paired['items']} "
-            f"items, of which {paired['better']} are better and {paired['worse']} worse, p = {paired['p_value']:.3g}"
+            f"; {stats['difference']:+.3g} ({stats['low']:+.3g} .. {stats['high']:+.3g}) on {stats['items']} "
+            f"items, of which {stats['better']} are better and {stats['worse']} worse, p = {stats['p_value']:.3g}"
         )
-        uncertainty_text += f" ({paired['p_holm']:.3g} with Holm's correction)" if "p_holm" in paired else ""
-        uncertainty_text += f"; as many items show a difference of {paired['detectable']:.2g}"
-        uncertainty_text += f", this one needs {paired['needed']:,} items" if paired["needed"] else ""
+        uncertainty_text += f" ({stats['p_holm']:.3g} with Holm's correction)" if "p_holm" in stats else ""
+        uncertainty_text += f"; as many items show a difference of {stats['detectable']:.2g}"
+        uncertainty_text += f", this one needs {stats['needed']:,} items" if stats["needed"] else ""
     metric_name = verdict.get("metric", condition.metric)
     return f"{condition.text} does not hold: {metric_name} = {verdict['value']:.6g}{bound_text}{uncertainty_text}"
 
@@ -134,10 +139,10 @@ def _compare_paired_items(
     stage_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
     for old_folder in find_published_item_folders(record, name):
-        if stage_path and (item_pairs := compare_items(name, Path(stage_path), old_folder)):
+        if stage_path and (paired_differences := compare_items(name, Path(stage_path), old_folder)):
             # The condition is negated, so that a difference of NaN counts as equal.
-            is_item_mean = not abs(item_pairs.mean - (measured_metrics[name] - published_value)) > 1e-6
-            return item_pairs if is_item_mean else None
+            is_mean_of_items = not abs(paired_differences.mean - (measured_metrics[name] - published_value)) > 1e-6
+            return paired_differences if is_mean_of_items else None
     return None
 
 
@@ -166,11 +171,11 @@ def _find_measured_metrics(
     metrics that the published model does not have are left out."""
     metrics_by_label: dict[str, tuple[str, dict[str, float]]] = {}
     for name, result in stage.inputs.items():
-        for key in result["metrics"]:
-            metrics_by_label[f"{name}.{key}"] = metrics_by_label[key] = (key, result["metrics"])
+        for metric_name in result["metrics"]:
+            metrics_by_label[f"{name}.{metric_name}"] = metrics_by_label[metric_name] = (metric_name, result["metrics"])
     metrics_by_name = {each[0]: each for label, each in metrics_by_label.items() if condition.matches_metric(label)}
     if not metrics_by_name:
-        reported_metric_names = sorted({key for key, _ in metrics_by_label.values()})
+        reported_metric_names = sorted({metric_name for metric_name, _ in metrics_by_label.values()})
         raise ConfigError(
             f"gate {stage.name!r}: no stage in its `after` reported {condition.metric!r}; "
             f"reported: {', '.join(reported_metric_names) or 'nothing'}"

@@ -33,30 +33,32 @@ def run(stage: Stage) -> Outcome:
     """
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
-    sweep_values = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
-    comparable_branches = [branch for branch in sweep.branches if not math.isnan(sweep_values[branch.stages])]
+    metric_by_branch = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
+    comparable_branches = [branch for branch in sweep.branches if not math.isnan(metric_by_branch[branch.stages])]
     if not comparable_branches:
-        raise GateFailed(f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(sweep_values)} branches")
+        raise GateFailed(
+            f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(metric_by_branch)} branches"
+        )
     choose_best = max if sweep.mode == "max" else min
-    best_branch = choose_best(comparable_branches, key=lambda branch: sweep_values[branch.stages])
+    best_branch = choose_best(comparable_branches, key=lambda branch: metric_by_branch[branch.stages])
     model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
     source_result = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
     # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.
     result_info = {key: value for key, value in source_result["info"].items() if key != "data"}
-    outputs: tuple[str, ...] = ()
+    output_paths: tuple[str, ...] = ()
     if model_stages and "://" not in str(result_info["model"]):
         source_path = Path(source_result["path"]) / str(result_info["model"])
         if not source_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
             result_info["model"] = "model"
-        outputs = (str(result_info["model"]),)
-        linked_path = stage.path / outputs[0]
+        output_paths = (str(result_info["model"]),)
+        linked_model_path = stage.path / output_paths[0]
         for file in list_files_below(source_path):
-            link_path = linked_path / file.relative_to(source_path) if file != source_path else linked_path
+            link_path = linked_model_path / file.relative_to(source_path) if file != source_path else linked_model_path
             link_path.parent.mkdir(parents=True, exist_ok=True)
             link_path.unlink(missing_ok=True)
             link_or_copy(file, link_path)
     result_info["chosen"] = Path(source_result["path"]).name
-    return Outcome(outputs=outputs, metrics=_merge_branch_metrics(stage, best_branch), info=result_info)
+    return Outcome(outputs=output_paths, metrics=_merge_branch_metrics(stage, best_branch), info=result_info)
 
 
 def _merge_branch_metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:

@@ -34,9 +34,8 @@ KIND = StageKind(
 
 def run(stage: Stage) -> Outcome:
     """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
-    the model folder does not exist, and `UploadError` if the model has changed since it was made, or the publication
-    target failed."""
-    from tasks.cancellation import make_publication_check  # imported here, because it imports Prefect
+    the model folder does not exist, `UploadError` if the model has changed since it was made or the target failed."""
+    from tasks.cancellation import make_publication_check  # imported here, because the module imports Prefect
 
     model_folder = Path(stage.model)
     if not model_folder.is_dir():
@@ -108,8 +107,8 @@ def _find_superseded_version(
         if not target.damage(model_folder, version, {"files": weight_digests}):
             command = f"cosmos promote {shlex.quote(stage.config.target)} {version}"
             if not hasattr(target, "point_to"):
-                run_argument = shlex.quote(str(stage.run_path))
-                command = f"cosmos resume {run_argument} --from-stage {stage.name}, not cosmos promote,"
+                quoted_run_path = shlex.quote(str(stage.run_path))
+                command = f"cosmos resume {quoted_run_path} --from-stage {stage.name}, not cosmos promote,"
             old_address = str(target.where(version))
             logger.warning("%s is not what is published now, which stays; %s publishes it again", old_address, command)
             return old_address

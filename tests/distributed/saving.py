@@ -78,7 +78,7 @@ def train_and_save(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     held = content(state)
     saver = checkpoints(folder)
     torch.manual_seed(rank_number())
-    state.extra = {"rng": capture_rng(), "value": 7}
+    state.loop_state = {"rng": capture_rng(), "value": 7}
     saver.save(1, state)
     losses = [step(rank), step(rank)]
     saver.save(3, state)
@@ -96,11 +96,11 @@ def load_and_train(model: Path, mesh: Mesh, folder: Path, scratch: Path) -> Save
     rank.set_learning_rate(5, 10)
     assert checkpoints(folder).load_latest(state) == 1
     assert state.feed["frontier"] == 5 and state.algorithm["seen"] == 3
-    held, rng = content(state), state.extra["rng"]
+    held, rng = content(state), state.loop_state["rng"]
     if rng is not None:
         restore_rng(rng)  # type: ignore[arg-type]
     losses = [step(rank), step(rank)]
-    return Saved(held, losses, all_gather_object(torch.rand(()).item()) if rng else [], state.extra["value"])
+    return Saved(held, losses, all_gather_object(torch.rand(()).item()) if rng else [], state.loop_state["value"])
 
 
 def save_where_one_disk_is_full(

@@ -156,7 +156,7 @@ def test_services_of_two_machines_have_queues_of_their_own_in_one_redis(monkeypa
         found = set()
         for machine in ("first", "second"):
             monkeypatch.setattr(socket, "gethostname", lambda machine=machine: machine)
-            found.add(engine(queue="redis").store._unfinished_key)  # type: ignore[attr-defined]
+            found.add(engine(queue="redis").store._unfinished_set_key)  # type: ignore[attr-defined]
         return found
 
     monkeypatch.delenv("LEPTON_REPLICA_ID", raising=False)

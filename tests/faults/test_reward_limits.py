@@ -56,7 +56,8 @@ def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:
 
     engine = asyncio.run(scored())
     assert not engine.pending_requests and len(engine._item_counts) <= 11 and engine.items_per_second() <= 10.0
-    assert engine.store.has_unfetched_scores() and len(engine.store._unfetched_keys) == 3  # type: ignore[attr-defined]
+    assert engine.store.has_unfetched_scores()
+    assert len(engine.store._unfetched_score_keys) == 3  # type: ignore[attr-defined]
     store = MemoryStore(1e9, 1000, 100)
     for i in range(10):
         asyncio.run(store.put(str(i), "r", "s" * 30))

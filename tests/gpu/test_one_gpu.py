@@ -145,7 +145,9 @@ def test_chunked_scores_are_those_of_the_whole_logits(dtype: torch.dtype) -> Non
         model.zero_grad()
         with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
             if is_ours:
-                outputs = LogprobScorer(model, 4 * SIZES["vocab_size"] * 20)({"input_ids": ids}, chosen, request=wants)
+                outputs = LogprobScorer(model, 4 * SIZES["vocab_size"] * 20)(
+                    {"input_ids": ids}, chosen, output_request=wants
+                )
             else:
                 logits = model(input_ids=ids, use_cache=False).logits[0, :-1][chosen].float()
         if not is_ours:

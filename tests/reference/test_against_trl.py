@@ -262,7 +262,7 @@ def test_log_probabilities_and_entropy_equal_trls_selective_log_softmax():
     chosen_N = torch.arange(labels_BS.numel())
     for temperature in (1.0, 0.7):
         wants = RequestedOutputs(temperature, entropy="value")
-        found = LogprobScorer(model)({"input_ids": ids_BT}, chosen_N, request=wants, dtype=torch.float64)
+        found = LogprobScorer(model)({"input_ids": ids_BT}, chosen_N, output_request=wants, dtype=torch.float64)
         theirs_BS = selective_log_softmax(logits_BSV, labels_BS, temperature)
         torch.testing.assert_close(found["logprobs"].view_as(theirs_BS), theirs_BS, rtol=0, atol=1e-13)
         theirs_BS = entropy_from_logits(logits_BSV / temperature)

@@ -118,7 +118,7 @@ def of_dpm(sigmas: Tensor, x: float, velocities: list[float]) -> float:
 
 @pytest.mark.parametrize("schedule", ["flow", "dpm"])
 def test_dpm2_is_that_of_the_paper(schedule: str) -> None:
-    sigmas = flow.SCHEDULES[schedule](7, 3.0)
+    sigmas = flow.SIGMA_SCHEDULES[schedule](7, 3.0)
     velocities = torch.randn(7, 5, dtype=torch.float64)
     x = torch.randn(5, dtype=torch.float64)
     expected = [of_dpm(sigmas, one, velocities[:, n].tolist()) for n, one in enumerate(x.tolist())]

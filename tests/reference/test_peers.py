@@ -75,7 +75,7 @@ def test_dppo_equals_verl(kind: str, low: float, high: float, seed: int) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_rejection_of_sequences_by_k3_equals_verl(mean: float | None, most: float | None, seed: int) -> None:
     old_BT, rollout_BT, _, mask_BT = random_batch(seed)
-    correction = ImportanceWeightRule("none", max_weight=math.inf, max_mean_k3=mean, max_k3=most)
+    correction = ImportanceWeightRule("none", max_weight=math.inf, max_mean_k3_kl=mean, max_token_k3_kl=most)
     weights_BT, _ = importance_weights(old_BT.detach(), rollout_BT, mask_BT, correction)
     log_ratio_BT = (old_BT.detach() - rollout_BT).clamp(-20, 20)
     k3_BT = torch.exp(log_ratio_BT) - 1.0 - log_ratio_BT

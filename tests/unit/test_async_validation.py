@@ -35,7 +35,7 @@ class Slow:
 
     def __init__(self, values: dict[int, float], asked: list[int]) -> None:
         self.values, self.validation_requests, self.step, self.left = values, asked, None, 0
-        self.on_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        self.on_validation_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def start_async(self, step: int) -> None:
         self.step, self.left = step, 2
@@ -45,7 +45,7 @@ class Slow:
         self.left -= 1
         if self.step is not None and self.left < 0:
             step, self.step = self.step, None
-            self.on_end(step, {"validation/reward": self.values[step]})
+            self.on_validation_end(step, {"validation/reward": self.values[step]})
 
     def wait(self, present: int, between: Callable[[], None]) -> None:
         while self.step is not None:
@@ -156,7 +156,7 @@ def test_a_stop_while_a_validation_ends_waits_for_the_line_of_the_train_step() -
     fleet: Any = SimpleNamespace(version=4)
     runner = AsyncValidation(completions, fleet, lambda version: None, lambda: None)
     ended: list[tuple[int, float]] = []
-    runner.on_end = lambda step, found: ended.append((step, found["validation/reward"]))
+    runner.on_validation_end = lambda step, found: ended.append((step, found["validation/reward"]))
     runner.start_async(4)
     assert runner._done_event.wait(60)
     runner.wait(5, stop)

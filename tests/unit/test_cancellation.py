@@ -170,7 +170,7 @@ def test_a_publication_waits_for_a_server_that_is_away_and_ends_where_the_proces
 
 def test_a_signal_while_a_run_is_registered_stops_the_workers() -> None:
     """The handler runs in the main thread, which may hold the lock of the registry at that moment."""
-    lock = worker._child_registry._lock
+    lock = worker._child_registry._registry_lock
     with worker.register_active_run(), lock:
         assert lock.acquire(blocking=False)
         lock.release()

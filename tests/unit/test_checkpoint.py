@@ -74,13 +74,13 @@ def fill(state: TrainState, value: float) -> None:
             parameter.fill_(value)
             for slot in state.optimizer.state.get(parameter, {}).values():
                 slot.fill_(value)
-    state.extra = {"value": value}
+    state.loop_state = {"value": value}
 
 
 def is_filled_with(state: TrainState, value: float) -> bool:
     slots = [slot for each in state.optimizer.state.values() for slot in each.values()]
     tensors = [*state.model.parameters(), *state.weight_sets["ema"].values(), *slots]
-    return len(slots) > 0 and state.extra == {"value": value} and all(bool((t == value).all()) for t in tensors)
+    return len(slots) > 0 and state.loop_state == {"value": value} and all(bool((t == value).all()) for t in tensors)
 
 
 def open_checkpoints(
@@ -115,7 +115,7 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
         codes = state.optimizer.state[state.model.embed_tokens.weight]["exp_avg"].codes  # type: ignore[index, union-attr]
         assert codes.dtype == torch.uint8 and codes.unique().numel() > 100
     checkpoints = open_checkpoints(tmp_path, asynchronous=asynchronous)
-    state.extra = {"rng": capture_rng(), "position": [0, 7], "loss": 0.1}
+    state.loop_state = {"rng": capture_rng(), "position": [0, 7], "loss": 0.1}
     checkpoints.save(3, state)
     # These steps change every tensor while the writer thread may still be reading: it must have its own copy.
     losses = [train_step(state) for _ in range(3)]
@@ -123,8 +123,8 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
 
     resumed = make_state(**settings)
     assert open_checkpoints(tmp_path).load_latest(resumed) == 3
-    assert resumed.extra["position"] == [0, 7] and resumed.extra["loss"] == 0.1
-    restore_rng(resumed.extra["rng"])  # type: ignore[arg-type]
+    assert resumed.loop_state["position"] == [0, 7] and resumed.loop_state["loss"] == 0.1
+    restore_rng(resumed.loop_state["rng"])  # type: ignore[arg-type]
     assert [train_step(resumed) for _ in range(3)] == losses
     for one, other in zip(state.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)

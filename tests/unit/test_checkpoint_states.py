@@ -46,7 +46,7 @@ def test_named_weights_and_the_states_of_feed_and_algorithm_come_back(tmp_path: 
     assert fresh.feed["buffered"][0]["ids"].tolist() == [5, 6]
     assert fresh.feed["buffered"][0]["logprobs"].shape == (0,)
     assert fresh.algorithm["seen"] == 3 and fresh.algorithm["baseline"].item() == 0.25
-    assert fresh.algorithm["baseline"].dtype == torch.float64 and fresh.extra == {}
+    assert fresh.algorithm["baseline"].dtype == torch.float64 and fresh.loop_state == {}
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("Muon", "AdamW"), ("AdamW", "Muon"), ("AdamW8bit", "AdamW")])
@@ -114,13 +114,13 @@ def test_what_another_number_of_ranks_saved_comes_without_their_random_numbers(
     state = make_state()
     train_step(state)
     fill(state, 3.0)
-    state.extra = {"rng": capture_rng(), "value": 3.0}
+    state.loop_state = {"rng": capture_rng(), "value": 3.0}
     open_checkpoints(tmp_path).save(1, state)
     manifest = tmp_path / "step_1/policy/manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"ranks": 4}))
     loaded = make_state()
     with caplog.at_level(logging.INFO):
         assert open_checkpoints(tmp_path).load_latest(loaded) == 1
-    assert loaded.extra == {"rng": None, "value": 3.0}
+    assert loaded.loop_state == {"rng": None, "value": 3.0}
     assert "was saved by 4 ranks, here are 1: random numbers begin anew" in caplog.text
     assert all(bool((weight == 3.0).all()) for weight in loaded.model.parameters())

@@ -49,8 +49,8 @@ def test_every_key_has_a_row_of_all_columns() -> None:
     [
         ("train.optm_warmup_steps",
          ["integer or number", "`20`", "train steps or fraction",
-          "Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all "
-          "steps.", "Cosmos-RL", "rl, sft"]),
+          "Length of the warm-up of the learning rate: a number of steps, or, as a float up to 1.0, a fraction of all.",
+          "Cosmos-RL", "rl, sft"]),
         ("train.ckpt.max_keep",
          ["integer", "`5`", "checkpoints", "Number of newest checkpoints to keep in addition to the best; -1: all.",
           "Cosmos-RL", "rl, sft"]),

@@ -354,7 +354,7 @@ def test_held_out_rows_are_disjoint_complete_ordered_and_depend_on_the_seed_alon
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_an_array_larger_than_a_block_is_read_element_by_element(tmp_path, indent, monkeypatch):
-    monkeypatch.setattr(formats, "_BLOCK_CHARACTERS", 16)
+    monkeypatch.setattr(formats, "_CHARACTERS_PER_READ", 16)
     elements = [{"x": i, "text": "é😀[{,]}" * (i % 7), "deep": [{"a": [1, "]"]}]} for i in range(50)]
     (tmp_path / "a.json").write_text("\ufeff " + json.dumps(elements, indent=indent, ensure_ascii=False) + "\n")
     rows = load_rows(DatasetConfig(name=str(tmp_path / "a.json")))

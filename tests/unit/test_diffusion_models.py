@@ -23,7 +23,7 @@ from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import export_pipeline
 from cosmos_core.models.families import find_pipeline_modules, open_pipeline
 from cosmos_core.models.lora import add_adapter
-from cosmos_core.models.pipeline_folder import MODEL_INDEX, PipelineFolder
+from cosmos_core.models.pipeline_folder import MODEL_INDEX_FILE, PipelineFolder
 from cosmos_core.models.verify_pipeline_export import ImageRequest, generate_images
 from cosmos_core.observe.record import render_loading_code
 from tests import tiny_pipelines
@@ -149,10 +149,10 @@ def test_given_frames_come_clean_have_velocity_0_and_their_own_level(tmp_path: P
 def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model_index\.json that names a pipeline"):
         PipelineFolder(str(tmp_path))
-    (tmp_path / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipelin"}))
+    (tmp_path / MODEL_INDEX_FILE).write_text(json.dumps({"_class_name": "SanaPipelin"}))
     with pytest.raises(ModelError, match="SanaPipelin is of no family here; did you mean 'SanaPipeline'"):
         opened(tmp_path)
-    (tmp_path / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["os", "path"]}))
+    (tmp_path / MODEL_INDEX_FILE).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["os", "path"]}))
     with pytest.raises(ModelError, match=r"wants os.path for 'vae', which is not installed"):
         opened(tmp_path).folder.load("vae")
     with pytest.raises(ConfigError, match="must be a subclass of"):
@@ -160,7 +160,7 @@ def test_a_pipeline_that_is_none_or_of_no_family_is_one_line(tmp_path: Path) -> 
 
 
 def test_weights_of_a_variant_alone_are_refused(tmp_path: Path) -> None:
-    (tmp_path / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["diffusers", "VAE"]}))
+    (tmp_path / MODEL_INDEX_FILE).write_text(json.dumps({"_class_name": "SanaPipeline", "vae": ["diffusers", "VAE"]}))
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae/diffusion_pytorch_model.fp16-00001-of-00002.safetensors").touch()
     with pytest.raises(ModelError, match=r"of 'vae' .*fp16-00001.* alone, .*variant='fp16'\)\.save_pretrained"):
@@ -235,7 +235,9 @@ def with_scheduler(folder: Path, name: str, settings: dict[str, Any]) -> Diffusi
     getattr(diffusers, name)(**({} if name.startswith("FlowMatch") else FLOW), **settings).save_pretrained(
         folder / "scheduler"
     )
-    (folder / MODEL_INDEX).write_text(json.dumps({"_class_name": "SanaPipeline", "scheduler": ["diffusers", name]}))
+    (folder / MODEL_INDEX_FILE).write_text(
+        json.dumps({"_class_name": "SanaPipeline", "scheduler": ["diffusers", name]})
+    )
     return DiffusionModel(PipelineFolder(str(folder)), DiffusersConfig())
 
 
@@ -263,7 +265,7 @@ def test_without_a_t5_its_tokens_are_zeros_and_the_others_stay_as_they_are(tmp_p
 
 def test_the_loading_line_says_what_the_folder_has_not(tmp_path: Path) -> None:
     def line(name: str, **components: list[str | None]) -> str:
-        (tmp_path / MODEL_INDEX).write_text(
+        (tmp_path / MODEL_INDEX_FILE).write_text(
             json.dumps({"_class_name": name, "vae": ["diffusers", "VAE"], **components})
         )
         return render_loading_code(tmp_path)
@@ -316,10 +318,10 @@ def test_frames_and_prompts_that_the_network_does_not_take_are_refused_before_an
 
 def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None:
     folder = tiny_pipelines.save("cosmos_predict", tmp_path / "cosmos_predict")
-    index = json.loads((folder / MODEL_INDEX).read_text()) | {
+    index = json.loads((folder / MODEL_INDEX_FILE).read_text()) | {
         "safety_checker": ["cosmos_guardrail", "CosmosSafetyChecker"]
     }
-    (folder / MODEL_INDEX).write_text(json.dumps(index))
+    (folder / MODEL_INDEX_FILE).write_text(json.dumps(index))
     assert len(opened(folder).text_embedding(PROMPTS)["prompt_embeds"]) == 2
 
 

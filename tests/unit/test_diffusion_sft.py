@@ -186,7 +186,7 @@ def test_what_is_drawn_for_a_row_is_a_function_of_the_seed_and_the_recipe() -> N
     config = recipe(BASE).policy.diffusers
     null = {"prompt_embeds": torch.zeros(3, 2)}
     draws = NoiseSampler(config, null, timestep_shift=1.0)
-    one, again, other = (draws.sample(row(), seed, dropout=0.0) for seed in (1, 1, 2))
+    one, again, other = (draws.sample(row(), seed, prompt_dropout=0.0) for seed in (1, 1, 2))
     assert one.noise is not None and again.noise is not None and other.noise is not None
     assert torch.equal(one.noise, again.noise) and one.sigma == again.sigma and torch.equal(one.latents, again.latents)
     assert not torch.equal(one.noise, other.noise) and one.sigma != other.sigma

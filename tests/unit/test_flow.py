@@ -61,7 +61,7 @@ def test_tables_are_those_of_the_schedulers() -> None:
     for name, scheduler in {"euler": euler, "dpm": dpm, "unipc": unipc, "karras": karras}.items():
         for num_steps in (1, 4, 10):
             scheduler.set_timesteps(num_steps)
-            ours_N = flow.SCHEDULES[name](num_steps, 3.0)
+            ours_N = flow.SIGMA_SCHEDULES[name](num_steps, 3.0)
             assert torch.allclose(ours_N, scheduler.sigmas.double(), atol=1e-6), name
 
 

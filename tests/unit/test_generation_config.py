@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cosmos_core.data.prepare import read_stop_tokens
 from cosmos_core.models.export import export_model
-from cosmos_core.models.generation_config import GENERATION_CONFIG
+from cosmos_core.models.generation_config import GENERATION_CONFIG_FILE
 from cosmos_core.models.hf import load_model, load_tokenizer
 from tests.unit.tiny_model import save_tiny_model
 
@@ -41,7 +41,7 @@ NOT_LOADED: list[tuple[dict[str, Any], str]] = [
 
 def exported(folder: Path, said: Any, target: Path) -> Path:
     """The model of a folder whose generation config says this, exported and loaded again."""
-    (folder / GENERATION_CONFIG).write_text(json.dumps(said))
+    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(said))
     model, tokenizer = load_model(str(folder), dtype=torch.float32), load_tokenizer(str(folder))
     export_model(model, tokenizer, target, dtype=None)
     AutoModelForCausalLM.from_pretrained(target)
@@ -57,11 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_transformers_refuses_to_save_is_exported_as_it_was(
     folder: Path, tmp_path: Path, said: dict[str, Any]
 ) -> None:
-    (folder / GENERATION_CONFIG).write_text(json.dumps(said))
+    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(said))
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         GenerationConfig.from_pretrained(folder).save_pretrained(tmp_path)
     target = exported(folder, {"eos_token_id": [255, 258], **said}, tmp_path / "export")
-    written = json.loads((target / GENERATION_CONFIG).read_text())
+    written = json.loads((target / GENERATION_CONFIG_FILE).read_text())
     del written["transformers_version"]
     assert written == {"eos_token_id": [255, 258], **said}
 
@@ -79,7 +79,7 @@ def test_what_transformers_refuses_to_load_is_left_out_by_name(
 
 
 def test_a_negative_number_is_no_token_that_ends_a_completion(folder: Path) -> None:
-    (folder / GENERATION_CONFIG).write_text(json.dumps({"eos_token_id": [-1, 257]}))
+    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps({"eos_token_id": [-1, 257]}))
     tokenizer = load_tokenizer(str(folder))
     assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id, 257)
 
@@ -89,8 +89,8 @@ def test_an_export_ends_a_completion_where_its_rows_did(folder: Path, tmp_path: 
     copied = Path(shutil.copytree(folder, tmp_path / "model"))
     target = tmp_path / "export"
     if said is None:  # the end token is that of config.json
-        (copied / GENERATION_CONFIG).unlink()
+        (copied / GENERATION_CONFIG_FILE).unlink()
         export_model(load_model(str(copied), dtype=torch.float32), load_tokenizer(str(copied)), target, dtype=None)
     else:
         exported(copied, said, target)
-    assert json.loads((target / GENERATION_CONFIG).read_text())["eos_token_id"] == written
+    assert json.loads((target / GENERATION_CONFIG_FILE).read_text())["eos_token_id"] == written

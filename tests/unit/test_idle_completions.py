@@ -153,8 +153,8 @@ def test_nothing_is_left_out_where_an_advantage_of_zero_has_a_gradient_or_others
     policy: dict[str, Any],
 ) -> None:
     plain, other = (Grpo(GrpoConfig(**each)) for each in ({}, policy))
-    assert can_skip_zero_advantage(plain.config, plain._settings) and not can_skip_zero_advantage(
-        other.config, other._settings
+    assert can_skip_zero_advantage(plain.config, plain._policy_settings) and not can_skip_zero_advantage(
+        other.config, other._policy_settings
     )
 
 
@@ -169,7 +169,7 @@ def test_nothing_is_left_out_of_a_distillation_or_of_a_training_that_does_not_al
 
 
 def test_an_objective_that_declares_nothing_has_a_gradient_at_every_advantage() -> None:
-    settings = Grpo(GrpoConfig())._settings
+    settings = Grpo(GrpoConfig())._policy_settings
     assert scales_with_advantage(settings)
     assert not scales_with_advantage(replace(settings, objective="base"))
 

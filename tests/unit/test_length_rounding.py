@@ -120,7 +120,11 @@ def test_scores_over_longer_chunks_are_the_same(
     expected_N = None if expected is None else torch.full((57,), expected, dtype=torch.float64)
 
     def found() -> tuple[Tensor, Tensor, list[Tensor]]:
-        settings = {"request": RequestedOutputs(entropy="value"), "dtype": torch.float64, "loss_gradient_N": expected_N}
+        settings = {
+            "output_request": RequestedOutputs(entropy="value"),
+            "dtype": torch.float64,
+            "loss_gradient_N": expected_N,
+        }
         outputs = LogprobScorer(model)({"input_ids": ids}, chosen, **settings)
         gradients = torch.autograd.grad(-0.25 * outputs["logprobs"].sum(), list(model.parameters()))
         return outputs["logprobs"], outputs["entropy"], list(gradients)

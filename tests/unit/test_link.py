@@ -19,7 +19,8 @@ BUCKET = [
 
 def test_a_bucket_is_consecutive_bytes_each_tensor_aligned_and_tied_weights_once() -> None:
     header, tensors = split_bucket(BUCKET)
-    assert header.names == ["turned", "embed", "scale", "none", "a", "small"] and header.aliases == {"head": "embed"}
+    assert header.names == ["turned", "embed", "scale", "none", "a", "small"]
+    assert header.name_by_alias == {"head": "embed"}
     buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
     copy_tensors_to_buffer(buffer, tensors)
     info = header.update_info()

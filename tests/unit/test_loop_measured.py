@@ -130,7 +130,7 @@ def test_a_training_that_goes_on_from_another_run_is_measured_before_its_first_s
 
     for is_killed in (True, False):
         loop = loop_of(at, measure)
-        loop.first_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
+        loop.initial_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
         with pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
             loop.run()
         loop.checkpointer.close()
@@ -159,7 +159,7 @@ def test_a_stop_before_the_first_step_saves_no_checkpoint_of_another_run(
     stops = pytest.raises(Preempted, match="stopped after step 3 of 6; nothing saved")
     for stopping in (stops, nullcontext()):
         loop = loop_of(at, measure)
-        loop.first_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
+        loop.initial_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
         with stopping:
             loop.run()
         loop.checkpointer.close()
@@ -179,7 +179,7 @@ def test_an_algorithm_gets_no_state_from_a_checkpoint_without_one(
 
     algorithm = Counting(SftConfig(type="sft"))
     loop = loop_of(stage(tmp_path / "sft", inputs), lambda step: {}, algorithm=algorithm)
-    loop.first_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
+    loop.initial_checkpoint = interrupted / "stages/sft/checkpoints/step_3/policy"
     loop.run()
     loop.checkpointer.close()
     assert loop.step == 6 and algorithm.count == 0

@@ -77,7 +77,7 @@ def test_an_engine_beside_one_stage_of_a_pipeline_knows_the_adapter_of_all_layer
     assert HfEngine(settings).weight_format == form
     adapter = VllmAdapter(settings)
     ranks = [len(p) for name, p in model.named_parameters() if ".lora_A." in name]
-    assert adapter._scale_by_layer == lora_scale_by_layer(model) and adapter.max_rank == max(ranks)
+    assert adapter._scale_by_layer == lora_scale_by_layer(model) and adapter.lora_rank == max(ranks)
 
 
 def test_tied_weights_are_sent_once(tied_folder: Path) -> None:  # noqa: F811

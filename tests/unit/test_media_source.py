@@ -193,8 +193,8 @@ def test_the_case_of_a_suffix_does_not_matter(tmp_path, layout):
     save_file({"embeds": torch.ones(2, 3)}, tmp_path / folders["t5_xxl"] / "A.SAFETENSORS")
     (tmp_path / folders["metas"] / "A.TXT").write_text("a cat")
     [item] = items_of(tmp_path)
-    assert (item.prompt, item.problem) == ("a cat", "") and item.embedding is not None
-    assert read_embedding(item.embedding, ("embeds",))["embeds"].shape == (2, 3)
+    assert (item.prompt, item.problem) == ("a cat", "") and item.embedding_path is not None
+    assert read_embedding(item.embedding_path, ("embeds",))["embeds"].shape == (2, 3)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".caption", ".TXT", ".Caption"])

@@ -75,7 +75,7 @@ def step(
     if plain:
         adapter._has_merged_prompts = adapter._packs_rows = False
         train = train.copy_with(train_policy=train.train_policy.copy_with(mini_batch=1))
-        trainer._train = train
+        trainer._train_config = train
     counted = []
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: counted.append(output.shape[:-1]))
     figures: dict[str, float] = {}

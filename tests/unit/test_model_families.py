@@ -146,7 +146,7 @@ def test_padded_and_packed_rows_are_separate_rows_or_packing_is_refused_with_the
     theirs = gradients(model, separate.sum())
     with torch.no_grad():
         torch.testing.assert_close(scored_logprobs(scorer, packed=False), separate, rtol=0, atol=1e-5)
-        assert scorer._has_plain_head is (family not in WHOLE_LOGITS)
+        assert scorer._are_logits_plain_head_output is (family not in WHOLE_LOGITS)
         assert enable_packing(model) == NOT_PACKED.get(family, "")
         torch.testing.assert_close(scored_logprobs(scorer, packed=False), separate, rtol=0, atol=1e-5)
     if family in NOT_PACKED:

@@ -41,7 +41,7 @@ def retrainings(change: float, seed: int) -> list[PairedDifferences]:
     random = np.random.default_rng(seed)
     difficulty = random.beta(0.5, 0.5, NUM_ITEMS) * (1 - abs(change)) + max(-change, 0)
     old, new = (random.random((NUM_DRAWS, NUM_ITEMS)) < p for p in (difficulty, difficulty + change))
-    return [PairedDifferences(tuple(row), is_binary=True) for row in new.astype(float) - old.astype(float)]
+    return [PairedDifferences(tuple(row), has_binary_metric=True) for row in new.astype(float) - old.astype(float)]
 
 
 @pytest.mark.parametrize("margin", [0.0, -0.04])
@@ -58,9 +58,9 @@ def test_equal_models_are_rarely_promoted_and_planted_differences_are_found(marg
 
 
 def test_equal_results_of_few_items_are_not_certain() -> None:
-    same = PairedDifferences((0.0,) * 10, is_binary=True)
+    same = PairedDifferences((0.0,) * 10, has_binary_metric=True)
     assert (same.p_value(), same.p_value(-0.02) > 0.05) == (1.0, True)
-    assert PairedDifferences((0.0,) * 5000, is_binary=True).p_value(-0.02) < 0.05
+    assert PairedDifferences((0.0,) * 5000, has_binary_metric=True).p_value(-0.02) < 0.05
 
 
 def write_evaluation(folder: Path, scores: list[float] | dict[str, list[float]], **columns: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_the_smallest_effect_of_items_is_found_as_often_as_promised(tmp_path: Pa
     assert found is not None and found[0] == NUM_ITEMS
     effect = found[1]
     new = (random.random((NUM_DRAWS, NUM_ITEMS)) < accuracy + effect).astype(float)
-    pairs = [PairedDifferences(tuple(row), is_binary=True) for row in new - old]
+    pairs = [PairedDifferences(tuple(row), has_binary_metric=True) for row in new - old]
     assert 0.72 <= np.mean([each.p_value() <= 1 - CONFIDENCE for each in pairs]) <= 0.9
     assert (
         compute_detectable_effect("evaluation/a/acc", 0.9, tmp_path / "old", CONFIDENCE) is None

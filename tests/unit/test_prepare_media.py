@@ -97,7 +97,7 @@ def test_another_caption_encodes_one_text_and_another_decoder_encodes_images_alo
     _, encoders = prepared(stage_path(runs, 2), source)
     assert encoders.media == 0
     assert "another" in encoders.texts
-    monkeypatch.setattr("cosmos_core.data.media_cache._MEDIA_VERSION", 0)
+    monkeypatch.setattr("cosmos_core.data.media_cache._MEDIA_CACHE_VERSION", 0)
     _, encoders = prepared(stage_path(runs, 3), source)
     assert (encoders.texts, encoders.media) == ([], 3)
 

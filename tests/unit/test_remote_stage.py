@@ -223,7 +223,7 @@ def test_a_reward_service_that_still_loads_when_its_stage_ends_is_cancelled(
     monkeypatch.setattr(stage_rewards, "_start_service_run", lambda *_: uuid.uuid4())
     monkeypatch.setattr(stage_rewards, "read_service_variables", lambda *_: server.block)
     monkeypatch.setattr(stage_rewards, "delete_service_block", lambda *_: None)
-    monkeypatch.setattr(stage_rewards, "_LOAD_TIMEOUT_SECONDS", -1.0)
+    monkeypatch.setattr(stage_rewards, "_SERVICE_LOAD_TIMEOUT_SECONDS", -1.0)
     with suppress(StageFailed), stage_rewards._run_remote_service(STAGE, tmp_path):
         pass
     assert server.set == ([] if is_loaded else [StateType.CANCELLING])

@@ -337,7 +337,7 @@ def test_there_is_a_process_for_every_core(act):
 
 
 def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act, monkeypatch):
-    monkeypatch.setattr("cosmos_core.rewards.process._HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("cosmos_core.rewards.process._WAIT_INTERVAL_SECONDS", 0.1)
 
     class Stop(Exception):
         pass

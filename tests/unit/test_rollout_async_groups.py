@@ -108,7 +108,7 @@ def test_all_groups_of_a_step_that_are_too_old_are_asked_for_at_once(tmp_path: P
     with fleet_of(Threaded()) as real:
         real.load_weights(0, weights(0))
         groups = [real.request(prompt, SAMPLING, 5).result() for prompt in PROMPTS[20:24]]
-    source._train_position = 20
+    source._first_unused_position = 20
     source._scored_groups = dict(zip(range(20, 24), score(groups), strict=True))
     assert source._find_step_groups(5) is None and asked == [], "the engines have no weights yet that would do"
     fleet.version = 4
@@ -135,7 +135,7 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_a_resumed_source_go
         trained: list[int] = []
         with fleet_of(Threaded(), Threaded()) as fleet:
             fleet.load_weights(start, weights(start))
-            source = source_of(fleet, tmp_path, take_prompts=take, filter=GroupFilter())
+            source = source_of(fleet, tmp_path, take_prompts=take, group_filter=GroupFilter())
             if state:
                 source.load_state_dict(state)
             for step in range(start, start + steps):
@@ -191,13 +191,13 @@ def test_prompts_beyond_the_allowed_steps_are_as_many_as_will_be_dropped(tmp_pat
     prompts = [replace(PROMPTS[i % 2], id=i) for i in range(400)]  # every second group is dropped
     handle, outdated = Threaded(), []
     with fleet_of(handle, most_groups=40, version=0) as fleet:
-        source = source_of(fleet, tmp_path, take_prompts=take, filter=GroupFilter(), num_extra_prompts=128)
+        source = source_of(fleet, tmp_path, take_prompts=take, group_filter=GroupFilter(), num_extra_prompts=128)
         for step in range(20):
             groups, metrics = source.next_groups(step)
             assert len(groups) == 4
             outdated.append(metrics["rollout/outdated"])
             wait_for_engines(source)
-            assert len(handle.engine.seen) - sum(outdated) <= source._train_position + 3 * 8
+            assert len(handle.engine.seen) - sum(outdated) <= source._first_unused_position + 3 * 8
             fleet.load_weights(step + 1, weights(step + 1))
         source.close()
     assert sum(outdated[5:]) <= 4
@@ -229,7 +229,7 @@ def test_a_step_whose_groups_were_dropped_gets_others_however_few_prompts_engine
 ) -> None:
     handle = Threaded()
     with fleet_of(handle, most_groups=40, sleeps_in_training="sleeps_in_training" in window, version=0) as fleet:
-        source = source_of(fleet, tmp_path, take_prompts=take, filter=GroupFilter(max_retries=2), **window)
+        source = source_of(fleet, tmp_path, take_prompts=take, group_filter=GroupFilter(max_retries=2), **window)
         trained = []
         for step in range(5):
             groups, _ = source.next_groups(step)
@@ -253,7 +253,7 @@ def test_a_step_gets_the_groups_that_it_needs_after_one_that_kept_fewer(needed: 
     with fleet_of(handle, most_groups=40, sleeps_in_training=True, version=0) as fleet:
         source = source_of(
             fleet, tmp_path, take_prompts=take, group_plan=GroupPlan(3, 2),
-            filter=GroupFilter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
+            group_filter=GroupFilter(), score=differ, max_lag=0, max_steps_ahead=1, sleeps_in_training=True,
             on_wait=lambda: waits.append(0) if len(waits) < 20 else pytest.fail("it waits for prompts"),
         )  # fmt: skip
         for step, count in enumerate(needed):
@@ -294,7 +294,7 @@ def test_rewards_of_no_use_end_the_training_before_all_prompts_are_used_up(
 ) -> None:
     with fleet_of(Threaded(), version=0) as fleet:
         rewards = lambda groups: [ScoredGroup(group, scores) for group in groups]  # noqa: E731
-        source = source_of(fleet, tmp_path, filter=filter, score=rewards)
+        source = source_of(fleet, tmp_path, group_filter=filter, score=rewards)
         with pytest.raises(RewardError, match=message):
             source.next_groups(0)
         source.close()

@@ -334,7 +334,7 @@ def test_an_engine_that_dies_while_its_completions_are_awaited_gets_the_weights_
         with fleet.loading_new_engines():
             fleet.load_weights(7, weights(7))
 
-    with fleet_of(handle, beat=die, version=7) as fleet:
+    with fleet_of(handle, send_heartbeat=die, version=7) as fleet:
         fleet.send_missing_weights = send_missing_weights
         handle.engine.hangs.set()
         fleet.submit(PROMPTS[:4], SAMPLING, 0)

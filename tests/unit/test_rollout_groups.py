@@ -102,7 +102,7 @@ def sync_of(engine: Any, folder: Path, second: Callable[[Group], float | None], 
         engine.events.append(f"score {len(groups)}")
         return [ScoredGroup(group, (Score(1.0), Score(second(group)))) for group in groups]
 
-    settings.setdefault("prompts", lambda step: PROMPTS[step:])
+    settings.setdefault("get_step_prompts", lambda step: PROMPTS[step:])
     return SyncGroupSource(
         engine=engine,
         score=score,
@@ -148,7 +148,7 @@ def test_a_step_whose_scores_a_signal_may_have_disturbed_is_not_trained(tmp_path
 
 def test_an_engine_keeps_its_weights_where_it_generates_with_them_again(tmp_path: Path) -> None:
     engine: Any = Shuffling()
-    source = sync_of(engine, tmp_path, lambda group: 0.0, 1, prompts=lambda step: PROMPTS[:1], publish_interval=3)
+    source = sync_of(engine, tmp_path, lambda _: 0.0, 1, get_step_prompts=lambda _: PROMPTS[:1], publish_interval=3)
     for step in range(6):
         source.next_groups(step)
     assert [event for event in engine.events if "sleep" in event] == ["sleep 1", "sleep 1", "sleep 2"] * 2

@@ -96,8 +96,8 @@ def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(
     model: hf.PreTrainedModel, wants: RequestedOutputs
 ) -> None:
     scorer = scorer_of(model)
-    found = scorer(inputs(), CHOSEN, request=wants, dtype=torch.float64)
-    assert scorer._has_plain_head is True, "the head of this family is known"
+    found = scorer(inputs(), CHOSEN, output_request=wants, dtype=torch.float64)
+    assert scorer._are_logits_plain_head_output is True, "the head of this family is known"
     theirs = whole(model, wants)
     assert found.keys() == {
         "logprobs", *["entropy"] * bool(wants.entropy), *["top_logprobs", "top_ids"] * (wants.top_k > 0),
@@ -123,7 +123,7 @@ def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: hf.PreTra
 def test_a_head_that_says_nothing_is_uniform(model: hf.PreTrainedModel) -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     wants = RequestedOutputs(entropy="value", is_argmax=True)
-    found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64)
+    found = scorer_of(model)(inputs(), CHOSEN, output_request=wants, dtype=torch.float64)
     for name, value in (("logprobs", -math.log(500)), ("entropy", math.log(500)), ("is_argmax", 1.0)):
         assert found[name].tolist() == pytest.approx([value] * len(CHOSEN), rel=1e-12)
 
@@ -140,7 +140,9 @@ def guessed(guess: str) -> Tensor | None:
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: hf.PreTrainedModel, guess: str) -> None:
     wants = RequestedOutputs(0.7, entropy="value")
-    found = scorer_of(model)(inputs(), CHOSEN, request=wants, dtype=torch.float64, loss_gradient_N=guessed(guess))
+    found = scorer_of(model)(
+        inputs(), CHOSEN, output_request=wants, dtype=torch.float64, loss_gradient_N=guessed(guess)
+    )
     assert found["logprobs"].requires_grad and not found["entropy"].requires_grad, "it is for a metric"
     theirs = whole(model, EVERYTHING)
     assert_close(found, {name: theirs[name] for name in ("logprobs", "entropy")})
@@ -158,7 +160,7 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: hf.PreTrainedMode
     # Eight tokens are three chunks.
     for wants, count in ((RequestedOutputs(), 3 if guess == "right" else 6), (RequestedOutputs(top_k=2), 6)):
         runs.clear()
-        (DERIVATIVE * scorer(inputs(), CHOSEN, request=wants, **settings)["logprobs"]).sum().backward()
+        (DERIVATIVE * scorer(inputs(), CHOSEN, output_request=wants, **settings)["logprobs"]).sum().backward()
         assert len(runs) == count
 
 
@@ -170,7 +172,7 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
         # The next token becomes the likeliest; a causal model says the same of that position.
         batch["input_ids"][row, position + 1] = likeliest[2]
         likeliest = model(**batch).logits[:, :-1].argmax(-1).reshape(-1)[CHOSEN]
-        found = scorer_of(model)(batch, CHOSEN, request=RequestedOutputs(is_argmax=True))["is_argmax"]
+        found = scorer_of(model)(batch, CHOSEN, output_request=RequestedOutputs(is_argmax=True))["is_argmax"]
     labels = batch["input_ids"][:, 1:].reshape(-1)[CHOSEN]
     assert found[2] == 1
     assert found.tolist() == (likeliest == labels).float().tolist()
@@ -185,7 +187,9 @@ def test_without_gradient_nothing_is_kept(model: hf.PreTrainedModel) -> None:
 
 def test_no_chosen_token_is_no_gradient(model: hf.PreTrainedModel) -> None:
     wants = RequestedOutputs(entropy="gradient", top_k=3, is_argmax=True)
-    found = scorer_of(model)(inputs(), CHOSEN[:0], request=wants, dtype=torch.float64, loss_gradient_N=DERIVATIVE[:0])
+    found = scorer_of(model)(
+        inputs(), CHOSEN[:0], output_request=wants, dtype=torch.float64, loss_gradient_N=DERIVATIVE[:0]
+    )
     assert {name: (tuple(value.shape), value.dtype) for name, value in found.items()} == {
         "logprobs": ((0,), torch.float64), "entropy": ((0,), torch.float64), "top_logprobs": ((0, 3), torch.float64),
         "top_ids": ((0, 3), torch.int64), "is_argmax": ((0,), torch.float64),
@@ -204,9 +208,9 @@ def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: hf.P
 
     model.__class__ = Shifted
     scorer = scorer_of(model)
-    found = scorer(inputs(), CHOSEN, request=EVERYTHING, dtype=torch.float64)
+    found = scorer(inputs(), CHOSEN, output_request=EVERYTHING, dtype=torch.float64)
     theirs = whole(model, EVERYTHING)
-    assert scorer._has_plain_head is False
+    assert scorer._are_logits_plain_head_output is False
     assert_close(found, theirs)
     del theirs["top_ids"]
     ours, expected = (gradients(model, sum(each[name].sin().sum() for name in theirs)) for each in (found, theirs))
@@ -322,5 +326,5 @@ def test_the_first_pass_runs_where_its_tokens_are() -> None:
 def test_the_most_likely_ids_are_at_most_the_rows_of_the_head(model: hf.PreTrainedModel) -> None:
     scorer = scorer_of(model)
     scorer.num_token_ids = 600  # the tokenizer has ids that the model lacks
-    found = scorer(inputs(), CHOSEN, request=RequestedOutputs(top_k=550), dtype=torch.float64)
+    found = scorer(inputs(), CHOSEN, output_request=RequestedOutputs(top_k=550), dtype=torch.float64)
     assert found["top_ids"].shape == (len(CHOSEN), 500)

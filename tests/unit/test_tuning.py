@@ -46,7 +46,7 @@ AUTO_KEYS = {"tuning/rows_per_pass", "tuning/num_threads", "time/tuning"}
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second to measure, unless a test says otherwise: most hold whatever is chosen. All samples are used,
     however slow the machine is."""
-    monkeypatch.setattr(tuning_module, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(tuning_module, "MAX_TUNING_SECONDS", 0.5)
     monkeypatch.setattr(tuning_module, "_GRADIENT_SECONDS", 1e9)
 
 
@@ -195,15 +195,17 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
         )  # fmt: skip
         return make_stage(tmp_path / name, "sft", config, task / "task/model", pairs)
 
-    monkeypatch.setattr(tuning_module, "MAX_SECONDS", 1e9)
+    monkeypatch.setattr(tuning_module, "MAX_TUNING_SECONDS", 1e9)
     passes: list[tuple[int, int]] = []
     compute = Trainer._run_micro_batches
 
-    def noted(trainer: Trainer, adapter: Any, samples: Any, *rest: Any, size: int | None = None, **keys: Any) -> None:
+    def noted(
+        trainer: Trainer, adapter: Any, samples: Any, *rest: Any, num_rows_per_pass: Any = None, **keys: Any
+    ) -> None:
         batches = Counter(sample.micro_batch for sample in samples)
-        if size is None and len(samples) == 16:
+        if num_rows_per_pass is None and len(samples) == 16:
             passes.append((trainer.speed_settings.rows_per_pass, max(batches.values()) // 2))
-        compute(trainer, adapter, samples, *rest, size=size, **keys)
+        compute(trainer, adapter, samples, *rest, num_rows_per_pass=num_rows_per_pass, **keys)
 
     monkeypatch.setattr(Trainer, "_run_micro_batches", noted)
     train_until(stage("auto", "auto"), 1)

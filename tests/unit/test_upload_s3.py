@@ -31,7 +31,7 @@ PART = 64 << 10
 @pytest.fixture
 def target(here: Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Target:
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", PART)  # 5 MiB in S3
-    found = S3Target(f"models/{request.node.name[:60]}", read_seconds=1)
+    found = S3Target(f"models/{request.node.name[:60]}", read_timeout_seconds=1)
     found.file_transfer.part_bytes = PART
     return found
 
@@ -73,7 +73,7 @@ def test_a_version_holds_every_file_and_the_pointer_moves_last(tmp_path: Path, t
 def test_two_publications_at_once_are_both_in_the_history(tmp_path: Path, target: S3Target, proxy: Proxy) -> None:
     folder, record = model(tmp_path / "m")
     # On a busy machine the other publication takes seconds, in which no client may give up and send again.
-    target, other = (S3Target(f"models/{target.prefix}", read_seconds=60) for _ in range(2))
+    target, other = (S3Target(f"models/{target.prefix}", read_timeout_seconds=60) for _ in range(2))
     target.publish(folder, "v1", record)
 
     def choose(request: Request) -> str:

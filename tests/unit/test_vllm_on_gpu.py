@@ -58,8 +58,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def engine(calls: list[str]) -> VllmEngine:
     made: Any = object.__new__(VllmEngine)
     made._llm, made._adapter, made._has_child_ranks, made._convert_bucket = Recorder(calls), None, False, list
-    made._receiver, made._in_flight, made._asleep_tags, made._version, made.sleep_level = WeightReceiver(), {}, [], 0, 0
-    made.link = made._vision = None
+    made._weight_receiver, made._sent_requests, made._released_tags = WeightReceiver(), {}, []
+    made._version = made.sleep_level = 0
+    made.link = made._image_reader = None
     return made
 
 
@@ -81,7 +82,7 @@ def test_a_load_wakes_the_weights_alone_and_the_cache_after_it_each_with_torchs_
 
 def test_a_load_ends_what_vllm_knows_of_images_in_its_scheduler_and_its_workers(calls: list[str]) -> None:
     made: Any = engine(calls)
-    made._vision = object()
+    made._image_reader = object()
     made.load_weights(1, [[("weight", torch.ones(2))]])
     assert calls == ["reload_weights", "reset", "reset images"]
 

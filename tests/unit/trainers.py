@@ -159,5 +159,6 @@ def sequence_logprobs(
         "position_ids": (attention_mask_BT.long().cumsum(-1) - 1).clamp(min=0),
     }
     chosen_N = is_scored_BS.flatten().nonzero().squeeze(-1)
-    logprobs_N = LogprobScorer(model)(inputs, chosen_N, request=RequestedOutputs(temperature), dtype=dtype)["logprobs"]
+    outputs = LogprobScorer(model)(inputs, chosen_N, output_request=RequestedOutputs(temperature), dtype=dtype)
+    logprobs_N = outputs["logprobs"]
     return logprobs_N.new_zeros(is_scored_BS.numel()).index_put((chosen_N,), logprobs_N).view(is_scored_BS.shape)

@@ -8,10 +8,10 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def aipo(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def aipo(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the AIPO loss per token, -sg[min(pi / mu, ratio_cap)] A log pi, where sg stops the gradient, mu is the
     distribution that the tokens were sampled from, and A the advantage."""
-    assert inputs.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
-    ratio_BT = probability_ratio(inputs.rollout_log_ratio_BT)
-    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * inputs.advantages_B1 * inputs.logprobs_BT
-    return loss_BT, capped_metrics(ratio_BT, inputs, settings)
+    assert loss_inputs.rollout_log_ratio_BT is not None, "AIPO needs the log-probabilities of the rollouts"
+    ratio_BT = probability_ratio(loss_inputs.rollout_log_ratio_BT)
+    loss_BT = -ratio_BT.clamp(max=policy_settings.ratio_cap) * loss_inputs.advantages_B1 * loss_inputs.logprobs_BT
+    return loss_BT, capped_metrics(ratio_BT, loss_inputs, policy_settings)

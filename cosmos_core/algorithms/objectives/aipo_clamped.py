@@ -8,8 +8,8 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def aipo_clamped(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def aipo_clamped(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clamped AIPO loss per token, -min(rho, ratio_cap) A, with rho = pi / pi_old and advantage A."""
-    ratio_BT = probability_ratio(inputs.log_ratio_BT)
-    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * inputs.advantages_B1
-    return loss_BT, capped_metrics(ratio_BT, inputs, settings)
+    ratio_BT = probability_ratio(loss_inputs.log_ratio_BT)
+    loss_BT = -ratio_BT.clamp(max=policy_settings.ratio_cap) * loss_inputs.advantages_B1
+    return loss_BT, capped_metrics(ratio_BT, loss_inputs, policy_settings)

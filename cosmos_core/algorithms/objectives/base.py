@@ -1,7 +1,7 @@
 """Common inputs of policy-gradient objectives, which are pure functions in one file each.
 
-A file NAME.py has a function `NAME(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]`, which
-returns the loss of each token (B, T), to be minimized, and metrics over the trained tokens. The file declares
+A file NAME.py has a function `NAME`, which takes an `ObjectiveInputs` and a `PolicySettings`. It returns the loss of
+each token (B, T), to be minimized, and metrics over the trained tokens. The file declares
 `SCALES_WITH_ADVANTAGE = True` if the loss of a token is its advantage times a finite factor, so that tokens with an
 advantage of 0 have no gradient. Completions that consist only of such tokens need not be run through the model.
 
@@ -53,13 +53,13 @@ class ObjectiveInputs:
     mask_BT: Tensor
 
 
-def capped_metrics(ratio_BT: Tensor, inputs: ObjectiveInputs, settings: PolicySettings) -> Metrics:
+def capped_metrics(ratio_BT: Tensor, loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> Metrics:
     """Return metrics: the fraction of tokens whose ratio exceeds `ratio_cap`, in total and by sign of the advantage."""
-    is_capped_BT = ratio_BT > settings.ratio_cap
+    is_capped_BT = ratio_BT > policy_settings.ratio_cap
     return {
-        "clip_high": token_metric(is_capped_BT, inputs.mask_BT),
-        "clip_high_positive": token_metric(is_capped_BT & (inputs.advantages_B1 > 0), inputs.mask_BT),
-        "clip_high_negative": token_metric(is_capped_BT & (inputs.advantages_B1 < 0), inputs.mask_BT),
+        "clip_high": token_metric(is_capped_BT, loss_inputs.mask_BT),
+        "clip_high_positive": token_metric(is_capped_BT & (loss_inputs.advantages_B1 > 0), loss_inputs.mask_BT),
+        "clip_high_negative": token_metric(is_capped_BT & (loss_inputs.advantages_B1 < 0), loss_inputs.mask_BT),
     }
 
 

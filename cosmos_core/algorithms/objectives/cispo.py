@@ -8,9 +8,9 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def cispo(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def cispo(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the CISPO loss per token, -sg[min(rho, ratio_cap)] A log pi, with rho = pi / pi_old and advantage A. sg
     stops the gradient of the weight, so every token keeps the gradient of log pi. Weights have no lower bound."""
-    ratio_BT = probability_ratio(inputs.log_ratio_BT.detach())
-    loss_BT = -ratio_BT.clamp(max=settings.ratio_cap) * inputs.advantages_B1 * inputs.logprobs_BT
-    return loss_BT, capped_metrics(ratio_BT, inputs, settings)
+    ratio_BT = probability_ratio(loss_inputs.log_ratio_BT.detach())
+    loss_BT = -ratio_BT.clamp(max=policy_settings.ratio_cap) * loss_inputs.advantages_B1 * loss_inputs.logprobs_BT
+    return loss_BT, capped_metrics(ratio_BT, loss_inputs, policy_settings)

@@ -11,22 +11,22 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def clip(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clip(loss_inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the clipped PPO loss per token, -min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A), with rho = pi
     / pi_old and advantage A; at most -lower_bound_ratio A for A < 0 (dual clip). A negative epsilon disables its
     bound."""
-    ratio_BT, advantages_B1 = probability_ratio(inputs.log_ratio_BT), inputs.advantages_B1
-    loss_BT, metrics = clipped_loss(ratio_BT, inputs, settings)
-    dual_clip_bound_B1 = -settings.lower_bound_ratio * advantages_B1
-    is_negative_B1 = advantages_B1 < 0
-    metrics["clip_dual"] = token_metric(is_negative_B1 & (loss_BT > dual_clip_bound_B1), inputs.mask_BT)
-    return torch.where(is_negative_B1, torch.minimum(loss_BT, dual_clip_bound_B1), loss_BT), metrics
+    ratio_BT, advantages_B1 = probability_ratio(loss_inputs.log_ratio_BT), loss_inputs.advantages_B1
+    loss_BT, metrics = clipped_loss(ratio_BT, loss_inputs, policy_settings)
+    dual_clip_bound_B1 = -policy_settings.lower_bound_ratio * advantages_B1
+    has_negative_advantage_B1 = advantages_B1 < 0
+    metrics["clip_dual"] = token_metric(has_negative_advantage_B1 & (loss_BT > dual_clip_bound_B1), loss_inputs.mask_BT)
+    return torch.where(has_negative_advantage_B1, torch.minimum(loss_BT, dual_clip_bound_B1), loss_BT), metrics
 
 
-def clipped_loss(ratio_BT: Tensor, inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def clipped_loss(ratio_BT: Tensor, inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the larger of the clipped and unclipped loss of each token, and the fractions of clipped tokens."""
-    min_ratio = 1 - settings.epsilon_low if settings.epsilon_low >= 0 else -math.inf
-    max_ratio = 1 + settings.epsilon_high if settings.epsilon_high >= 0 else math.inf
+    min_ratio = 1 - policy_settings.epsilon_low if policy_settings.epsilon_low >= 0 else -math.inf
+    max_ratio = 1 + policy_settings.epsilon_high if policy_settings.epsilon_high >= 0 else math.inf
     advantages_B1 = inputs.advantages_B1
     loss_BT = -torch.minimum(ratio_BT * advantages_B1, ratio_BT.clamp(min_ratio, max_ratio) * advantages_B1)
     return loss_BT, {

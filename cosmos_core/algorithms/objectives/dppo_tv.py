@@ -12,14 +12,14 @@ from cosmos_core.algorithms.objectives.base import ObjectiveInputs, PolicySettin
 SCALES_WITH_ADVANTAGE = True
 
 
-def dppo_tv(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def dppo_tv(inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the DPPO loss per token, which is 0 outside the trust region: for an advantage above 0 if the probability
     has risen by more than epsilon_high, else if it has fallen by more than epsilon_low."""
     probability_BT, old_probability_BT = token_probabilities(inputs)
-    rise_BT = probability_BT - old_probability_BT
-    max_decrease, max_increase = divergence_bounds(settings)
-    is_in_trust_region_BT = torch.where(inputs.advantages_B1 > 0, rise_BT <= max_increase, rise_BT >= -max_decrease)
-    return trust_region_loss(inputs, settings, is_in_trust_region_BT)
+    change_BT = probability_BT - old_probability_BT
+    max_decrease, max_increase = divergence_bounds(policy_settings)
+    is_in_trust_region_BT = torch.where(inputs.advantages_B1 > 0, change_BT <= max_increase, change_BT >= -max_decrease)
+    return trust_region_loss(inputs, policy_settings, is_in_trust_region_BT)
 
 
 def divergence_bounds(settings: PolicySettings) -> tuple[float, float]:
@@ -29,19 +29,19 @@ def divergence_bounds(settings: PolicySettings) -> tuple[float, float]:
 
 
 def trust_region_loss(
-    inputs: ObjectiveInputs, settings: PolicySettings, is_in_trust_region_BT: Tensor
+    loss_inputs: ObjectiveInputs, policy_settings: PolicySettings, is_in_trust_region_BT: Tensor
 ) -> tuple[Tensor, Metrics]:
     """Return the loss -sg[min(rho, ratio_cap)] A log pi of tokens inside the trust region, 0 for others, with rho = pi
     / pi_old and advantage A (sg: no gradient), and the fractions of tokens outside by the sign of the advantage."""
-    ratio_BT = probability_ratio(inputs.log_ratio_BT.detach()).clamp(max=settings.ratio_cap)
-    loss_BT = -ratio_BT * is_in_trust_region_BT * inputs.advantages_B1 * inputs.logprobs_BT
+    ratio_BT = probability_ratio(loss_inputs.log_ratio_BT.detach()).clamp(max=policy_settings.ratio_cap)
+    loss_BT = -ratio_BT * is_in_trust_region_BT * loss_inputs.advantages_B1 * loss_inputs.logprobs_BT
     return loss_BT, {
-        "clip_low": token_metric(~is_in_trust_region_BT & (inputs.advantages_B1 < 0), inputs.mask_BT),
-        "clip_high": token_metric(~is_in_trust_region_BT & (inputs.advantages_B1 > 0), inputs.mask_BT),
+        "clip_low": token_metric(~is_in_trust_region_BT & (loss_inputs.advantages_B1 < 0), loss_inputs.mask_BT),
+        "clip_high": token_metric(~is_in_trust_region_BT & (loss_inputs.advantages_B1 > 0), loss_inputs.mask_BT),
     }
 
 
-def token_probabilities(inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
+def token_probabilities(loss_inputs: ObjectiveInputs) -> tuple[Tensor, Tensor]:
     """Return the probability of each token under the current and the old policy, without gradient."""
-    logprobs_BT = inputs.logprobs_BT.detach()
-    return logprobs_BT.exp(), (logprobs_BT - inputs.log_ratio_BT.detach()).exp()
+    logprobs_BT = loss_inputs.logprobs_BT.detach()
+    return logprobs_BT.exp(), (logprobs_BT - loss_inputs.log_ratio_BT.detach()).exp()

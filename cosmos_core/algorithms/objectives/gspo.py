@@ -9,9 +9,9 @@ from cosmos_core.algorithms.objectives.clip import clipped_loss
 SCALES_WITH_ADVANTAGE = True
 
 
-def gspo(inputs: ObjectiveInputs, settings: PolicySettings) -> tuple[Tensor, Metrics]:
+def gspo(inputs: ObjectiveInputs, policy_settings: PolicySettings) -> tuple[Tensor, Metrics]:
     """Return the GSPO loss per token, -min(s A, clip(s) A), where s is exp of the mean log-ratio of the sequence. The
     mean over the tokens of each sequence and then over sequences (`loss_type = "seq-mean-token-mean"`) is the loss of
     the paper. Usual epsilons are about 3e-4 and 4e-4. There is no dual clip."""
     mean_log_ratio_B1 = inputs.log_ratio_BT.sum(-1, keepdim=True) / inputs.mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return clipped_loss(probability_ratio(mean_log_ratio_B1).expand_as(inputs.log_ratio_BT), inputs, settings)
+    return clipped_loss(probability_ratio(mean_log_ratio_B1).expand_as(inputs.log_ratio_BT), inputs, policy_settings)

@@ -28,28 +28,28 @@ _VAL_BATCH_SIZE_KEYS = ("train.validation_batch_per_replica", "rollout.val_batch
 
 def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list[str]) -> TomlTable:
     """Return a configuration with current key names in place of older ones; add a message for each change to `notices`.
-
-    Raises:
-        ConfigError: an old and a new key of one setting differ, or the file has the deprecated `--wfm-mode` schema.
-    """
+    Raises `ConfigError` if an old and a new key of one setting have different values, or if the file has the deprecated
+    `--wfm-mode` schema."""
     _refuse_wfm_schema(config_values, error_prefix)
     config_values = copy.deepcopy(config_values)
     _keep_applicable_batch_size(config_values, notices)
-    translated_keys: dict[str, str] = {}
+    old_key_by_new_key: dict[str, str] = {}
     for old_key, new_key in _KEY_TRANSLATIONS["moved"].items():
         old_table, old_key_name = _find_parent_table(config_values, old_key)
         if old_key_name not in old_table:
             continue
         old_value = old_table.pop(old_key_name)
-        target_table, new_key_name = _find_parent_table(config_values, new_key, should_create=True)
-        current_value = target_table.get(new_key_name, old_value)
+        new_table, new_key_name = _find_parent_table(config_values, new_key, should_create=True)
+        current_value = new_table.get(new_key_name, old_value)
         if current_value not in (old_value, None):
             old_text, current_text = f"{old_key} = {short_text(old_value)}", short_text(current_value)
             conflict_text = f"{old_text} is today's {new_key}, which says {current_text}"
-            if new_key in translated_keys:
-                conflict_text = f"{translated_keys[new_key]} = {current_text} and {old_text} are both today's {new_key}"
+            if new_key in old_key_by_new_key:
+                conflict_text = (
+                    f"{old_key_by_new_key[new_key]} = {current_text} and {old_text} are both today's {new_key}"
+                )
             raise ConfigError(f"{error_prefix}: {conflict_text}; keep one of them")
-        target_table[new_key_name], translated_keys[new_key] = old_value, old_key
+        new_table[new_key_name], old_key_by_new_key[new_key] = old_value, old_key
         notices.append(f"{old_key} is today's {new_key}")
     _translate_remote_reward(config_values, notices)
     _remove_ineffective_keys(config_values, INEFFECTIVE_KEYS, notices)
@@ -87,12 +87,12 @@ def _rename_key(config_values: TomlTable, old_key: str, new_key: str, notices: l
     if old_key_name not in old_table:
         return
     old_value = old_table.pop(old_key_name)
-    target_table, new_key_name = _find_parent_table(config_values, new_key, should_create=True)
-    if target_table.setdefault(new_key_name, old_value) == old_value:
+    new_table, new_key_name = _find_parent_table(config_values, new_key, should_create=True)
+    if new_table.setdefault(new_key_name, old_value) == old_value:
         notices.append(f"{old_key} is today's {new_key}")
     else:
-        current_value = short_text(target_table[new_key_name])
-        notices.append(f"{old_key} = {short_text(old_value)} is ignored: today's {new_key} says {current_value}")
+        current_value_text = short_text(new_table[new_key_name])
+        notices.append(f"{old_key} = {short_text(old_value)} is ignored: today's {new_key} says {current_value_text}")
 
 
 def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) -> None:
@@ -112,25 +112,27 @@ def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) ->
 
 def _remove_ineffective_keys(config_values: TomlTable, effect_by_key: dict[str, str], notices: list[str]) -> None:
     """Remove keys that have no effect from `config_values`, and add a message for each to `notices`."""
-    for key, original_effect in effect_by_key.items():
+    for key, intended_effect in effect_by_key.items():
         table, name = _find_parent_table(config_values, key)
         # At the root of a file remove only tables; the schema refuses any other value as an unknown key.
         if name in table and (table is not config_values or isinstance(table[name], dict)):
-            notices.append(_ignored_key_message(key, table.pop(name), original_effect))
+            notices.append(_ignored_key_message(key, table.pop(name), intended_effect))
 
 
-def _ignored_key_message(key: str, ignored_value: Any, original_effect: str) -> str:
-    return f"{key} = {short_text(ignored_value)} is ignored; it would have meant {original_effect}"
+def _ignored_key_message(key: str, ignored_value: Any, intended_effect: str) -> str:
+    return f"{key} = {short_text(ignored_value)} is ignored; it would have meant {intended_effect}"
 
 
 def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> None:
     """Replace the table `remote_reward.reward_fn = {name = weight}` and its `score_key` by the list `reward_fns`."""
     old_key = f"{_TRAIN_POLICY_KEY}.remote_reward.reward_fn"
-    table, name = _find_parent_table(config_values, old_key)
-    if not isinstance(table.get(name), dict):
+    reward_table, name = _find_parent_table(config_values, old_key)
+    if not isinstance(reward_table.get(name), dict):
         return  # leave a value that is no table unchanged, because the schema refuses it with an error
-    score_key = {"score_key": table.pop("score_key")} if "score_key" in table else {}
-    table["reward_fns"] = [{"name": key, "weight": weight, **score_key} for key, weight in table.pop(name).items()]
+    score_key = {"score_key": reward_table.pop("score_key")} if "score_key" in reward_table else {}
+    reward_table["reward_fns"] = [
+        {"name": key, "weight": weight, **score_key} for key, weight in reward_table.pop(name).items()
+    ]
     notices.append(f"{old_key} is today's {old_key}s")
 
 
@@ -145,9 +147,9 @@ def current_key(key: str) -> str:
 
 def no_effect_message(key: str, ignored_value: Any) -> str:
     """Return a message if a dotted key (`KEY` or `STAGE.KEY`) has no effect; empty if it has an effect."""
-    for old_key, original_effect in INEFFECTIVE_KEYS.items():
+    for old_key, intended_effect in INEFFECTIVE_KEYS.items():
         if "." in old_key and _match_stage_prefix(key, old_key)[1]:
-            return _ignored_key_message(key, ignored_value, original_effect)
+            return _ignored_key_message(key, ignored_value, intended_effect)
     return ""
 
 
@@ -162,8 +164,8 @@ def _match_stage_prefix(key: str, table_key: str) -> tuple[str, bool]:
 def _find_parent_table(config_values: TomlTable, key: str, *, should_create: bool = False) -> tuple[TomlTable, str]:
     """Return the table in which a dotted key lies, and the last part of the key. A missing table is returned as an
     empty table, and added to `config_values` if `should_create`; a value that is no table counts as missing."""
-    *parent_names, name = key.split(".")
-    for parent_name in parent_names:
-        child_table = config_values.setdefault(parent_name, {}) if should_create else config_values.get(parent_name)
-        config_values = child_table if isinstance(child_table, dict) else {}
+    *parent_table_names, name = key.split(".")
+    for parent_name in parent_table_names:
+        nested_table = config_values.setdefault(parent_name, {}) if should_create else config_values.get(parent_name)
+        config_values = nested_table if isinstance(nested_table, dict) else {}
     return config_values, name

@@ -23,6 +23,6 @@ def keys_for_trl_name(name: str) -> tuple[str, ...]:
 def describe_equivalent_key(name: str) -> str:
     """Return the equivalent of a name of transformers or TRL as the end of the error "unknown key"; empty if none."""
     name = name.rpartition(".")[2]
-    replacement = _ADVICE_BY_TRL_NAME.get(name) or " or ".join(KEYS_BY_TRL_NAME.get(name, ()))
+    replacement_text = _ADVICE_BY_TRL_NAME.get(name) or " or ".join(KEYS_BY_TRL_NAME.get(name, ()))
     location_text = "" if name in _ADVICE_BY_TRL_NAME else " here"
-    return f"; {name} of transformers and TRL is {replacement}{location_text}" if replacement else ""
+    return f"; {name} of transformers and TRL is {replacement_text}{location_text}" if replacement_text else ""

@@ -81,16 +81,16 @@ class AlgorithmConfig(Table):
         settings of the data set replace those of the algorithm."""
         if not self.datasets:
             return {"train.train_policy.dataset": self}
-        tables = (self.copy_with(datasets=(), dataset=each, **self._dataset_settings(each)) for each in self.datasets)
-        return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(tables)}
+        copies = (self.copy_with(datasets=(), dataset=each, **self._dataset_settings(each)) for each in self.datasets)
+        return {f"train.train_policy.datasets.{i}": table for i, table in enumerate(copies)}
 
     @staticmethod
     def _dataset_settings(dataset: SourceConfig) -> dict[str, Any]:
         """Return the settings of a data set that replace settings of the algorithm, by the key that they replace."""
-        replacing_settings: dict[str, Any] = {f"{name}_column_name": column for name, column in dataset.columns.items()}
+        dataset_settings: dict[str, Any] = {f"{name}_column_name": column for name, column in dataset.columns.items()}
         if dataset.system_prompt is not None:
-            replacing_settings["system_prompt"] = dataset.system_prompt
-        return replacing_settings | ({"reward_function": dataset.reward_function} if dataset.reward_function else {})
+            dataset_settings["system_prompt"] = dataset.system_prompt
+        return dataset_settings | ({"reward_function": dataset.reward_function} if dataset.reward_function else {})
 
     def get_system_prompt(self, dataset_label: str) -> str:
         """Return the system prompt of the data set with the label `dataset_label`, by default that of the algorithm."""
@@ -164,7 +164,7 @@ class AlgorithmConfig(Table):
         """Return the names of additional environment variables that processes of reward functions receive."""
         return ()
 
-    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling | None:
+    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling | None:
         """Return the settings for sampling rollouts from a diffusion model; None: no rollouts, or rollouts of text."""
         return None
 
@@ -180,8 +180,8 @@ class AlgorithmConfig(Table):
 
     @field_validator("dataloader_num_workers")
     @classmethod
-    def _clamp_worker_count(cls, num_workers: int) -> int:
-        return max(0, num_workers)
+    def _replace_negative_worker_count(cls, worker_count: int) -> int:
+        return max(0, worker_count)
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod
@@ -193,8 +193,8 @@ class AlgorithmConfig(Table):
         default_dataset = type(self.dataset)()
         changed_dataset_keys = [name for name, value in self.dataset if value != getattr(default_dataset, name)]
         if self.datasets and changed_dataset_keys:
-            advice = f"name all data sets in datasets, with their {', '.join(changed_dataset_keys)}, or leave it out"
-            raise ValueError(f"datasets takes the place of dataset; {advice}")
+            remedy = f"name all data sets in datasets, with their {', '.join(changed_dataset_keys)}, or leave it out"
+            raise ValueError(f"datasets takes the place of dataset; {remedy}")
         if self.datasets and self.clean is not None:
             raise ValueError("clean searches the rows of one dataset, not of datasets; leave one of them out")
         dataset_labels = [dataset.label for dataset in self.datasets]
@@ -202,15 +202,15 @@ class AlgorithmConfig(Table):
             raise ValueError(f"datasets: two are called {repeated_labels[0]!r} in metrics; give each a label")
         if len({dataset.weight is None for dataset in self.datasets}) > 1:
             raise ValueError("datasets: some have a weight and others none; give each a weight, or none of them")
-        explicit_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
+        set_values = {name: getattr(self, name) for name in self.model_fields_set - {"datasets"}}
         for i, dataset_config in enumerate(self.datasets):
-            replaced_settings = self._dataset_settings(dataset_config)
-            if unknown_keys := [name for name in replaced_settings if name not in type(self).model_fields]:
+            dataset_settings = self._dataset_settings(dataset_config)
+            if unknown_keys := [name for name in dataset_settings if name not in type(self).model_fields]:
                 raise ValueError(f"datasets.{i}: {self.algorithm} has no {unknown_keys[0]}; leave it out")
-            if "reward_function" in replaced_settings and self.remote_reward_config is not None:
+            if "reward_function" in dataset_settings and self.remote_reward_config is not None:
                 raise ValueError(f"datasets.{i}.reward_function excludes use_remote_reward; leave one of them out")
             try:
-                type(self).model_validate({**explicit_values, **replaced_settings})
+                type(self).model_validate({**set_values, **dataset_settings})
             except ValidationError as error:
                 error_text = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"datasets.{i}: {error_text}") from None
@@ -218,16 +218,16 @@ class AlgorithmConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_keys_of_other_algorithms(cls, values: Any) -> Any:
+    def _refuse_keys_of_other_algorithms(cls, table: Any) -> Any:
         """Refuse a key of another algorithm with a message that names that algorithm."""
-        for name in (name for name in values if name not in cls.model_fields) if isinstance(values, dict) else ():
-            for other_table in _algorithm_tables():
-                if other_table.__base__ in {cls, cls.__base__} and name in other_table.model_fields:
+        for name in (name for name in table if name not in cls.model_fields) if isinstance(table, dict) else ():
+            for other_algorithm in _algorithm_tables():
+                if other_algorithm.__base__ in {cls, cls.__base__} and name in other_algorithm.model_fields:
                     raise ValueError(
-                        f"{name} needs trainer_type = {other_table.algorithm!r}, not {cls.algorithm!r}; set it or "
+                        f"{name} needs trainer_type = {other_algorithm.algorithm!r}, not {cls.algorithm!r}; set it or "
                         f"leave {name} out"
                     )
-        return values
+        return table
 
 
 def find_algorithm_name(policy_table: Any) -> str:
@@ -250,5 +250,5 @@ def _allowed_types(algorithm_table: type[AlgorithmConfig]) -> tuple[str, ...]:
 
 def _algorithm_tables(base_class: type[AlgorithmConfig] = AlgorithmConfig) -> list[type[AlgorithmConfig]]:
     """Return every table class that declares an algorithm, in definition order."""
-    own_class = [base_class] if "algorithm" in vars(base_class) else []
-    return [*own_class, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]
+    own_classes = [base_class] if "algorithm" in vars(base_class) else []
+    return [*own_classes, *(table for subclass in base_class.__subclasses__() for table in _algorithm_tables(subclass))]

@@ -46,11 +46,13 @@ class CheckpointConfig(Table):
         url_parts = (self.s3_bucket or "", self.s3_prefix.strip("/"), *path_parts)
         return f"s3://{'/'.join(filter(None, url_parts))}" if self.upload_s3 else ""
 
-    def upload_urls(self, *names: str, is_last_model: bool) -> dict[str, str]:
+    def upload_urls(self, *path_parts: str, is_last_model: bool) -> dict[str, str]:
         """Return the URLs to which a model is published, by the suffix (`s3` or `hub`) of the upload stage's name. Only
         the last model of a pipeline (`is_last_model`) is published on the Hub."""
         hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last_model else ""
-        return {stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*names), "hub": hub_url}.items() if url}
+        return {
+            stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*path_parts), "hub": hub_url}.items() if url
+        }
 
     @field_validator("max_keep")
     @classmethod

@@ -10,8 +10,7 @@ from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, Ro
 
 class DataTermConfig(Table):
     """`[train.train_policy.data_term]`: conversations whose SFT loss is added to every optimizer step of RL, with any
-    algorithm and variant. The seed and the step number determine the rows of a step, so a resumed run uses the same
-    rows."""
+    algorithm and variant. The seed and the step number determine the rows of a step, also if a run is resumed."""
 
     name: Annotated[str, ResultNeutral, ReferenceKind.PATH] = ""
     """Path, URL or Hub id of a data set of conversations or texts, as in `dataset.name`; empty: no supervised loss is

@@ -71,16 +71,16 @@ class RowsConfig(Table):
         elif self.pass_rates:
             raise ValueError("pass_rates needs keep = '0.1 <= pass_rate <= 0.9' or another range; set it")
         if self.arguments and not reasoning_gym_generator(self.name):
-            example_name = f"name = '{REASONING_GYM_PREFIX}NAME'"
-            raise ValueError(f"arguments are for a generator, {example_name}, not {self.name!r}; remove them")
+            example_text = f"name = '{REASONING_GYM_PREFIX}NAME'"
+            raise ValueError(f"arguments are for a generator, {example_text}, not {self.name!r}; remove them")
         return self
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        table = next((key for key, dataset in stage.recipe.datasets.items() if dataset is self), "dataset")
+        rows_key = next((key for key, dataset in stage.recipe.datasets.items() if dataset is self), "dataset")
         if self.keep and stage.recipe.policy.is_diffusers:
-            yield f"{table}.keep: only prompts of text have pass rates; leave it out for a diffusion model"
+            yield f"{rows_key}.keep: only prompts of text have pass rates; leave it out for a diffusion model"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
-            yield f"{table}.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
+            yield f"{rows_key}.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
     @field_validator("test_size")
     @classmethod
@@ -124,8 +124,8 @@ class SourceConfig(RowsConfig):
     algorithm's are left out."""
 
     @model_validator(mode="after")
-    def _set_label(self) -> Self:
-        """Check `label` and `label`, and derive an empty label from the name, which fingerprints do not include."""
+    def _set_default_label(self) -> Self:
+        """Check `name` and `label`, and derive an empty label from the name, which fingerprints do not include."""
         if not self.name.strip():
             raise ValueError("name is empty; give a file, a folder or a Hub id")
         if re.fullmatch(r"[\w.-]*", self.label) is None:

@@ -31,21 +31,21 @@ class DiffusionNftConfig(FlowPolicyConfig):
     def auxiliary_model_names(self) -> tuple[str, ...]:
         return (OLD_POLICY_WEIGHTS, *super().auxiliary_model_names)
 
-    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        return replace(super().flow_sampling_settings(diffusers), weights_name=OLD_POLICY_WEIGHTS)
+    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling:
+        return replace(super().flow_sampling_settings(diffusers_config), weights_name=OLD_POLICY_WEIGHTS)
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
-        diffusers = stage.recipe.policy.diffusers
-        if diffusers.flow_rl.exp_reward:
+        diffusers_config = stage.recipe.policy.diffusers
+        if diffusers_config.flow_rl.exp_reward:
             yield (
                 "policy.diffusers.flow_rl.exp_reward = true makes all advantages negative, of which DiffusionNFT would "
                 "learn that every sample is bad; leave it out"
             )
         if self.advantage_high <= 0:
             yield f"train.train_policy.advantage_high = {self.advantage_high} is a scale; make it positive"
-        if int(diffusers.timesteps_fraction * diffusers.sample.num_steps) < 1:
+        if int(diffusers_config.timesteps_fraction * diffusers_config.sample.num_steps) < 1:
             yield (
-                f"policy.diffusers.timesteps_fraction = {diffusers.timesteps_fraction} of "
-                f"policy.diffusers.sample.num_steps = {diffusers.sample.num_steps} is no step; raise one of them"
+                f"policy.diffusers.timesteps_fraction = {diffusers_config.timesteps_fraction} of "
+                f"policy.diffusers.sample.num_steps = {diffusers_config.sample.num_steps} is no step; raise one of them"
             )

@@ -16,8 +16,7 @@ class TeacherParallelismConfig(Table):
 
 
 class DistillationConfig(Table):
-    """`[distillation]`: on-policy distillation, which has an effect on algorithms that train on completions (arXiv
-    2306.13649)."""
+    """`[distillation]`: on-policy distillation (arXiv 2306.13649), for algorithms that train on completions."""
 
     enabling_field = "enable"
 
@@ -28,8 +27,7 @@ class DistillationConfig(Table):
     """Device mesh of the teacher."""
     model_name_or_path: ModelName = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Teacher model: a folder in Hugging Face format, a Hub id, or `stage:NAME` for the export of that stage (the
-    fingerprint includes the content). Its tokenizer must have every token of the policy's tokenizer, with the same
-    id."""
+    fingerprint includes the content). Its tokenizer must have every token of the policy's tokenizer, with equal ids."""
     model_revision: str | None = None
     """Revision of the teacher on the Hub; None: the newest."""
     master_dtype: DType = "float32"
@@ -79,15 +77,15 @@ class DistillationConfig(Table):
         return takes_teacher_ids and info.data.get("top_k", 0) > 0
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        policy = stage.recipe.train.train_policy
+        train_policy = stage.recipe.train.train_policy
         if not stage.kind.trains_model:
             return
-        if not isinstance(policy, RlConfig) or "causal_lm" not in policy.modalities:
+        if not isinstance(train_policy, RlConfig) or "causal_lm" not in train_policy.modalities:
             yield (
                 "distillation.enable = true: a teacher judges completions that the policy draws; set "
                 "train.train_policy.type = 'grpo', or leave [distillation] out"
             )
-        if self.include_prompt and getattr(policy, "use_rollout_logprobs_for_loss", False):
+        if self.include_prompt and getattr(train_policy, "use_rollout_logprobs_for_loss", False):
             yield (
                 "distillation.include_prompt = true excludes train.train_policy.use_rollout_logprobs_for_loss: the "
                 "prompt has no log-probabilities of the rollout; set one of them to false"

@@ -44,8 +44,7 @@ class EvaluateConfig(Table):
     """Seed of Python, NumPy, torch and the choice of examples; None: 0 for Python, 1234 for the others, as lm-eval
     does. For a diffusion model the seed of the noise; None: 0."""
     engine: Literal["auto", "vllm", "hf"] = "auto"
-    """`hf`: forward passes of transformers. `auto`: `rollout.backend` if that is vLLM and vLLM is installed, otherwise
-    `hf`."""
+    """`hf`: forward passes of transformers. `auto`: vLLM if it is `rollout.backend` and installed, otherwise `hf`."""
     confirm_run_unsafe_code: bool = False
     """Allow tasks that execute code which the model wrote, without a sandbox."""
     prompts: Annotated[StringOrList, ReferenceKind.PATH, ResultNeutral] = ()
@@ -65,19 +64,19 @@ class EvaluateConfig(Table):
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         if stage.kind.table != "evaluate":
             return
-        is_diffusion = stage.recipe.policy.is_diffusers
-        keys_of_other_modality = _LANGUAGE_MODEL_KEYS if is_diffusion else _DIFFUSION_MODEL_KEYS
+        is_diffusion_model = stage.recipe.policy.is_diffusers
+        keys_of_other_modality = _LANGUAGE_MODEL_KEYS if is_diffusion_model else _DIFFUSION_MODEL_KEYS
         if inapplicable_keys := list(filter(self.is_set, keys_of_other_modality)):
-            remedy_text = "name evaluate.prompts and evaluate.rewards" if is_diffusion else "name evaluate.tasks"
+            remedy_text = "name evaluate.prompts and evaluate.rewards" if is_diffusion_model else "name evaluate.tasks"
             yield (
-                f"evaluate.{inapplicable_keys[0]} is for {'language' if is_diffusion else 'diffusion'} models, and "
-                f"policy.is_diffusers = {str(is_diffusion).lower()}; {remedy_text}"
+                f"evaluate.{inapplicable_keys[0]} is for {'language' if is_diffusion_model else 'diffusion'} models, "
+                f"and policy.is_diffusers = {str(is_diffusion_model).lower()}; {remedy_text}"
             )
-        elif is_diffusion and not (self.prompts and all(self.prompts)):
+        elif is_diffusion_model and not (self.prompts and all(self.prompts)):
             yield "evaluate.prompts is empty, or one of its names is; name files of prompts, such as ['prompts.txt']"
-        elif is_diffusion and not self.rewards:
+        elif is_diffusion_model and not self.rewards:
             yield "evaluate.rewards is empty; name rewards, such as ['clip_score'] or ['rewards.py:brightness']"
         elif len(self.prompt_sets) < len(self.prompts):
             yield "evaluate.prompts: two prompt sets have the same name; rename a file, since metrics have its name"
-        elif not is_diffusion and not self.tasks:
+        elif not is_diffusion_model and not self.tasks:
             yield "evaluate.tasks is empty; name tasks of lm-eval, such as ['gsm8k'], or of evaluate.include_path"

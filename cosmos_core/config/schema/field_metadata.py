@@ -67,8 +67,8 @@ def class_choices(package_folder: str, suffix: str) -> SupportedValues:
     """Return the values that a field for a class supports: an import path of user code, or the name of a built-in class
     in a folder of this package (see `registry.list_defined_names`), without its `suffix`."""
     names = tuple(list_defined_names(package_folder, suffix))
-    remedy = "take one of them, or a class of your own, path/file.py:Class"
-    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {remedy}", takes_import_paths=True)
+    advice = "take one of them, or a class of your own, path/file.py:Class"
+    return SupportedValues(names, f"this version has {', '.join(map(repr, names))}; {advice}", takes_import_paths=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FieldUnit:
 class AffectsResult:
     """Whether the value of a field enters the fingerprint of the stages that read it."""
 
-    value: bool
+    enters_fingerprint: bool
     omits_empty_value: bool = False
     """Whether a fingerprint omits an empty value, so that it equals that of a version without the field."""
 
@@ -106,7 +106,7 @@ _METADATA_BY_FIELD: dict[int, tuple[FieldInfo, list[Any]]] = {}
 that no other object gets the same `id`."""
 
 
-def _metadata_in_union(union_type: Any) -> list[Any]:
+def _metadata_in_union(type_annotation: Any) -> list[Any]:
     """Return the metadata inside a union, such as those of `Annotated[int, ...] | None`."""
-    union_members = get_args(union_type) if get_origin(union_type) in {Union, types.UnionType} else ()
+    union_members = get_args(type_annotation) if get_origin(type_annotation) in {Union, types.UnionType} else ()
     return [item for member in union_members if get_origin(member) is Annotated for item in get_args(member)[1:]]

@@ -29,13 +29,13 @@ class FlowGrpoConfig(FlowPolicyConfig):
     epsilon_high: float = 1e-4
     """Upper clip range: probability ratios are clipped above at 1 + `epsilon_high`; negative: no upper clip."""
 
-    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
-        sampling, flow_rl = super().flow_sampling_settings(diffusers), diffusers.flow_rl
-        steps = range(sampling.num_steps - 1)
+    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling:
+        flow_sampling, flow_rl = super().flow_sampling_settings(diffusers_config), diffusers_config.flow_rl
+        steps = range(flow_sampling.num_steps - 1)
         return replace(
-            sampling,
-            stochastic_solver=sampling.stochastic_solver or "flow",
-            window=stochastic_step_window(flow_rl, sampling.num_steps),
+            flow_sampling,
+            stochastic_solver=flow_sampling.stochastic_solver or "flow",
+            window=stochastic_step_window(flow_rl, flow_sampling.num_steps),
             trained_steps=tuple(steps) if flow_rl.window_size else tuple(i for i in flow_rl.train_on if i in steps),
             keeps_transition_means=flow_rl.guard,
             has_common_initial_noise=flow_rl.use_same_seed,
@@ -43,23 +43,23 @@ class FlowGrpoConfig(FlowPolicyConfig):
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
-        diffusers = stage.recipe.policy.diffusers
-        if diffusers.sample.deterministic_sampling:
+        diffusers_config = stage.recipe.policy.diffusers
+        if diffusers_config.sample.deterministic_sampling:
             yield (
                 "policy.diffusers.sample.deterministic_sampling = true leaves FlowGRPO nothing to learn from; set it "
                 "to false"
             )
-        if not diffusers.sample.noise_level:
+        if not diffusers_config.sample.noise_level:
             yield "policy.diffusers.sample.noise_level = 0 leaves FlowGRPO nothing to learn from; raise it"
-        step_window = stochastic_step_window(diffusers.flow_rl, diffusers.sample.num_steps)
+        step_window = stochastic_step_window(diffusers_config.flow_rl, diffusers_config.sample.num_steps)
         if step_window and (num_window_steps := step_window.end_step - step_window.first_step) < step_window.size:
             yield (
                 f"policy.diffusers.flow_rl.window_size = {step_window.size}: there are {max(0, num_window_steps)} "
                 f"such steps in window_range below the last of policy.diffusers.sample.num_steps = "
-                f"{diffusers.sample.num_steps}; lower it, or move the range"
+                f"{diffusers_config.sample.num_steps}; lower it, or move the range"
             )
-        if not diffusers.flow_rl.window_size and not self.flow_sampling_settings(diffusers).trained_steps:
+        if not diffusers_config.flow_rl.window_size and not self.flow_sampling_settings(diffusers_config).trained_steps:
             yield (
                 f"policy.diffusers.flow_rl.train_on has no step below the last of policy.diffusers.sample.num_steps = "
-                f"{diffusers.sample.num_steps}; name one"
+                f"{diffusers_config.sample.num_steps}; name one"
             )

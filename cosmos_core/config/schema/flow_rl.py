@@ -53,16 +53,16 @@ class FlowPolicyConfig(GrpoConfig):
 
     @field_validator("mu_iterations")
     @classmethod
-    def _require_one_mu_iteration(cls, num_passes: int) -> int:
-        if num_passes != 1:
+    def _require_one_mu_iteration(cls, mu_iterations: int) -> int:
+        if mu_iterations != 1:
             raise ValueError(
-                f"mu_iterations = {num_passes}: rollouts of diffusion models are learned once; set it to 1"
+                f"mu_iterations = {mu_iterations}: rollouts of diffusion models are learned once; set it to 1"
             )
-        return num_passes
+        return mu_iterations
 
-    def flow_sampling_settings(self, diffusers: "DiffusersConfig") -> FlowSampling:
+    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
-        sampler_config, flow_rl = diffusers.sample, diffusers.flow_rl
+        sampler_config, flow_rl = diffusers_config.sample, diffusers_config.flow_rl
         has_stochastic_steps = sampler_config.solver in STOCHASTIC_SOLVERS and not sampler_config.deterministic_sampling
         return FlowSampling(
             num_steps=sampler_config.num_steps,
@@ -71,8 +71,8 @@ class FlowPolicyConfig(GrpoConfig):
             stochastic_solver=sampler_config.solver if has_stochastic_steps else "",
             noise_scale=sampler_config.noise_level,
             schedule=sampler_config.sigma_schedule,
-            size=diffusers.inference_size,
-            num_frames=diffusers.inference_frames,
+            size=diffusers_config.inference_size,
+            num_frames=diffusers_config.inference_frames,
             conditioning_frame_range=(flow_rl.min_conditional_frames, flow_rl.max_conditional_frames),
         )
 
@@ -80,9 +80,9 @@ class FlowPolicyConfig(GrpoConfig):
         yield from super().notices(stage)
         for key in self.ineffective_keys:
             *table_names, name = key.split(".")
-            key_table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
-            default_value = type(key_table).model_fields[name].default
-            if name in key_table.model_fields_set and getattr(key_table, name) != default_value:
+            settings_table = reduce(getattr, table_names, stage.recipe.policy.diffusers)
+            default_value = type(settings_table).model_fields[name].default
+            if name in settings_table.model_fields_set and getattr(settings_table, name) != default_value:
                 yield f"policy.diffusers.{key} has no effect with trainer_type = {self.trainer_type!r}"
         max_conditioning_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
         if max_conditioning_frames and self.rows != "media" and stage.kind.trains_model:
@@ -93,14 +93,14 @@ class FlowPolicyConfig(GrpoConfig):
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
-        diffusers = stage.recipe.policy.diffusers
-        data_beta, max_conditional_frames = diffusers.flow_rl.data_beta, diffusers.flow_rl.max_conditional_frames
-        if self.rows == "media" and max_conditional_frames:
-            reason = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_conditional_frames}"
-            if diffusers.train_frames != diffusers.inference_frames:
+        diffusers_config = stage.recipe.policy.diffusers
+        data_beta, max_frames = diffusers_config.flow_rl.data_beta, diffusers_config.flow_rl.max_conditional_frames
+        if self.rows == "media" and max_frames:
+            reason = f"rollouts start from policy.diffusers.flow_rl.max_conditional_frames = {max_frames}"
+            if diffusers_config.train_frames != diffusers_config.inference_frames:
                 yield (
-                    f"policy.diffusers.train_frames = {diffusers.train_frames}: {reason} frames of clips, which "
-                    f"must be as long as theirs; set it to inference_frames = {diffusers.inference_frames}"
+                    f"policy.diffusers.train_frames = {diffusers_config.train_frames}: {reason} frames of clips, which "
+                    f"must be as long as theirs; set it to inference_frames = {diffusers_config.inference_frames}"
                 )
             if self.dataset.aspect_ratio_buckets:
                 yield (

@@ -36,8 +36,7 @@ class SampleConfig(Table):
     always uses a solver; the stochastic steps of FlowGRPO with a solver are those of `flow`."""
     sigma_schedule: Literal["", "flow", "euler", "dpm", "unipc", "karras"] = ""
     """Schedule of noise levels: evenly spaced and shifted, from 1 to 0 (`flow`), or that of a scheduler of diffusers:
-    FlowMatchEuler, DPMSolverMultistep, UniPC, or UniPC with Karras' levels (`karras`); empty: the schedule of the
-    pipeline."""
+    FlowMatchEuler, DPMSolverMultistep, UniPC, or UniPC with Karras' levels (`karras`); empty: that of the pipeline."""
 
 
 class FlowRLConfig(Table):
@@ -68,8 +67,7 @@ class FlowRLConfig(Table):
     use_same_seed: bool = True
     """Start all samples of a group from the same noise."""
     min_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
-    """Minimum number of conditioning frames that rollouts take from the clip of their row, for a network that supports
-    them."""
+    """Minimum number of conditioning frames of rollouts, from the clip of the row, for a network that supports them."""
     max_conditional_frames: Annotated[NonNegativeInt, FieldUnit("latent frames")] = 0
     """Maximum number of conditioning frames in rollouts; the number is sampled uniformly for each prompt and train
     step. 0: rollouts are conditioned only on text."""

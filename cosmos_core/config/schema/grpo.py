@@ -97,8 +97,7 @@ class GrpoConfig(RlConfig):
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus in the loss; unlike in Cosmos-RL the bonus has a gradient. 0: no bonus."""
     log_entropy: bool = True
-    """Compute the policy's entropy for the metrics, which takes about a tenth of the time of a train step at a
-    vocabulary of 150,000 tokens."""
+    """Compute the policy's entropy for the metrics, about a tenth of the time of a step at a vocabulary of 150,000."""
     min_filter_prefix_tokens: TokenCount | None = None
     """Minimum length of a shared prefix to leave out of the loss: a prefix that completions with different rewards
     share; None: no prefix is left out."""
@@ -112,8 +111,7 @@ class GrpoConfig(RlConfig):
     """With `use_decoupled_loss`: tokens whose weight old policy / rollout policy exceeds this value get weight 0; None:
     no cap."""
     use_rollout_logprobs_for_loss: bool = False
-    """Use the log-probabilities that the rollout engine reports as those of the old policy, instead of recomputing
-    them."""
+    """Use the log-probabilities of the rollout engine as those of the old policy, instead of recomputing them."""
     rollout_correction: RolloutCorrection = ""
     """Importance weights w = old policy / rollout policy: `truncate` them at `rollout_correction_high` (TIS), `mask`
     tokens outside low and high (IcePop), or apply either to the product over a sequence; `none`: w = 1. Empty:
@@ -162,7 +160,7 @@ class GrpoConfig(RlConfig):
 
     @field_validator("lower_bound_ratio")
     @classmethod
-    def _check_dual_clip(cls, loss_bound: float) -> float:
+    def _check_dual_clip_bound(cls, loss_bound: float) -> float:
         if loss_bound <= 1:
             raise ValueError(f"lower_bound_ratio = {loss_bound} must be greater than 1")
         return loss_bound
@@ -180,13 +178,13 @@ class GrpoConfig(RlConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_gspo_loss_type(cls, policy: Any, info: ValidationInfo) -> Any:
-        variant = policy.get("variant") if isinstance(policy, dict) and policy.get("aipo_rho") is None else None
-        if variant in {"gspo", "sapo"} and "loss_type" not in policy:
+    def _set_default_loss_type(cls, table: Any, info: ValidationInfo) -> Any:
+        variant = table.get("variant") if isinstance(table, dict) and table.get("aipo_rho") is None else None
+        if variant in {"gspo", "sapo"} and "loss_type" not in table:
             default_reason = f"as in the paper of variant = {variant!r}; set it to have another"
             add_notice(info, f"train.train_policy.loss_type: seq-mean-token-mean, {default_reason}")
-            return policy | {"loss_type": "seq-mean-token-mean"}
-        return policy
+            return table | {"loss_type": "seq-mean-token-mean"}
+        return table
 
     @model_validator(mode="after")
     def _check_exclusive_settings(self) -> Self:
@@ -199,16 +197,16 @@ class GrpoConfig(RlConfig):
             raise ValueError(
                 "algo = 'gdpo' compares the same rewards in all groups; leave reward_function of datasets out"
             )
-        min_weight, max_weight = self.rollout_correction_low, self.rollout_correction_high
-        if min_weight > max_weight:
+        min_importance_weight, max_importance_weight = self.rollout_correction_low, self.rollout_correction_high
+        if min_importance_weight > max_importance_weight:
             raise ValueError(
-                f"rollout_correction_low = {min_weight:g} is above rollout_correction_high = {max_weight:g}: no weight "
-                f"is between; swap them"
+                f"rollout_correction_low = {min_importance_weight:g} is above rollout_correction_high = "
+                f"{max_importance_weight:g}: no weight is between; swap them"
             )
-        enabled_masks = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
-        if enabled_masks and self.use_rollout_logprobs_for_loss:
+        mask_keys = [n for n in ("geometric_mask", "mean_k3_mask", "max_k3_mask") if getattr(self, n) is not None]
+        if mask_keys and self.use_rollout_logprobs_for_loss:
             raise ValueError(
-                f"{enabled_masks[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = "
+                f"{mask_keys[0]} compares the old policy with the rollouts, and use_rollout_logprobs_for_loss = "
                 f"true takes the one for the other; set one of them"
             )
         if self.self_normalised_weights and not (self._has_rollout_correction or self.use_decoupled_loss):
@@ -283,18 +281,18 @@ class GrpoConfig(RlConfig):
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         yield from super().unsupported_setting_errors(stage)
-        data_term_config, table = self.data_term, "train.train_policy.data_term"
+        data_term_config, table_key = self.data_term, "train.train_policy.data_term"
         if data_term_config.weight and not data_term_config.name:
-            yield f"{table}.weight = {data_term_config.weight} names no rows: set {table}.name, or leave it out"
+            yield f"{table_key}.weight = {data_term_config.weight} names no rows: set {table_key}.name, or leave it out"
         if data_term_config.name and not data_term_config.weight:
-            yield f"{table}.weight = 0 leaves out the rows of {table}.name; set it to about 0.1"
+            yield f"{table_key}.weight = 0 leaves out the rows of {table_key}.name; set it to about 0.1"
         if is_user_code(data_term_config.name):
             yield (
-                f"{table}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the rows "
-                f"to a file"
+                f"{table_key}.name = {data_term_config.name!r}: a data set class of your own gives prompts; write the "
+                f"rows to a file"
             )
         if data_term_config.name and stage.recipe.policy.parallelism.pp_size > 1:
-            yield f"policy.parallelism.pp_size excludes {table}; set it to 1"
+            yield f"policy.parallelism.pp_size excludes {table_key}; set it to 1"
 
     @property
     def has_group_relative_advantages(self) -> bool:

@@ -17,8 +17,7 @@ class HooksConfig(Table):
     pre_training_hook: HookFunction = ""
     """Called before the first step of an attempt, with `start_step` and `total_steps` (None: unknown)."""
     pre_training_step_hook: HookFunction = ""
-    """Called before each train step, after its samples are loaded, with `current_step`, counted from 1, and
-    `total_steps`."""
+    """Called before each train step, when its samples are loaded, with `current_step` (from 1) and `total_steps`."""
     post_training_step_hook: HookFunction = ""
     """Called after each train step, with `current_step`, counted from 1, `total_steps` and the metrics of the step."""
     post_training_hook: HookFunction = ""

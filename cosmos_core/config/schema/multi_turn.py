@@ -26,8 +26,7 @@ class MultiTurnRolloutConfig(Table):
         tuple[NameOrImportPath, ...], Field(strict=False), EnabledBy("enable_tools"), ReferenceKind.CODE
     ] = ()
     """Tools that the policy may call: functions decorated with `@tool` of `cosmos_core.tools.base`, as
-    `path/file.py:function` or `module:function`. A column `tools` of a row replaces the descriptions of the tools in
-    its prompt."""
+    `path/file.py:function` or `module:function`. A row's column `tools` replaces the tools in its prompt."""
     tool_timeout_seconds: Annotated[PositiveFloat, FieldUnit("seconds"), EnabledBy("enable_tools")] = 10.0
     """Time limit of a tool call, after which it is killed; its result is then an error message for the policy."""
     tool_env: Annotated[StringOrList, ResultNeutral, EnabledBy("enable_tools")] = ()
@@ -41,8 +40,7 @@ class MultiTurnRolloutConfig(Table):
     max_assistant_turns: Annotated[PositiveInt, FieldUnit("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
-    """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
-    it."""
+    """Add the beginning of the assistant's turn after a prompt and after tool results; false: it is generated."""
     continue_final_message: bool = False
     """Leave the last message of a prompt open, so that the policy continues it; if it is an assistant message, it stays
     in the prompt. Off if tools and a generation prompt are enabled."""

@@ -66,8 +66,7 @@ class RolloutParallelismConfig(ParallelismConfig):
     separate processes."""
 
     n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
-    """Number of engines in separate processes (see `mode`); engines in the trainer's processes are as many as the ranks
-    allow."""
+    """Number of engines in separate processes (see `mode`); the trainer's processes run as many as fit."""
     tp_size: RankCount = 1
     """Number of ranks of one engine (Cosmos-RL: 2 by default): a divisor of the ranks of `policy.parallelism`; with
     `mode = "colocated_separated"`, processes on the GPUs of as many ranks on one machine; with `mode =
@@ -82,8 +81,7 @@ class PolicyParallelismConfig(ParallelismConfig):
     """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
     `dp_replicate_size` and a number of rows that are larger by this factor."""
     tp_size: RankCount = 1
-    """Number of tensor-parallel ranks, which split the model by the plan that the model declares (Cosmos-RL: 2 by
-    default)."""
+    """Number of tensor-parallel ranks, which split the model by the plan of its class (Cosmos-RL: 2 by default)."""
     cp_size: RankCount = 1
     """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
     tokens of a clip."""
@@ -101,11 +99,9 @@ class PolicyParallelismConfig(ParallelismConfig):
     """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
     layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
     pp_layers_per_stage: Annotated[PositiveInt, FieldUnit("layers")] = 2
-    """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time and more
-    messages."""
+    """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time, more messages."""
     pp_micro_batch_size: Annotated[PositiveInt, FieldUnit("rows")] = 1
-    """Number of rows of one pipeline micro-batch; `mini_batch` rows pass through the pipeline between two
-    synchronisations."""
+    """Number of rows of one pipeline micro-batch; the pipeline is synchronised after `mini_batch` rows."""
 
     def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
         """Yield an error for each parallel axis above 1 that `setting` excludes, because the setting needs whole layers
@@ -125,19 +121,19 @@ class PolicyParallelismConfig(ParallelismConfig):
             )
 
     def notices(self, stage: StageContext) -> Iterator[str]:
-        train, num_dp_ranks = stage.recipe.train, self.num_dp_ranks
-        policy, num_rows = train.train_policy, train.train_batch_per_replica
+        config, num_dp_ranks = stage.recipe.train, self.num_dp_ranks
+        policy, num_rows = config.train_policy, config.train_batch_per_replica
         if not policy.has_rollouts and num_dp_ranks > 1:
             yield (
                 f"train.train_batch_per_replica = {num_rows}: rows of an optimizer step, of all {num_dp_ranks} "
                 f"data-parallel ranks together (Cosmos-RL: of each)"
             )
-        if train.compile and "compile" in train.model_fields_set and self.tp_size > 1 and stage.kind.has_mesh:
+        if config.compile and "compile" in config.model_fields_set and self.tp_size > 1 and stage.kind.has_mesh:
             yield (
                 f"train.compile = true: the blocks run as they are, because torch does not compile weights that "
                 f"tp_size = {self.tp_size} splits for rows of any length"
             )
-        if train.rows_per_pass < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
+        if config.rows_per_pass < self.pp_size * self.pp_micro_batch_size and self.pp_size > 1:
             yield (
                 f"train.train_policy.mini_batch = {policy.mini_batch}: rows that go through the pipeline between two "
                 f"waits, fewer than pp_size x pp_micro_batch_size = {self.pp_size} x {self.pp_micro_batch_size}; raise "

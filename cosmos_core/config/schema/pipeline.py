@@ -25,15 +25,11 @@ BLOCK_PREFIX = "block:"
 
 
 def duration_in_seconds(duration_text: str) -> float:
-    """Return the number of seconds of a duration such as `90s`, `15m`, `12h`, `2d`.
-
-    Raises:
-        ValueError: the text is not a duration.
-    """
-    number_and_unit = _DURATION_PATTERN.fullmatch(duration_text.strip())
-    if not number_and_unit:
+    """Return the seconds of a duration such as `90s`, `15m`, `12h`, `2d`; raise `ValueError` for any other text."""
+    duration_match = _DURATION_PATTERN.fullmatch(duration_text.strip())
+    if not duration_match:
         raise ValueError(f"timeout = {duration_text!r} must be a number and a unit: 90s, 15m, 12h or 2d")
-    return float(number_and_unit[1]) * _SECONDS_BY_UNIT[number_and_unit[2]]
+    return float(duration_match[1]) * _SECONDS_BY_UNIT[duration_match[2]]
 
 
 class StageConfig(Table):
@@ -107,8 +103,8 @@ class StageConfig(Table):
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
         target_name, location = split_publication_target(self.target)
         if target_name == LOCAL_FOLDER_TARGET and location.startswith("~"):
-            user = location.partition("/")[0]
-            yield f"target = {self.target!r}: {user} is no user of this machine; write the whole path, or ./{location}"
+            home = location.partition("/")[0]
+            yield f"target = {self.target!r}: {home} is no user of this machine; write the whole path, or ./{location}"
         target_names = list_defined_names(PUBLICATION_TARGETS_FOLDER, "Target")
         if not is_import_path(target_name) and target_name not in target_names:
             yield (
@@ -185,8 +181,7 @@ class PipelineConfig(Table):
     price_per_gpu_hour: Annotated[PositiveFloat | None, ResultNeutral] = None
     """Price of one GPU for an hour, in any currency, with which `plan --estimate`, `runs --cost`, the report and the
     card of a run show costs. What counts is the time for which a stage holds GPUs, in all its attempts; on a machine
-    without GPUs each rank and each engine with a GPU of its own in the placement counts as one. None: no cost is
-    shown."""
+    without GPUs each rank and each engine with a GPU of its own in the placement counts as one. None: no costs."""
     budget: Annotated[PositiveFloat | None, ResultNeutral] = None
     """Maximum cost of a run, in the currency of `price_per_gpu_hour`: a run that reaches it saves a checkpoint and
     stops with exit code 75; `cosmos resume RUN --budget AMOUNT` continues it. Stages without GPUs are not stopped.

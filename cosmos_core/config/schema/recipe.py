@@ -123,14 +123,14 @@ class Recipe(Table):
     @property
     def training_rewards(self) -> dict[str, float] | RemoteRewardConfig:
         """Return the rewards by which completions are scored in training, local or remote."""
-        policy = self.train.train_policy
-        return policy.remote_reward_config or policy.rewards
+        train_policy = self.train.train_policy
+        return train_policy.remote_reward_config or train_policy.rewards
 
     @property
     def held_out_rewards(self) -> dict[str, float] | RemoteRewardConfig:
         """Return the rewards by which held-out completions are scored; by default the rewards of the training."""
-        validation, policy = self.validation, self.train.train_policy
-        return validation.remote_reward_config or validation.reward_function or policy.validation_rewards
+        validation, train_policy = self.validation, self.train.train_policy
+        return validation.remote_reward_config or validation.reward_function or train_policy.validation_rewards
 
     @property
     def num_engines(self) -> int:
@@ -146,12 +146,12 @@ class Recipe(Table):
     @property
     def datasets(self) -> dict[str, RowsConfig]:
         """Return the data sets of training, supervised and held-out rows and of benchmarks, by their recipe key."""
-        policy = self.train.train_policy
-        datasets: dict[str, RowsConfig] = {key: table.dataset for key, table in policy.tables_by_dataset.items()}
-        if policy.supervised_rows:
-            datasets["train.train_policy.data_term"] = policy.supervised_rows.dataset
+        train_policy = self.train.train_policy
+        datasets: dict[str, RowsConfig] = {key: table.dataset for key, table in train_policy.tables_by_dataset.items()}
+        if train_policy.supervised_rows:
+            datasets["train.train_policy.data_term"] = train_policy.supervised_rows.dataset
         datasets["validation.dataset"] = self.validation.dataset
-        for i, benchmark in enumerate(policy.clean.decontaminate_against if policy.clean else ()):
+        for i, benchmark in enumerate(train_policy.clean.decontaminate_against if train_policy.clean else ()):
             datasets[f"{BENCHMARKS_KEY}.{i}"] = benchmark.dataset
         return datasets
 
@@ -168,9 +168,9 @@ class Recipe(Table):
     def explain_missing_image_support(self, stage_kind: "StageKind") -> str:
         """Return the reason why a stage of this kind cannot read rows with images; empty if it can."""
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
-            if (axis_size := getattr(self.policy.parallelism, key)) > 1:
+            if (num_axis_ranks := getattr(self.policy.parallelism, key)) > 1:
                 return (
-                    f"policy.parallelism.{key} = {axis_size}: this version shards models that are shown images by "
+                    f"policy.parallelism.{key} = {num_axis_ranks}: this version shards models that are shown images by "
                     f"dp_shard_size and dp_replicate_size alone; set {key} = 1"
                 )
         if self.train.train_policy.has_token_based_batches:
@@ -188,21 +188,21 @@ class Recipe(Table):
     @property
     def reward_settings(self) -> RewardSettings:
         """Return the settings with which reward functions are called, in training and in validation."""
-        policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
-        recipe_values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
+        train_policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
+        keyword_values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
         return RewardSettings(
             environment_names=self.reward_env,
             judge=self.judge,
-            timeout_seconds=policy.reward_call_timeout_seconds,
-            keyword_values=recipe_values | policy.reward_keyword_values,
-            calls_per_group=policy.calls_rewards_per_group,
+            timeout_seconds=train_policy.reward_call_timeout_seconds,
+            keyword_values=keyword_values | train_policy.reward_keyword_values,
+            calls_per_group=train_policy.calls_rewards_per_group,
         )
 
     @property
     def uses_judge(self) -> bool:
         """Return whether training or validation uses the reward `judge`."""
-        policy = self.train.train_policy
-        return "judge" in {*policy.rewards, *(self.validation.reward_function or policy.validation_rewards)}
+        train_policy = self.train.train_policy
+        return "judge" in {*train_policy.rewards, *(self.validation.reward_function or train_policy.validation_rewards)}
 
     @property
     def reward_env(self) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ class Recipe(Table):
             return recipe_values
         algorithm_table: Any = {**policy_table, "trainer_type": "diffusion_sft"}
         if name != "sft":  # for a user's class `find_algorithm_name` would select `SftConfig`
-            with suppress(ValidationError):  # validation of `train` reports the error with the full key
+            with suppress(ValidationError):  # ignore an error: validation of `train` reports it with the full key
                 algorithm_table = DiffusionSftConfig.model_validate(policy_table)
         return {**recipe_values, "train": {**train_table, "train_policy": algorithm_table}}
 
@@ -246,21 +246,23 @@ class Recipe(Table):
         """Replace `n_init_replicas` copies of the trainer by data-parallel replicas of one mesh, and multiply the
         number of rows of a train step by `n_init_replicas`."""
         mesh, train_config = self.policy.parallelism, self.train
-        num_replicas, policy = mesh.n_init_replicas, train_config.train_policy
+        num_replicas, train_policy = mesh.n_init_replicas, train_config.train_policy
         if num_replicas == 1:
             return self
         num_dp_replicas = mesh.dp_replicate_size * num_replicas
         rows_per_step = train_config.train_batch_per_replica * num_replicas
         change_text = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
         add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change_text}")
-        if isinstance(policy, RlConfig) and policy.batch_size_per_optimize:
-            policy = policy.copy_with(batch_size_per_optimize=policy.batch_size_per_optimize * num_replicas)
+        if isinstance(train_policy, RlConfig) and train_policy.batch_size_per_optimize:
+            train_policy = train_policy.copy_with(
+                batch_size_per_optimize=train_policy.batch_size_per_optimize * num_replicas
+            )
         mesh = mesh.copy_with(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
-        train_config = train_config.copy_with(train_batch_per_replica=rows_per_step, train_policy=policy)
+        train_config = train_config.copy_with(train_batch_per_replica=rows_per_step, train_policy=train_policy)
         return self.copy_with(policy=self.policy.copy_with(parallelism=mesh), train=train_config)
 
     @model_validator(mode="after")
-    def _set_diffusion_engine(self) -> Self:
+    def _select_flow_sampler_backend(self) -> Self:
         """Select the backend `flow_sampler` for a diffusion model, which generates on the ranks that train it."""
         if not self.policy.is_diffusers or self.rollout.backend not in {"vllm", "hf"}:
             return self
@@ -273,14 +275,14 @@ class Recipe(Table):
         if mesh.pp_size == 1:
             return self
         batch_size = train_config.train_batch_per_replica
-        pp_size_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
+        pp_setting_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
         if batch_size % mesh.pp_micro_batch_size:
             raise ValueError(
-                f"{pp_size_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
+                f"{pp_setting_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
                 f"pp_micro_batch_size = {mesh.pp_micro_batch_size}"
             )
         if train_config.fsdp_offload:
-            raise ValueError(f"{pp_size_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
+            raise ValueError(f"{pp_setting_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
         return self
 
     def should_compile_blocks(self, device: str) -> bool:
@@ -309,32 +311,32 @@ class Recipe(Table):
     @field_validator("train")
     @classmethod
     def _derive_distillation_settings(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
-        distillation_config, policy = info.data.get("distillation"), train.train_policy
-        if distillation_config is None or not distillation_config.enable or not isinstance(policy, RlConfig):
+        distillation_config, train_policy = info.data.get("distillation"), train.train_policy
+        if distillation_config is None or not distillation_config.enable or not isinstance(train_policy, RlConfig):
             return train
-        return train.copy_with(train_policy=policy.with_bypassed_rewards().copy_with(rollout_as_token_ids=True))
+        return train.copy_with(train_policy=train_policy.with_bypassed_rewards().copy_with(rollout_as_token_ids=True))
 
     @field_validator("validation")
     @classmethod
     def _inherit_remote_rewards(cls, validation: ValidationConfig, info: ValidationInfo) -> ValidationConfig:
         """Copy the settings of the reward service from training to validation if `[validation]` leaves them out."""
         train_config = info.data.get("train")
-        policy = train_config.train_policy if train_config else None
-        if not isinstance(policy, RlConfig):
+        train_policy = train_config.train_policy if train_config else None
+        if not isinstance(train_policy, RlConfig):
             return validation
-        is_remote, remote_reward = validation.use_remote_reward, validation.remote_reward or policy.remote_reward
-        uses_reward_service = policy.use_remote_reward if is_remote is None else is_remote
+        is_remote, remote_reward = validation.use_remote_reward, validation.remote_reward or train_policy.remote_reward
+        uses_reward_service = train_policy.use_remote_reward if is_remote is None else is_remote
         return validation.copy_with(use_remote_reward=uses_reward_service, remote_reward=remote_reward)
 
     @model_validator(mode="after")
     def _check_datasets_and_remote_rewards(self) -> Self:
-        policy, validation_setting = self.train.train_policy, self.validation.use_remote_reward
-        if policy.datasets and self.policy.is_diffusers:
+        train_policy, is_remote_in_validation = self.train.train_policy, self.validation.use_remote_reward
+        if train_policy.datasets and self.policy.is_diffusers:
             raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
-        is_remote_in_training = isinstance(policy, RlConfig) and policy.use_remote_reward
-        if validation_setting is not None and validation_setting != is_remote_in_training:
+        is_remote_in_training = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
+        if is_remote_in_validation is not None and is_remote_in_validation != is_remote_in_training:
             raise ValueError(
-                f"validation.use_remote_reward = {str(validation_setting).lower()} must equal "
+                f"validation.use_remote_reward = {str(is_remote_in_validation).lower()} must equal "
                 f"train.train_policy.use_remote_reward = {str(is_remote_in_training).lower()}; leave it out to inherit"
             )
         return self

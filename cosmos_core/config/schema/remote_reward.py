@@ -78,7 +78,7 @@ class RemoteRewardConfig(Table):
         return functions
 
     @model_validator(mode="after")
-    def _check_limits_order(self) -> Self:
+    def _check_reward_bounds_order(self) -> Self:
         check_bounds_order(self, "reward_clip_min", "reward_clip_max")
         return self
 

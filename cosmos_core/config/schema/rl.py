@@ -38,8 +38,7 @@ class OverlongRewardConfig(Table):
     """`[train.train_policy.overlong_reward]`: settings of the reward `overlong`."""
 
     buffer_length: TokenCount = 4096
-    """Length of the ramp before `rollout.max_response_length` over which the penalty grows from 0 to
-    `penalty_factor`."""
+    """Length of the ramp below `rollout.max_response_length` in which the penalty grows from 0 to `penalty_factor`."""
     penalty_factor: NonNegativeFloat = 1.0
     """Penalty of a completion of the maximum length."""
 
@@ -85,8 +84,7 @@ class RlConfig(AlgorithmConfig):
     """Requests to the reward service."""
     filter_reward_metric: StringOrList = ()
     """With variant = 'dapo': reward metrics that must differ within a group for it to be trained on; the total reward
-    if empty, or if the group's rewards report none of them. A reward of weight 0 in `reward_function` can serve only
-    this purpose."""
+    if empty, or if the group's rewards report none of them. A reward of weight 0 can serve this purpose alone."""
     bypass_reward: bool = False
     """Set every reward to 0 without a call of a reward function."""
     group_reward_calculation: bool = False
@@ -154,7 +152,7 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # if all rewards are 0, every group would be replaced
+        if self.variant != "dapo" or self.bypass_reward:  # no replacement if all rewards are 0: no group would be kept
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
@@ -190,21 +188,21 @@ class RlConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_generated_reward(cls, table: Any) -> Any:
+    def _set_generated_reward(cls, policy_table: Any) -> Any:
         """Set the reward function `reasoning_gym` for generated rows unless the recipe sets another."""
-        if not isinstance(table, dict) or "reward_function" in table:
-            return table
-        datasets, reward_setting = table.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
+        if not isinstance(policy_table, dict) or "reward_function" in policy_table:
+            return policy_table
+        datasets, reward_setting = policy_table.get("datasets") or (), {"reward_function": REASONING_GYM_REWARD}
         if not isinstance(datasets, list | tuple):
-            return table
-        if all(_is_generated_dataset(each) for each in datasets or (table.get("dataset"),)):
-            table = table | reward_setting
+            return policy_table
+        if all(_is_generated_dataset(each) for each in datasets or (policy_table.get("dataset"),)):
+            policy_table = policy_table | reward_setting
         if any(map(_is_generated_dataset, datasets)):
             generated_flags = [isinstance(each, dict) and _is_generated_dataset(each) for each in datasets]
             datasets_and_flags = zip(datasets, generated_flags, strict=True)
             datasets = [reward_setting | each if has_default else each for each, has_default in datasets_and_flags]
-            table = table | {"datasets": datasets}
-        return table
+            policy_table = policy_table | {"datasets": datasets}
+        return policy_table
 
     @model_validator(mode="after")
     def _apply_bypass_reward(self) -> Self:
@@ -227,25 +225,25 @@ class RlConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _warn_outdated_steps(cls, table: Any, info: ValidationInfo) -> Any:
-        if isinstance(table, dict) and table.get("on_policy") is True and table.get("allowed_outdated_steps"):
-            key, num_steps = "train.train_policy.allowed_outdated_steps", table["allowed_outdated_steps"]
-            add_notice(info, f"{key} = {num_steps}: 0, because on_policy is set")
-        return table
+    def _report_ignored_outdated_steps(cls, policy: Any, info: ValidationInfo) -> Any:
+        if isinstance(policy, dict) and policy.get("on_policy") is True and policy.get("allowed_outdated_steps"):
+            full_key, outdated_steps = "train.train_policy.allowed_outdated_steps", policy["allowed_outdated_steps"]
+            add_notice(info, f"{full_key} = {outdated_steps}: 0, because on_policy is set")
+        return policy
 
     @field_validator("allowed_outdated_steps")
     @classmethod
-    def _forbid_outdated_steps_on_policy(cls, max_outdated_steps: int, info: ValidationInfo) -> int:
+    def _reset_outdated_steps_on_policy(cls, max_outdated_steps: int, info: ValidationInfo) -> int:
         return 0 if info.data.get("on_policy") else max_outdated_steps
 
     @field_validator("outdated_rollout_fetch_batch_size")
     @classmethod
-    def _default_fetch_size(cls, fetch_size: int, info: ValidationInfo) -> int:
+    def _set_default_fetch_size(cls, fetch_size: int, info: ValidationInfo) -> int:
         return _DAPO_MAX_EXTRA_PROMPTS if info.data.get("variant") == "dapo" and fetch_size <= 0 else fetch_size
 
     @field_validator("max_inflight_steps")
     @classmethod
-    def _raise_max_inflight_steps(cls, max_inflight_steps: int | None, info: ValidationInfo) -> int | None:
+    def _increase_max_inflight_steps(cls, max_inflight_steps: int | None, info: ValidationInfo) -> int | None:
         min_inflight_steps = info.data.get("allowed_outdated_steps", 0) + 1
         if max_inflight_steps is None or max_inflight_steps >= min_inflight_steps:
             return max_inflight_steps

@@ -139,8 +139,8 @@ class RolloutConfig(Table):
         engine_keys = [f"rollout.{name}" for name in ("mode", "async_r2r_sync", "weight_transfer") if self.is_set(name)]
         if self.parallelism.is_set("n_init_replicas"):
             engine_keys.append("rollout.parallelism.n_init_replicas")
-        algorithm = stage.recipe.train.train_policy
-        if algorithm.dynamic_sampling is None and algorithm.is_set("outdated_rollout_fetch_batch_size"):
+        train_policy = stage.recipe.train.train_policy
+        if train_policy.dynamic_sampling is None and train_policy.is_set("outdated_rollout_fetch_batch_size"):
             engine_keys.append("train.train_policy.outdated_rollout_fetch_batch_size")
         for key in engine_keys:
             yield f"{key} has no effect here: with mode = 'colocated' each rank has an engine inside"
@@ -149,11 +149,11 @@ class RolloutConfig(Table):
         """Yield a notice if weights cannot be sent by vLLM's weight transfer (`weight_transfer = "native"`)."""
         if self.weight_transfer != "native" or stage.kind.feed != "rollouts" or stage.recipe.mode == "colocated":
             return
-        conflicts = self.native_transfer_conflicts + ["policy.lora"] * (stage.recipe.policy.lora is not None)
-        if conflicts:
+        conflicting_settings = self.native_transfer_conflicts + ["policy.lora"] * (stage.recipe.policy.lora is not None)
+        if conflicting_settings:
             yield (
-                f"rollout.weight_transfer = 'native' has no effect with {conflicts[0]}: weights travel through host "
-                f"memory"
+                f"rollout.weight_transfer = 'native' has no effect with {conflicting_settings[0]}: weights travel "
+                f"through host memory"
             )
         else:
             yield (
@@ -244,14 +244,18 @@ class RolloutConfig(Table):
                 f"rollout.max_response_length = {self.max_response_length}: a completion gets the tokens that its "
                 f"prompt leaves of policy.model_max_length = {model_max_length}"
             )
-        sampling_fields, sampling = SamplingConfig.model_fields, dict(self.sampling_config)
-        keys = ("top_p", "top_k", "repetition_penalty")
-        settings = [f"{name} = {sampling[name]}" for name in keys if sampling[name] != sampling_fields[name].default]
-        if settings and stage.recipe.train.train_policy.has_rollouts:
+        sampling_fields, sampling_values = SamplingConfig.model_fields, dict(self.sampling_config)
+        distribution_keys = ("top_p", "top_k", "repetition_penalty")
+        changed_settings = [
+            f"{name} = {sampling_values[name]}"
+            for name in distribution_keys
+            if sampling_values[name] != sampling_fields[name].default
+        ]
+        if changed_settings and stage.recipe.train.train_policy.has_rollouts:
             yield (
-                f"rollout.sampling_config: {', '.join(settings)}: training completions are not drawn from the policy; "
-                f"the loss weights their tokens by policy / sampled distribution, and never sees the tokens that are "
-                f"cut off"
+                f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
+                f"policy; the loss weights their tokens by policy / sampled distribution, and never sees the tokens "
+                f"that are cut off"
             )
 
     @property

@@ -55,12 +55,12 @@ class SampleStageConfig(Table):
     """With `endpoint`: maximum number of requests at a time."""
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:
-        policy = stage.recipe.train.train_policy
+        train_policy = stage.recipe.train.train_policy
         if stage.kind.table != "sample":
             return
-        if not policy.has_rollouts:
+        if not train_policy.has_rollouts:
             yield (
-                f"train.train_policy.type = {policy.type!r}: kind sample completes prompts and scores them; set "
+                f"train.train_policy.type = {train_policy.type!r}: kind sample completes prompts and scores them; set "
                 f"train.train_policy.type = 'grpo' and name its reward_function"
             )
         if stage.recipe.policy.is_diffusers:

@@ -21,9 +21,8 @@ class SupervisedConfig(AlgorithmConfig):
     an epoch may be smaller."""
     conversation_column_name: str = "conversations"
     """Column of the conversation; rows without it may have columns of other known names, which
-    docs/reference/columns.md lists. In rows of pairs it is the column of the prompt, or rows have the column
-    `prompt`. An assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not trained
-    on."""
+    docs/reference/columns.md lists. In rows of pairs it is the column of the prompt, or rows have the column `prompt`.
+    An assistant turn with `weight = 0`, or `loss`, `train`, `trainable` or `loss_mask` = 0, is not learned."""
     system_prompt: str = ""
     """System prompt for conversations without a system turn and without a column `system`; empty: no system prompt."""
     enable_dp_load_balancing: bool = False
@@ -43,9 +42,9 @@ class SupervisedConfig(AlgorithmConfig):
     @property
     def column_names(self) -> dict[str, str]:
         """Return the column names that the recipe sets, by the default name of each column."""
-        known_columns = ("prompt", "response", "chosen", "rejected", "label")
-        columns = {name: getattr(self, f"{name}_column_name", "") for name in known_columns}
-        return {name: each for name, each in columns.items() if each and (name in known_columns[:2] or each != name)}
+        default_names = ("prompt", "response", "chosen", "rejected", "label")
+        set_names = {name: getattr(self, f"{name}_column_name", "") for name in default_names}
+        return {name: each for name, each in set_names.items() if each and (name in default_names[:2] or each != name)}
 
     @model_validator(mode="after")
     def _refuse_repeated_columns(self) -> Self:

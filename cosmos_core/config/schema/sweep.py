@@ -37,20 +37,19 @@ class SweepConfig(Table):
     max_parallel: Annotated[PositiveInt | None, ResultNeutral] = None
     """Maximum number of branch stages that run concurrently; None: one, or with a `work_pool` the limit of the pool."""
     branches: Annotated[tuple[SweepBranch, ...], Field(strict=False)] = ()
-    """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. Set automatically for a
-    grid."""
+    """Kind select: the branches to choose from; empty: each stage in its `after` is a branch. A grid sets this key."""
 
     @field_validator("grid")
     @classmethod
     def _flatten_grid(cls, grid: dict[str, Any]) -> dict[str, Any]:
         flat_grid = flatten_nonempty_tables(grid)
-        num_combinations = 1
+        num_grid_points = 1
         for key, grid_values in flat_grid.items():
             if not isinstance(grid_values, list) or not grid_values:
                 raise ValueError(f'grid: "{key}" = {grid_values!r} must be a list of values')
             if any(grid_values.count(value) > 1 for value in grid_values):
                 raise ValueError(f'grid: "{key}" = {grid_values!r} names a value twice')
-            num_combinations *= len(grid_values)
-        if num_combinations > _MAX_BRANCHES:
-            raise ValueError(f"grid: {num_combinations} combinations; at most {_MAX_BRANCHES} make a sweep")
+            num_grid_points *= len(grid_values)
+        if num_grid_points > _MAX_BRANCHES:
+            raise ValueError(f"grid: {num_grid_points} combinations; at most {_MAX_BRANCHES} make a sweep")
         return flat_grid

@@ -122,8 +122,8 @@ def support_status(field_info: FieldInfo) -> KeyStatus:
 
 def affects_result(field_info: FieldInfo) -> bool:
     """Return whether a field enters the fingerprint of the stages that read it."""
-    effect_metadata = find_metadata(field_info, AffectsResult)
-    return support_status(field_info) == _USED_STATUS and (effect_metadata is None or effect_metadata.value)
+    metadata = find_metadata(field_info, AffectsResult)
+    return support_status(field_info) == _USED_STATUS and (metadata is None or metadata.enters_fingerprint)
 
 
 def is_table(type_annotation: Any) -> bool:
@@ -168,31 +168,35 @@ def _iterate_active_fields(table: Table) -> Iterator[tuple[str, FieldInfo, Any]]
             yield name, field, getattr(table, name)
 
 
-def disabled_settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+def disabled_settings(table: Table, key_prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield (dotted path, value, name of the enabling field) of every key that was set but has no effect, because the
     field that enables it is off."""
     if table.enabling_field and not getattr(table, table.enabling_field):
-        yield from ((key, value, table.enabling_field) for key, value in _changed_settings(table, prefix))
+        yield from ((key, value, table.enabling_field) for key, value in _changed_settings(table, key_prefix))
         return
     for name, field in type(table).model_fields.items():
         value, enabled_by = getattr(table, name), find_metadata(field, EnabledBy)
         if not enabled_by or getattr(table, enabled_by.enabling_field):
-            yield from disabled_settings(value, f"{prefix}{name}.") if isinstance(value, Table) else ()
+            yield from disabled_settings(value, f"{key_prefix}{name}.") if isinstance(value, Table) else ()
         elif isinstance(value, Table):
-            changed_settings = _changed_settings(value, f"{prefix}{name}.") if name in table.model_fields_set else ()
+            changed_settings = (
+                _changed_settings(value, f"{key_prefix}{name}.") if name in table.model_fields_set else ()
+            )
             yield from ((key, nested_value, enabled_by.enabling_field) for key, nested_value in changed_settings)
         elif table.is_set(name):
-            yield f"{prefix}{name}", value, enabled_by.enabling_field
+            yield f"{key_prefix}{name}", value, enabled_by.enabling_field
 
 
-def _changed_settings(table: Table, prefix: str) -> Iterator[tuple[str, Any]]:
+def _changed_settings(table: Table, key_prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of every key below a table that was set to another value than its default."""
     default_table = type(table)()
     for name in type(table).model_fields:
         value = getattr(table, name)
         if name in table.model_fields_set and value != getattr(default_table, name):
             is_nested = isinstance(value, Table)
-            yield from _changed_settings(value, f"{prefix}{name}.") if is_nested else [(f"{prefix}{name}", value)]
+            yield from (
+                _changed_settings(value, f"{key_prefix}{name}.") if is_nested else [(f"{key_prefix}{name}", value)]
+            )
 
 
 def active_fields(table: Table, key_prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
@@ -215,21 +219,21 @@ def _are_tables(field_value: Any) -> bool:
 
 def result_values(table: Table) -> dict[str, Any]:
     """Return the values of a table that can change results, nested tables included, JSON types only."""
-    result_by_key: dict[str, Any] = {}
+    result_by_name: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         field_value = getattr(table, name)
         omits_empty_value = getattr(find_metadata(field, AffectsResult), "omits_empty_value", False)
         if not affects_result(field) or (not field_value and omits_empty_value):
             continue
-        if omits_empty_value and _are_tables(field_value):  # one list per key: a fingerprint may need some keys only
+        if omits_empty_value and _are_tables(field_value):  # one list per key: a fingerprint includes only some keys
             subtable_values = [result_values(subtable) for subtable in field_value]
-            keys = dict.fromkeys(key for row in subtable_values for key in row)
-            result_by_key[name] = {key: [row.get(key) for row in subtable_values] for key in keys}
+            subtable_keys = dict.fromkeys(key for row in subtable_values for key in row)
+            result_by_name[name] = {key: [row.get(key) for row in subtable_values] for key in subtable_keys}
         elif not isinstance(field_value, Table):
-            result_by_key[name] = list(field_value) if isinstance(field_value, tuple) else field_value
+            result_by_name[name] = list(field_value) if isinstance(field_value, tuple) else field_value
         elif nested_result := result_values(field_value):
-            result_by_key[name] = nested_result
-    return result_by_key
+            result_by_name[name] = nested_result
+    return result_by_name
 
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
@@ -250,12 +254,14 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
     return table.copy_with(**converted_values) if converted_values else table
 
 
-def flatten_nonempty_tables(nested_tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_nonempty_tables(nested_tables: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one flat dict with dotted keys; empty tables are left out."""
     flat_values: dict[str, Any] = {}
     for key, value in nested_tables.items():
         is_nested = isinstance(value, Mapping)
-        flat_values |= flatten_nonempty_tables(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+        flat_values |= (
+            flatten_nonempty_tables(value, f"{key_prefix}{key}.") if is_nested else {f"{key_prefix}{key}": value}
+        )
     return flat_values
 
 

@@ -45,7 +45,7 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 _NO_LOSS_SCALING_ADVICE = "this version does not scale losses, so gradients vanish; use 'bfloat16'"
-_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # every child process sends SIGCHLD at its end
+_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # each child that ends sends SIGCHLD
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[
@@ -92,15 +92,13 @@ class TrainConfig(Table):
     """Implementation of the optimizer in torch (torchao has only one), or a list with one per model part, and there is
     one model part; `fused` on CPU needs float32 or bfloat16 as `master_dtype`."""
     optm_weight_decay: NonNegativeFloat = 0.01
-    """Weight decay, decoupled (AdamW) or as L2 penalty (Adam); not applied to biases and norms, which have one
-    dimension."""
+    """Weight decay, decoupled (AdamW) or as L2 penalty (Adam); not applied to one-dimensional weights."""
     optm_betas: Annotated[tuple[_BetaDecay, _BetaDecay], Field(strict=False)] = (0.9, 0.999)
     """Decay rates of Adam's first and second moment."""
     epsilon: PositiveFloat = 1e-6
     """Epsilon in the denominator of Adam's update."""
     optm_warmup_steps: Annotated[int | float, FieldUnit("train steps or fraction")] = 20
-    """Length of the warm-up of the learning rate: a number of steps, or as a float up to 1.0 a fraction of all
-    steps."""
+    """Length of the warm-up of the learning rate: a number of steps, or, as a float up to 1.0, a fraction of all."""
     optm_warmup_start_factor: Annotated[Fraction, EnabledBy("optm_warmup_steps")] = 0.0
     """Factor of the learning rate at the start of the warm-up; the first step has one increment more, so that its
     factor is never 0."""
@@ -115,8 +113,7 @@ class TrainConfig(Table):
     ema_enable: bool = False
     """Keep a moving average of the trained weights in float32, which is validated and exported."""
     ema_decay: Annotated[Fraction, EnabledBy("ema_enable")] = 0.9999
-    """Largest decay of the moving average; after n optimizer steps the decay is min((1 + n) / (10 + n),
-    `ema_decay`)."""
+    """Largest decay of the moving average; after n optimizer steps min((1 + n) / (10 + n), `ema_decay`)."""
     ema_update_step_interval: Annotated[NonNegativeInt, FieldUnit("optimizer steps"), EnabledBy("ema_enable")] = 0
     """Number N of optimizer steps between two updates of the moving average; the first update follows after N - 1
     steps, as in Flow-GRPO and DiffusionNFT. 0 and 1: every step."""
@@ -218,32 +215,38 @@ class TrainConfig(Table):
 
     @field_validator("train_policy")
     @classmethod
-    def _derive_policy_settings(cls, policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
+    def _derive_policy_settings(cls, train_policy: AlgorithmConfig, info: ValidationInfo) -> AlgorithmConfig:
         """Make `mini_batch` divide the batch size, and allow rollouts as old as the interval between weight syncs."""
         batch_size, sync_interval = info.data.get("train_batch_per_replica"), info.data.get("sync_weight_interval", 1)
-        if batch_size and "mini_batch" not in policy.model_fields_set:
-            policy = policy.copy_with(mini_batch=math.gcd(batch_size, DEFAULT_MINI_BATCH))
-        if isinstance(policy, RlConfig) and not policy.on_policy and policy.allowed_outdated_steps + 1 < sync_interval:
+        if batch_size and "mini_batch" not in train_policy.model_fields_set:
+            train_policy = train_policy.copy_with(mini_batch=math.gcd(batch_size, DEFAULT_MINI_BATCH))
+        if (
+            isinstance(train_policy, RlConfig)
+            and not train_policy.on_policy
+            and train_policy.allowed_outdated_steps + 1 < sync_interval
+        ):
             key, min_steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
-            add_notice(info, f"{key} = {policy.allowed_outdated_steps}: {min_steps}, which is sync_weight_interval - 1")
-            policy = policy.copy_with(allowed_outdated_steps=min_steps)
-        return policy
+            add_notice(
+                info, f"{key} = {train_policy.allowed_outdated_steps}: {min_steps}, which is sync_weight_interval - 1"
+            )
+            train_policy = train_policy.copy_with(allowed_outdated_steps=min_steps)
+        return train_policy
 
     @field_validator("coalesce_weight_sync")
     @classmethod
-    def _disable_coalesced_sync(cls, is_enabled: bool, info: ValidationInfo) -> bool:
-        policy = info.data.get("train_policy")
-        if not is_enabled or not isinstance(policy, RlConfig):
-            return is_enabled
-        if policy.on_policy or not policy.allowed_outdated_steps:
+    def _disable_coalesced_sync(cls, coalesces_sync: bool, info: ValidationInfo) -> bool:
+        train_policy = info.data.get("train_policy")
+        if not coalesces_sync or not isinstance(train_policy, RlConfig):
+            return coalesces_sync
+        if train_policy.on_policy or not train_policy.allowed_outdated_steps:
             add_notice(info, "train.coalesce_weight_sync: false, because rollouts may not be outdated")
             return False
         return True
 
     @field_validator("resume")
     @classmethod
-    def _normalise_resume(cls, checkpoint: bool | str) -> bool | str:
-        return False if checkpoint in {"", "None", "False"} else checkpoint
+    def _normalise_resume_setting(cls, resume_setting: bool | str) -> bool | str:
+        return False if resume_setting in {"", "None", "False"} else resume_setting
 
     @field_validator("optm_lr", "optm_impl")
     @classmethod
@@ -304,13 +307,13 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _check_exclusive_settings(self) -> Self:
-        policy = self.train_policy
+        train_policy = self.train_policy
         if self.train_batch_per_replica % self.rows_per_pass:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
-                f"train_policy.mini_batch = {policy.mini_batch}"
+                f"train_policy.mini_batch = {train_policy.mini_batch}"
             )
-        optimizer_batch_size = policy.batch_size_per_optimize if isinstance(policy, RlConfig) else None
+        optimizer_batch_size = train_policy.batch_size_per_optimize if isinstance(train_policy, RlConfig) else None
         if optimizer_batch_size is not None and self.train_batch_per_replica % optimizer_batch_size:
             raise ValueError(
                 f"train_batch_per_replica = {self.train_batch_per_replica} must be a multiple of "
@@ -320,12 +323,12 @@ class TrainConfig(Table):
             raise ValueError("optm_impl = 'fused' needs master_dtype float32 or bfloat16")
         if self.async_tp_enabled and self.compile is False:
             raise ValueError("async_tp_enabled = true needs compile = true; set compile = true or leave it out")
-        if policy.has_token_based_batches and self.max_num_steps is None:
+        if train_policy.has_token_based_batches and self.max_num_steps is None:
             raise ValueError(
                 "train_policy.enable_dp_load_balancing = true needs max_num_steps: batches differ in rows, so the "
                 "length of an epoch is unknown; set train.max_num_steps"
             )
-        if isinstance(policy, RlConfig) and policy.on_policy and self.sync_weight_interval != 1:
+        if isinstance(train_policy, RlConfig) and train_policy.on_policy and self.sync_weight_interval != 1:
             raise ValueError(
                 f"train_policy.on_policy = true needs sync_weight_interval = 1, not {self.sync_weight_interval}: "
                 f"rollouts of older weights are off-policy"

@@ -81,8 +81,8 @@ class ValidationConfig(Table):
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         max_response_tokens, model_max_length = self.max_response_length or 0, stage.recipe.policy.model_max_length
-        has_prompts = stage.measures_held_out_rows and stage.recipe.has_validation_completions
-        if has_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
+        completes_prompts = stage.measures_held_out_rows and stage.recipe.has_validation_completions
+        if completes_prompts and not stage.recipe.policy.is_diffusers and max_response_tokens >= model_max_length:
             yield (
                 f"validation.max_response_length = {max_response_tokens}: a completion gets the tokens that its prompt "
                 f"leaves of policy.model_max_length = {model_max_length}"
@@ -93,18 +93,22 @@ class ValidationConfig(Table):
                 f"validation.n_generation = {self.n_generation}: the completions of a prompt are the same: each "
                 f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
             )
-        policy = stage.recipe.train.train_policy
-        trained_rows = {key: source.dataset for key, source in policy.tables_by_dataset.items() if self.dataset.name}
-        for key, rows in trained_rows.items() if stage.kind.scores and stage.measures_held_out_rows else ():
-            has_same_folder = getattr(rows, "local_dir", "") == self.dataset.local_dir
-            if has_same_folder and rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
+        train_policy = stage.recipe.train.train_policy
+        train_datasets = {
+            key: table.dataset for key, table in train_policy.tables_by_dataset.items() if self.dataset.name
+        }
+        for key, rows in train_datasets.items() if stage.kind.scores and stage.measures_held_out_rows else ():
+            have_same_folder = getattr(rows, "local_dir", "") == self.dataset.local_dir
+            if have_same_folder and rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
                 yield (
                     f"validation.dataset.name = {self.dataset.name!r}: its rows are trained on too ({key}); name other "
                     f"rows or another split, or leave it out and hold rows out with test_size"
                 )
-        is_default_reward = "reward_function" not in policy.model_fields_set and not self.reward_function
-        has_dataset_rewards = any(source.reward_function for source in policy.datasets) and policy.validation_rewards
-        if has_prompts and self.dataset.name and is_default_reward and has_dataset_rewards:
+        is_default_reward = "reward_function" not in train_policy.model_fields_set and not self.reward_function
+        has_dataset_rewards = (
+            any(table.reward_function for table in train_policy.datasets) and train_policy.validation_rewards
+        )
+        if completes_prompts and self.dataset.name and is_default_reward and has_dataset_rewards:
             yield (
                 f"validation.dataset.name = {self.dataset.name!r}: the rewards of train.train_policy.datasets do not "
                 f"score its rows, but the default of train.train_policy.reward_function; set validation.reward_function"

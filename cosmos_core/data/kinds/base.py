@@ -35,7 +35,7 @@ LOCATION_COLUMN = "place"
 """Name of the column with the location that a row was read from."""
 REFERENCE_BATCH_ROWS = 256
 """Number of rows per batch when log-probabilities are compared with a reference policy. The number is fixed, because
-padding (and therefore rounding) and the mismatched responses of labelled rows depend on the batch."""
+the results depend on the batch: padding changes rounding, and KTO pairs prompts with responses of the same batch."""
 StepSeed = tuple[int, int] | None
 """Seed of the data order and number of the train step; random values such as noise are derived from them. None: the
 rows are held out, and the random values are the same in each call."""
@@ -129,11 +129,13 @@ class RowKind(ABC):
         of a `prepare` stage. `adapter` is the model's adapter, which only rows of diffusion models need."""
         raise NotImplementedError(f"{self.name} are not learned")
 
-    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+    def open_prompts(
+        self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
+    ) -> Sequence[Prompt]:
         """Open the prepared rows of a split as prompts to complete; errors are those of `open_table`."""
         raise NotImplementedError(f"{self.name} are not completed")
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
+    def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Open the validation split, whose rows are of this kind; errors are those of `open_table`."""
         return HeldOutSet(self.open(folder, VALIDATION_SPLIT, model, adapter), None)
 
@@ -160,12 +162,12 @@ class TokenisedKind(RowKind):
         """Return the names of the columns with loss masks, in the order of `token_id_columns`."""
         return [name for name in self.columns if name.endswith("_mask")]
 
-    def read(self, row: Row, location: str, policy: AlgorithmConfig) -> Any:
+    def read(self, row: Row, location: str, algorithm: AlgorithmConfig) -> Any:
         """Read a row as `prepare` does, but without opening images or tokenising. Raise DataError if the row lacks a
         column, or a column has the wrong form, and SkippedRow if the row has no content to learn."""
-        assert isinstance(policy, SupervisedConfig)
-        column, system_prompt = policy.conversation_column_name, policy.system_prompt
-        tracked_row = ColumnTrackingRow(row, policy.column_names, location)
+        assert isinstance(algorithm, SupervisedConfig)
+        column, system_prompt = algorithm.conversation_column_name, algorithm.system_prompt
+        tracked_row = ColumnTrackingRow(row, algorithm.column_names, location)
         return self.read_row_fn(tracked_row, location, column, system_prompt, with_images=True)
 
     @abstractmethod

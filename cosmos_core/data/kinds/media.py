@@ -34,8 +34,9 @@ class NoisyRows(PreparedRows):
         self, row_ids: Sequence[int], seed: StepSeed = None, micro_batch: int | None = None
     ) -> list[FlowSample]:
         """Return a sample for each row, with noise and a noise level; captions of held-out rows are never dropped."""
-        seeds, dropout = ((_HELD_OUT_SEED_STEP,), 0.0) if seed is None else (seed, None)
-        return [self._noise_sampler.sample(self._rows[i], derive_seed(*seeds, i), dropout=dropout) for i in row_ids]
+        sample_row = self._noise_sampler.sample
+        seed_values, prompt_dropout = ((_HELD_OUT_SEED_STEP,), 0.0) if seed is None else (seed, None)
+        return [sample_row(self._rows[i], derive_seed(*seed_values, i), prompt_dropout=prompt_dropout) for i in row_ids]
 
 
 class MediaKind(MediaPromptsKind):
@@ -52,19 +53,21 @@ class MediaKind(MediaPromptsKind):
         rows = open_media(folder, split)
         return NoisyRows(rows, make_noise_sampler(rows, model.diffusers, adapter))
 
-    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        starts_from_clips = policy.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
-        clips = open_media(folder, split) if starts_from_clips else None
-        return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""), clips)
+    def open_prompts(
+        self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
+    ) -> Sequence[Prompt]:
+        starts_from_clips = algorithm.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
+        conditioning_clips = open_media(folder, split) if starts_from_clips else None
+        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""), conditioning_clips)
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
+    def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out prompts, and their images or clips unless training learns from rollouts."""
-        rows = None if policy.has_rollouts else self.open(folder, VALIDATION_SPLIT, model, adapter)
-        return HeldOutSet(rows, self.open_prompts(folder, VALIDATION_SPLIT, policy, model))
+        rows = None if algorithm.has_rollouts else self.open(folder, VALIDATION_SPLIT, model, adapter)
+        return HeldOutSet(rows, self.open_prompts(folder, VALIDATION_SPLIT, algorithm, model))
 
 
-def make_noise_sampler(rows: MediaRows, diffusers_config: DiffusersConfig, adapter: Any) -> NoiseSampler:
+def make_noise_sampler(rows: MediaRows, diffusers_config: DiffusersConfig, model_adapter: Any) -> NoiseSampler:
     """Return the sampler of noise, noise levels and caption dropout for the training rows of a diffusion model."""
-    model_family = adapter.family
+    model_family = model_adapter.family
     null_text = model_family.dropped_text(rows.null_text)
     return NoiseSampler(diffusers_config, null_text, model_family.train_shift, model_family.max_conditioning_frames)

@@ -34,8 +34,10 @@ class MediaPromptsKind(RowKind):
         # Import `prepare_media` only when it is needed, because it imports diffusers, which is slow.
         return import_module("cosmos_core.data.prepare_media").prepare(stage)
 
-    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
-        return open_media_prompts(folder, split, getattr(policy, "response_column_name", ""))
+    def open_prompts(
+        self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
+    ) -> Sequence[Prompt]:
+        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""))
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        return HeldOutSet(None, self.open_prompts(folder, VALIDATION_SPLIT, policy, model))
+    def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
+        return HeldOutSet(None, self.open_prompts(folder, VALIDATION_SPLIT, algorithm, model))

@@ -45,8 +45,8 @@ class PreferencePairs(PreparedRows):
     def micro_batches(self, row_ids: np.ndarray, max_rows: int) -> list[list[int]]:
         """Divide pairs into micro-batches of pairs with similar lengths and equal numbers of images."""
         padded_lengths, num_images = self._padded_lengths, self.chosen.num_images
-        sorted_rows = sorted(row_ids.tolist(), key=lambda i: -padded_lengths[i])
-        row_groups = [[i for i in sorted_rows if num_images[i] == n] for n in np.unique(num_images[sorted_rows])]
+        rows_by_length = sorted(row_ids.tolist(), key=lambda i: -padded_lengths[i])
+        row_groups = [[i for i in rows_by_length if num_images[i] == n] for n in np.unique(num_images[rows_by_length])]
         return [rows[start : start + max_rows] for rows in row_groups for start in range(0, len(rows), max_rows)]
 
     @cached_property
@@ -99,12 +99,12 @@ class PairsKind(TokenisedKind):
             problem = "column 'rejected_images' differs from the images of the chosen completion"
             raise DataError(f"{location}: {problem}; show both in the prompt, or leave the row out")
         if has_images and isinstance(prompt, str):
-            align_images([], row, location)  # raises an error for images: plain text has no turn that could show them
+            align_images([], row, location)  # raises an error if the row has images, which plain text cannot show
 
         def make_completion_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):
-                tokens = tokenise_prompt_and_completion(tokenizer, str(prompt), str(completion), location)
-                return make_text_record(row_spec, tokens, location)
+                ids_and_mask = tokenise_prompt_and_completion(tokenizer, str(prompt), str(completion), location)
+                return make_text_record(row_spec, ids_and_mask, location)
             turns = [*mask_assistant_turns(prompt), *completion]
             return make_conversation_record(tokenizer, row_spec, turns, tools, row, location)
 

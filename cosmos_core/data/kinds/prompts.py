@@ -55,7 +55,7 @@ class Prompts(IndexedSequence[Prompt]):
 
     def __init__(self, table: pa.Table, mixture: Mixture | None = None) -> None:
         self._table, self.mixture = table, mixture
-        self._images = RowImages(table)
+        self._row_images = RowImages(table)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -63,7 +63,7 @@ class Prompts(IndexedSequence[Prompt]):
     def read_item(self, index: int) -> Prompt:
         ids, text, reference_response, metadata_json = (self._table[name][index].as_py() for name in _PREPARED_COLUMNS)
         source_label = self.mixture.get_source_label(index) if self.mixture else ""
-        images, metadata = self._images[index], json.loads(metadata_json)
+        images, metadata = self._row_images[index], json.loads(metadata_json)
         return Prompt(index, tuple(ids), text, reference_response, images, metadata=metadata, source=source_label)
 
 
@@ -89,49 +89,51 @@ class PromptsKind(TokenisedKind):
     is_prompt = True
     packer_method = "get_rollout_input"
 
-    def open_prompts(self, folder: Path, split: str, policy: AlgorithmConfig, model: PolicyConfig) -> Sequence[Prompt]:
+    def open_prompts(
+        self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
+    ) -> Sequence[Prompt]:
         return open_prompts(folder, split)
 
-    def open_held_out(self, folder: Path, policy: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
+    def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
         """Return the held-out prompts, and the same rows as sequences with a loss if `prepare` has written them."""
         sequences_split = HELD_OUT_SEQUENCES_SPLIT
         sequences = open_sequences(folder, sequences_split) if has_split(folder, sequences_split) else None
         return HeldOutSet(sequences, open_prompts(folder, VALIDATION_SPLIT))
 
-    def read(self, row: Row, location: str, policy: AlgorithmConfig) -> tuple[list[Message], str]:
+    def read(self, row: Row, location: str, algorithm: AlgorithmConfig) -> tuple[list[Message], str]:
         """Return the prompt of a row as turns, and its reference answer."""
-        return _read_prompt_row(row, location, policy, with_images=True)
+        return _read_prompt_row(row, location, algorithm, with_images=True)
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
-        policy, render_settings = row_spec.recipe.train.train_policy, row_spec.prompt_rendering
+        algorithm, render_settings = row_spec.recipe.train.train_policy, row_spec.prompt_rendering
         has_images, keeps_last_turn = row_spec.image_root is not None, render_settings.continue_final_message
         messages, reference_response = _read_prompt_row(
-            row, location, policy, with_images=has_images, keeps_last_turn=keeps_last_turn
+            row, location, algorithm, with_images=has_images, keeps_last_turn=keeps_last_turn
         )
         tools = read_tools(row, location)
         check_surrogates([messages, reference_response, tools], location)
-        row_columns = {**(row.original_row if isinstance(row, ColumnTrackingRow) else {}), **row}
-        row_columns.pop(RENDERED_COLUMN, None)
-        prompt_column = policy.prompt_column_name if isinstance(policy, RlConfig) else ""
-        reward_columns_json = serialise_row_for_rewards(row_columns, messages, prompt_column)
+        reward_columns = {**(row.original_row if isinstance(row, ColumnTrackingRow) else {}), **row}
+        reward_columns.pop(RENDERED_COLUMN, None)
+        prompt_column = algorithm.prompt_column_name if isinstance(algorithm, RlConfig) else ""
+        reward_columns_json = serialise_row_for_rewards(reward_columns, messages, prompt_column)
         if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
             ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, row_spec.max_tokens, location)
-            column_values = (ids, text, reference_response, reward_columns_json, *row_spec.empty_image_cells, location)
-            return Record(column_values, False, {})
+            record_values = (ids, text, reference_response, reward_columns_json, *row_spec.empty_image_cells, location)
+            return Record(record_values, False, {})
         if tools:
             render_settings = replace(render_settings, tools=tuple(tools))
         if row_spec.image_root is not None:
             processor, max_tokens = get_processor(row_spec), row_spec.max_tokens
             turns_with_placeholders, image_refs, images = read_images(row_spec, messages, row, location)
-            (tokens, text), has_merged_turns = tokenise_turns(
+            (prompt_tokens, text), has_merged_turns = tokenise_turns(
                 lambda turns: tokenise_visual_prompt(processor, turns, images, max_tokens, location, render_settings),
                 turns_with_placeholders,
             )
             check_tools(tools, text, location)
-            image_counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+            image_counts = {"images": len(image_refs), "image_tokens": prompt_tokens.num_image_tokens}
             image_counts["sized_images"] = int(has_image_sizes(messages))
-            column_values = (tokens.ids, text, reference_response, reward_columns_json, image_refs, location)
-            return Record(column_values, has_merged_turns, image_counts)
+            record_values = (prompt_tokens.ids, text, reference_response, reward_columns_json, image_refs, location)
+            return Record(record_values, has_merged_turns, image_counts)
         (ids, text), has_merged_turns = tokenise_turns(
             lambda turns: tokenise_prompt(tokenizer, turns, row_spec.max_tokens, location, render_settings), messages
         )
@@ -140,16 +142,16 @@ class PromptsKind(TokenisedKind):
 
 
 def _read_prompt_row(
-    row: Row, location: str, policy: AlgorithmConfig, *, with_images: bool, keeps_last_turn: bool = False
+    row: Row, location: str, algorithm: AlgorithmConfig, *, with_images: bool, keeps_last_turn: bool = False
 ) -> tuple[list[Message], str]:
-    if isinstance(policy, RlConfig):
-        reader_arguments = (policy.prompt_column_name, policy.response_column_name, policy.system_prompt)
+    if isinstance(algorithm, RlConfig):
+        reader_arguments = (algorithm.prompt_column_name, algorithm.response_column_name, algorithm.system_prompt)
         return read_prompt(row, location, *reader_arguments, keeps_last_turn=keeps_last_turn, with_images=with_images)
     # Read held-out rows of supervised learning like the training rows, so that both are rendered in the same form.
-    assert isinstance(policy, SupervisedConfig)
+    assert isinstance(algorithm, SupervisedConfig)
     if not isinstance(row, ColumnTrackingRow):
-        row = ColumnTrackingRow(row, policy.column_names, location)
-    column, system_prompt = policy.conversation_column_name, policy.system_prompt
+        row = ColumnTrackingRow(row, algorithm.column_names, location)
+    column, system_prompt = algorithm.conversation_column_name, algorithm.system_prompt
     return read_held_out_prompt(row, location, column, system_prompt, with_images=with_images)
 
 
@@ -176,5 +178,5 @@ def _to_plain_json(row_value: Any) -> Any:
     return row_value.tolist() if hasattr(row_value, "tolist") else row_value
 
 
-def _is_binary(value: Any) -> bool:
-    return isinstance(value, bytes) or is_pillow_image(value)
+def _is_binary(row_value: Any) -> bool:
+    return isinstance(row_value, bytes) or is_pillow_image(row_value)

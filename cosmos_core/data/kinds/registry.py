@@ -16,9 +16,9 @@ def load_row_kind(name: str) -> RowKind:
 
 def load_tokenised_kind(name: str) -> TokenisedKind:
     """Return the kind of text rows named `name`."""
-    kind = load_row_kind(name)
-    assert isinstance(kind, TokenisedKind)
-    return kind
+    row_kind = load_row_kind(name)
+    assert isinstance(row_kind, TokenisedKind)
+    return row_kind
 
 
 @cache

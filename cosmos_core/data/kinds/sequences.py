@@ -30,7 +30,7 @@ from cosmos_core.data.user_dataset import IGNORED_LABEL, LABELS_COLUMN, TOKENS_C
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import ImageRef
 
-_MAX_TOKEN_IDS = 1 << 31  # prepared rows store token ids as 32-bit integers
+_TOKEN_ID_LIMIT = 1 << 31  # prepared rows store token ids as 32-bit integers
 
 
 class Sequences(PreparedRows):
@@ -46,20 +46,20 @@ class Sequences(PreparedRows):
         """Number of tokens of each row, int64."""
         if not np.array_equal(self.lengths, pc.list_value_length(self._mask_column).to_numpy()):
             raise make_damaged_file_error(path, f"{mask_column} and {ids_column} differ in length")
-        self._images = RowImages(table)
-        self.num_images = self._images.num_images
+        self._row_images = RowImages(table)
+        self.num_images = self._row_images.num_images
         """Number of images of each row, int64."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        ids, mask = (list_column[index].values.to_numpy() for list_column in (self._id_column, self._mask_column))
-        return ids.astype(np.int64), mask.copy()
+        token_ids, mask = (list_column[index].values.to_numpy() for list_column in (self._id_column, self._mask_column))
+        return token_ids.astype(np.int64), mask.copy()
 
     def images(self, index: int) -> tuple[ImageRef, ...]:
         """Return the images of a row in the order in which the row shows them, with absolute paths."""
-        return self._images[index]
+        return self._row_images[index]
 
     def token_counts(self, *, is_packed: bool) -> np.ndarray:
         return self.lengths
@@ -102,22 +102,22 @@ class SequencesKind(TokenisedKind):
             return make_text_record(row_spec, _read_packer_tokens(row, location), location)
         has_images = row_spec.image_root is not None
         text_columns = ("prompt",), ("completion", "response")
-        texts = None if tokenizer.chat_template else read_plain_texts(row, location, *text_columns)
-        if texts and not has_images and not row_spec.conversation_settings[1]:  # system prompts need a chat template
-            check_surrogates(texts, location)
-            if not texts[1].strip():
+        plain_texts = None if tokenizer.chat_template else read_plain_texts(row, location, *text_columns)
+        if plain_texts and not has_images and not row_spec.conversation_settings[1]:  # a system prompt needs a template
+            check_surrogates(plain_texts, location)
+            if not plain_texts[1].strip():
                 raise SkippedRow(location, "without a completion to learn")
-            tokens = tokenise_prompt_and_completion(tokenizer, texts[0], texts[1], location)
-            return make_text_record(row_spec, tokens, location, continued_rows=1)
+            ids_and_mask = tokenise_prompt_and_completion(tokenizer, plain_texts[0], plain_texts[1], location)
+            return make_text_record(row_spec, ids_and_mask, location, continued_rows=1)
         conversation = self.read_row_fn(row, location, *row_spec.conversation_settings, with_images=has_images)
         tools = read_tools(row, location)
         check_surrogates([conversation, tools], location)
         if not isinstance(conversation, str):
             return make_conversation_record(tokenizer, row_spec, conversation, tools, row, location)
         if has_images:
-            align_images([], row, location)  # raises an error for images: plain text has no turn that could show them
-        tokens = tokenise_conversation(tokenizer, conversation, location)
-        return make_text_record(row_spec, tokens, location, plain_rows=1)
+            align_images([], row, location)  # raises an error if the row has images, which plain text cannot show
+        ids_and_mask = tokenise_conversation(tokenizer, conversation, location)
+        return make_text_record(row_spec, ids_and_mask, location, plain_rows=1)
 
 
 def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
@@ -127,7 +127,7 @@ def _read_packer_tokens(row: Row, location: str) -> tuple[list[int], list[int]]:
     except (TypeError, ValueError, RuntimeError) as error:  # the packer returned no flat list of integers
         problem = f"{TOKENS_COLUMN} and {LABELS_COLUMN} must be flat lists of integers: {first_line(error)}"
         raise DataError(f"{location}: {problem}") from error
-    if not all(0 <= token_id < _MAX_TOKEN_IDS for token_id in ids):
+    if not all(0 <= token_id < _TOKEN_ID_LIMIT for token_id in ids):
         raise DataError(f"{location}: {TOKENS_COLUMN} must be from 0 to 2**31 - 1; some are {min(ids)} and {max(ids)}")
     mask = [int(label != IGNORED_LABEL) for label in labels]
     if len(ids) != len(labels) or any(m and token_id != b for token_id, b, m in zip(ids, labels, mask, strict=True)):

@@ -56,8 +56,8 @@ class MetricSink(Protocol):
 class FunctionSink:
     """Metric sink that calls a user's function with the metrics of a step and the step number."""
 
-    def __init__(self, function: Callable[[dict[str, Any], int], Any], stage: Stage, starting_step: int) -> None:
-        self._user_function, self.starting_step = function, starting_step
+    def __init__(self, user_function: Callable[[dict[str, Any], int], Any], stage: Stage, starting_step: int) -> None:
+        self._user_function, self.starting_step = user_function, starting_step
 
     def log(self, line: dict[str, Any]) -> None:
         self._user_function({name: value for name, value in line.items() if name != "step"}, line["step"])
@@ -69,15 +69,15 @@ class FunctionSink:
 SinkOpener = Callable[[Stage, int], MetricSink]
 
 
-def find_sink_class(name: str) -> SinkOpener:
+def find_sink_class(sink_name: str) -> SinkOpener:
     """Return the class of a built-in or user-defined metric sink; raise ConfigError if it cannot be imported."""
-    class_or_function = load_class(name, SINKS_FOLDER, "Sink")
+    class_or_function = load_class(sink_name, SINKS_FOLDER, "Sink")
     return partial(FunctionSink, class_or_function) if inspect.isfunction(class_or_function) else class_or_function
 
 
-def import_user_sinks(names: Iterable[str]) -> None:
+def import_user_sinks(sink_names: Iterable[str]) -> None:
     """Raise ConfigError if a user's metric sink cannot be imported; a training would only log a warning."""
-    for name in filter(is_import_path, names):
+    for name in filter(is_import_path, sink_names):
         find_sink_class(name)
 
 
@@ -143,8 +143,8 @@ class _SinkThread:
         sink = self._find_sink_opener(self._sink_name)(self._stage, first_line["step"])
         # First send the lines of earlier attempts that the metric sink lacks. The line of a step that this attempt
         # repeats is not sent, unless the new line has only validation metrics and lacks the training metrics.
-        lines = read_metrics(self._stage.metrics.path)
-        for line in takewhile(lambda line: line["time"] != first_line["time"], lines):
+        logged_lines = read_metrics(self._stage.metrics.path)
+        for line in takewhile(lambda line: line["time"] != first_line["time"], logged_lines):
             is_repeated_step = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
             if line["step"] >= sink.starting_step and not is_repeated_step:
                 sink.log(line)
@@ -175,10 +175,10 @@ def name_tracking_run(stage: Stage, sink_name: str) -> tuple[str, str, str, str]
     """Return project, group, name and identifier of a stage's run in a tracking service (W&B, MLflow, trackio). All
     attempts of the stage have the same identifier, which is saved in its subfolder `sink_name`."""
     logging_config, start_info = stage.recipe.logging, read_start_info(stage.run_path) or RunStartInfo()
-    run_title = f"{logging_config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
+    run_label = f"{logging_config.experiment_name or start_info.pipeline or 'cosmos'}-{stage.run_path.name}"
     identifier_file = stage.path / sink_name / "id"
     if not identifier_file.exists():
         identifier_file.parent.mkdir(exist_ok=True)
         write_text(identifier_file, uuid.uuid4().hex)
     identifier = identifier_file.read_text(encoding="utf-8")
-    return logging_config.project_name, logging_config.group_name or run_title, f"{run_title}-{stage.name}", identifier
+    return logging_config.project_name, logging_config.group_name or run_label, f"{run_label}-{stage.name}", identifier

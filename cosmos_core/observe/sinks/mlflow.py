@@ -28,8 +28,8 @@ class MlflowSink:
         self._client, (project, group, name, run_identifier) = open_client(), name_tracking_run(stage, "mlflow")
         from mlflow.entities import Param
 
-        tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
-        mlflow_run = get_or_create_run(self._client, project, run_identifier, name, {**tags, "cosmos.group": group})
+        run_tags = {"cosmos.run": stage.run_path.name, "cosmos.stage": stage.name, "cosmos.kind": stage.kind.name}
+        mlflow_run = get_or_create_run(self._client, project, run_identifier, name, {**run_tags, "cosmos.group": group})
         self._run_id = mlflow_run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         settings = flatten_tables(mask_settings(stage.recipe.model_dump(mode="json")))

@@ -22,9 +22,9 @@ class TrackioSink:
     def __init__(self, stage: Stage, first_step: int) -> None:
         import trackio
 
-        project, group, name, run_identifier = name_tracking_run(stage, "trackio")
+        project, group_name, name, run_identifier = name_tracking_run(stage, "trackio")
         self._run = trackio.init(
-            project=project, name=f"{name}-{run_identifier[:6]}", group=group, resume="allow",
+            project=project, name=f"{name}-{run_identifier[:6]}", group=group_name, resume="allow",
             config=mask_settings(stage.recipe.model_dump(mode="json")), embed=False, auto_log_gpu=False,
             auto_log_cpu=False,
         )  # fmt: skip

@@ -27,9 +27,9 @@ class WandbSink:
         import wandb
 
         self._stage_path, self._media_log_interval = stage.path, stage.recipe.logging.multi_modal_log_interval
-        project, group, name, run_identifier = name_tracking_run(stage, "wandb")
+        project, group_name, name, run_identifier = name_tracking_run(stage, "wandb")
         self._run = wandb.init(
-            project=project, group=group, job_type=stage.kind.name, name=name, id=run_identifier,
+            project=project, group=group_name, job_type=stage.kind.name, name=name, id=run_identifier,
             resume="allow", config=mask_settings(stage.recipe.model_dump()), dir=str(stage.path),
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
@@ -42,9 +42,9 @@ class WandbSink:
         """Send one line of `metrics.jsonl`. wandb accepts no step below the newest step, so metrics of a late
         validation are sent with the newest step, and their own step as `validation/step`."""
         step = line["step"]
-        validation_step = {"validation/step": step} if step < self._newest_step else {}
+        validation_step_metric = {"validation/step": step} if step < self._newest_step else {}
         self._newest_step = max(self._newest_step, step)
-        metrics = {**select_numeric_metrics(line), **validation_step, **self._load_validation_media(step)}
+        metrics = {**select_numeric_metrics(line), **validation_step_metric, **self._load_validation_media(step)}
         self._run.log(metrics, step=self._newest_step)
 
     def _load_validation_media(self, step: int) -> dict[str, Any]:
@@ -55,10 +55,10 @@ class WandbSink:
         folder = gallery.get_step_folder(self._stage_path, step)
         if (self._media_log_interval and step % self._media_log_interval) or not (folder / gallery.GRID_FILE).is_file():
             return {}
-        media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}
+        logged_media: dict[str, Any] = {"validation/drawings": wandb.Image(str(folder / gallery.GRID_FILE))}
         if videos := sorted(folder.glob(f"*{gallery.VIDEO_SUFFIX}")):
-            media["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
-        return media
+            logged_media["validation/videos"] = [wandb.Video(str(path), format="mp4") for path in videos]
+        return logged_media
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)

@@ -33,7 +33,7 @@ from cosmos_core.rewards.service.engine import CapacityExceededError, Engine, Sh
 
 _MAX_FORM_BYTES = 2**20
 _BODY_TIMEOUT_SECONDS = 120.0
-_IS_BODY_READ_KEY = "cosmos.is_read"
+_BODY_READ_SCOPE_KEY = "cosmos.is_read"
 """Key that is set in the ASGI scope of a request after its body was read to the end."""
 _UUID_PATTERN = re.compile(r"[0-9a-fA-F-]{1,64}")
 _REWARD_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -57,20 +57,20 @@ class HttpInterface:
     def __init__(self, engine: Engine, token: str) -> None:
         self.engine, self._token = engine, token.encode()
         self.response_counts: Counter[tuple[str, int]] = Counter()
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
+        self.metric_registry = CollectorRegistry()
+        self.metric_registry.register(self)
 
     def build_app(self) -> FastAPI:
         """Return the FastAPI application with all routes of the service."""
-        app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
+        fastapi_app = FastAPI(title="Reward service", docs_url=None, redoc_url=None, openapi_url=None)
         for method, path, handler in (
             ("POST", protocol.ENQUEUE_PATH, self.enqueue), ("POST", protocol.PULL_PATH, self.pull),
             ("POST", protocol.PING_PATH, self.ping), ("POST", protocol.LATENT_ATTR_PATH, self.latent_attr),
             ("GET", "/metrics", self.metrics), ("GET", "/", self.status_page),
         ):  # fmt: skip
-            app.add_route(path, self._wrap_handler(handler), methods=[method])
-        app.add_route("/health", self.health, methods=["GET"])
-        return app
+            fastapi_app.add_route(path, self._wrap_handler(handler), methods=[method])
+        fastapi_app.add_route("/health", self.health, methods=["GET"])
+        return fastapi_app
 
     async def enqueue(self, request: Request) -> Response:
         """Accept a request and return its uuid."""
@@ -109,14 +109,14 @@ class HttpInterface:
         """Return status 200 if the service serves the rewards that the field `info_data` names, otherwise 422."""
         form_fields = await _read_form(request)
         try:
-            request_info = json.loads(form_fields.get("info_data") or "{}")
+            ping_info = json.loads(form_fields.get("info_data") or "{}")
         except (ValueError, RecursionError):
             return _refuse(422, "info_data must be JSON")
-        weights = request_info.get("reward_fn") if isinstance(request_info, dict) else None
+        weights = ping_info.get("reward_fn") if isinstance(ping_info, dict) else None
         unknown_names = [name for name in weights if name not in self.engine.pools] if isinstance(weights, dict) else []
         if unknown_names:
-            served_names = ", ".join(self.engine.pools)
-            return _refuse(422, f"not served here: {', '.join(unknown_names)[:200]}; there is {served_names}")
+            served_rewards = ", ".join(self.engine.pools)
+            return _refuse(422, f"not served here: {', '.join(unknown_names)[:200]}; there is {served_rewards}")
         return JSONResponse({"message": "Ping request received"})
 
     async def latent_attr(self, request: Request) -> Response:
@@ -131,7 +131,7 @@ class HttpInterface:
 
     async def health(self, request: Request) -> Response:
         """Return the state of the service for probes, without authentication and without details."""
-        num_ready_by_reward = {name: pool.num_ready for name, pool in self.engine.pools.items()}
+        num_ready_by_reward = {name: pool.num_ready_processes for name, pool in self.engine.pools.items()}
         serving_state = "ok" if all(num_ready_by_reward.values()) else "degraded"
         service_state = "draining" if self.engine.is_draining else serving_state if self.engine.is_ready else "loading"
         num_pending = len(self.engine.pending_requests)
@@ -140,7 +140,7 @@ class HttpInterface:
 
     async def metrics(self, request: Request) -> Response:
         """Return metrics in Prometheus' text format."""
-        return PlainTextResponse(generate_latest(self.registry), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(generate_latest(self.metric_registry), media_type="text/plain; version=0.0.4")
 
     async def status_page(self, request: Request) -> Response:
         """Return an HTML page with the state of the service."""
@@ -150,7 +150,7 @@ class HttpInterface:
         """Yield the metrics; prometheus_client calls this method."""
         engine = self.engine
         values_by_reward = {
-            reward: {"queue": len(pool.queue), "in_flight": pool.num_in_flight, "ready": pool.num_ready}
+            reward: {"queue": len(pool.queue), "in_flight": pool.num_in_flight, "ready": pool.num_ready_processes}
             | vars(pool.counters)
             for reward, pool in engine.pools.items()
         }
@@ -160,9 +160,9 @@ class HttpInterface:
                 for reward, reward_values in values_by_reward.items():
                     metric_family.add_metric([reward], reward_values[name])
                 yield metric_family
-        num_bytes = engine.pending_bytes + engine.decoded_bytes
-        yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_bytes)
-        yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted)
+        num_waiting_bytes = engine.pending_bytes + engine.decoded_bytes
+        yield GaugeMetricFamily("reward_pending_bytes", "Bytes of requests that wait", num_waiting_bytes)
+        yield CounterMetricFamily("reward_accepted", "Requests accepted", engine.num_accepted_requests)
         response_metric = CounterMetricFamily("reward_responses", "Responses", labels=["path", "status"])
         for (path, http_status), count in self.response_counts.items():
             response_metric.add_metric([path, str(http_status)], count)
@@ -188,8 +188,8 @@ class HttpInterface:
                 log.exception("a request failed")
                 response = _refuse(503, f"{type(error).__name__}; it is in the log", retry_after=2)
             self.response_counts[request.url.path, response.status_code] += 1
-            is_refused = response.status_code >= 400 and not request.scope.get(_IS_BODY_READ_KEY)
-            return RefusalResponse(response) if is_refused else response
+            has_unread_body = response.status_code >= 400 and not request.scope.get(_BODY_READ_SCOPE_KEY)
+            return RefusalResponse(response) if has_unread_body else response
 
         return authenticated_handler
 
@@ -197,8 +197,8 @@ class HttpInterface:
         """Return True if the request has the token; the comparison takes constant time."""
         if not self._token:
             return True
-        auth_scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
-        token_bytes = credentials.strip().encode("utf-8", "replace")
+        auth_scheme, _, auth_credentials = request.headers.get("Authorization", "").partition(" ")
+        token_bytes = auth_credentials.strip().encode("utf-8", "replace")
         if auth_scheme.lower() == "basic" and request.method == "GET":  # browsers send HTTP Basic for the status page
             try:
                 token_bytes = base64.b64decode(token_bytes, validate=True).partition(b":")[2]
@@ -223,51 +223,53 @@ def _refuse(http_status: int, message: str, retry_after: int = 0) -> Response:
     return JSONResponse({"message": message}, http_status, headers=headers)
 
 
-def _is_uuid(key: str) -> bool:
+def _is_uuid(uuid_text: str) -> bool:
     """Return True if a key is a uuid of the variant in RFC 9562; simple patterns such as all zeros are not."""
     try:
-        return str(parsed_uuid := uuid.UUID(key)) == key.lower() and parsed_uuid.variant == uuid.RFC_4122
+        return str(parsed_uuid := uuid.UUID(uuid_text)) == uuid_text.lower() and parsed_uuid.variant == uuid.RFC_4122
     except ValueError:
         return False
 
 
 def _parse_content_length(request: Request, max_bytes: int) -> int:
     """Return the `Content-Length` of a request; raise HTTPException if it is missing or above the limit."""
-    text = request.headers.get("Content-Length", "")
-    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+    length_text = request.headers.get("Content-Length", "")
+    if not (length_text.isascii() and length_text.isdigit()) or len(length_text) > 18:
         raise HTTPException(411, "a Content-Length is needed")
-    if int(text) > max_bytes:
-        raise HTTPException(413, f"the body has {int(text)} bytes; at most {max_bytes} are read (max_body_bytes)")
-    return int(text)
+    if int(length_text) > max_bytes:
+        raise HTTPException(
+            413, f"the body has {int(length_text)} bytes; at most {max_bytes} are read (max_body_bytes)"
+        )
+    return int(length_text)
 
 
-async def _read_body(request: Request, num_bytes: int) -> bytearray:
+async def _read_body(request: Request, content_length: int) -> bytearray:
     """Return the body of a request; raise ClientDisconnect if it is incomplete, HTTPException if too long or late."""
-    body, deadline = bytearray(), time.monotonic() + _BODY_TIMEOUT_SECONDS + num_bytes / 2**20
+    body, read_deadline = bytearray(), time.monotonic() + _BODY_TIMEOUT_SECONDS + content_length / 2**20
     body_stream = request.stream().__aiter__()
     while True:
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            async with asyncio.timeout(max(0.0, read_deadline - time.monotonic())):
                 body_chunk = await anext(body_stream, None)
         except TimeoutError as error:
             raise HTTPException(408, "the body does not come") from error
         if body_chunk is None:
             break
         body += body_chunk
-        if len(body) > num_bytes:
+        if len(body) > content_length:
             raise HTTPException(400, "the body is longer than its Content-Length")
-    request.scope[_IS_BODY_READ_KEY] = True
-    if len(body) != num_bytes:
+    request.scope[_BODY_READ_SCOPE_KEY] = True
+    if len(body) != content_length:
         raise ClientDisconnect
     return body
 
 
 async def _read_form(request: Request) -> dict[str, str]:
     """Return the text fields of a form; raise HTTPException if the body is no form, or is too large."""
-    body = await _read_body(request, _parse_content_length(request, _MAX_FORM_BYTES))
+    form_body = await _read_body(request, _parse_content_length(request, _MAX_FORM_BYTES))
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": bytes(body), "more_body": False}
+        return {"type": "http.request", "body": bytes(form_body), "more_body": False}
 
     with convert_errors(lambda error: HTTPException(400, f"no form: {type(error).__name__}"), HTTPException):
         form = await Request(request.scope, receive).form(max_files=0, max_fields=16, max_part_size=_MAX_FORM_BYTES)

@@ -15,7 +15,7 @@ from cosmos_core.errors import ConfigError
 
 VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
 _PUBLISHED_VAE_URL = "https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B/resolve/main/Wan2.1_VAE.pth"
-_UNUSED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
+_IGNORED_KEYS = ("chunk_duration", "temporal_window", "load_mean_std", "wan2pt2_model_path", "wan2pt2_credential_path")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -25,13 +25,11 @@ class RewardArgs(Table):
     reward_type: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
     """Name of the reward for clients, and of its module in cosmos_core/rewards unless `entry` names user code."""
     entry: str = ""
-    """User code, `module:thing` or `path/file.py:thing`: a function as in `reward_function`, or a class with
-    `score(items)`."""
+    """User code, `module:thing` or `path/file.py:thing`: a reward function, or a class with `score(items)`."""
     enable: bool = True
     """Whether the reward is served."""
     venv_python: str = ""
-    """Python interpreter of the reward's processes, for packages that conflict with those of the service; empty or
-    `python`: the interpreter of the service."""
+    """Python interpreter with the packages of the reward; empty or `python`: the interpreter of the service."""
     model_path: str = ""
     """Folder or Hub name of the model; empty: the default of the reward."""
     download_path: str = ""
@@ -78,9 +76,8 @@ class DecodeArgs(Table):
     """Table `[decode_args]`: the VAE that decodes video latents, once for all rewards of a request."""
 
     model_path: str = ""
-    """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`; empty: the
-    published file on the Hub if `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL, else latents are
-    refused."""
+    """Folder or Hub name of a Wan VAE in diffusers' format, or its published file `Wan2.1_VAE.pth`. Empty: the file on
+    the Hub if `cosmos_reason1` or `dance_grpo` is served, as in Cosmos-RL; otherwise latents are refused."""
     dtype: str = "bfloat16"
     """Dtype of the weights of the VAE."""
     device: str = "cuda"
@@ -90,8 +87,7 @@ class DecodeArgs(Table):
     temporal_window: PositiveInt = 16
     """Key of Cosmos-RL's own tokenizer, without effect."""
     load_mean_std: bool = False
-    """Key of Cosmos-RL for statistics of a data set, without effect: latents are always normalised by the statistics of
-    the VAE."""
+    """Key of Cosmos-RL without effect: latents are always normalised by the statistics of the VAE."""
     wan2pt2_model_path: str = ""
     """Key of Cosmos-RL, without effect: there is one decoder, so name a VAE of Wan2.2 in `model_path`."""
     wan2pt2_credential_path: str = ""
@@ -108,19 +104,18 @@ class ServiceConfig(Table):
     port: Port = 8080
     """Port to listen on; 0: any free port."""
     authentication: Literal["auto", "on", "off"] = "auto"
-    """Whether requests need the bearer token in `token_env`; `auto`: yes if the token is set, or if other machines can
-    reach the service."""
+    """Whether requests need the token in `token_env`; `auto`: if it is set, or other machines can reach the service."""
     token_env: str = "REMOTE_REWARD_TOKEN"
     """Environment variable that holds the token."""
     queue: Literal["memory", "redis"] = "memory"
     """Storage of accepted requests and scores; with `redis`, they survive a restart of the service."""
     redis_host: str = "localhost"
-    """Host of Redis, with queue = "redis"."""
+    """Host of the Redis server, used if `queue` is "redis"."""
     redis_port: Port = 6379
-    """Port of Redis, with queue = "redis"."""
+    """Port of the Redis server, used if `queue` is "redis"."""
     replica_id: str = ""
-    """Name with which clients return to this replica, and with queue = "redis" the owner of its requests; empty:
-    the value of `LEPTON_REPLICA_ID`; without it, clients get no name, and machine, host and port name the owner."""
+    """Name of this replica, with which clients fetch their scores from it and, with queue = "redis", it finds its
+    requests after a restart. Empty: the value of `LEPTON_REPLICA_ID`; without it, clients receive no name."""
     max_body_bytes: PositiveInt = 256 * 2**20
     """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
@@ -137,8 +132,7 @@ class ServiceConfig(Table):
     attempts: PositiveInt = 5
     """Maximum number of attempts of a request whose process dies or hangs, after which it fails."""
     drain_seconds: PositiveFloat = 60.0
-    """Maximum number of seconds after SIGTERM to finish accepted requests and wait until clients have fetched their
-    scores."""
+    """Maximum seconds after SIGTERM to finish accepted requests and to wait until clients have fetched the scores."""
     reward_args: Annotated[tuple[RewardArgs, ...], Field(strict=False)] = ()
     """Tables `[[reward_args]]`, one for each reward."""
     decode_args: DecodeArgs = DecodeArgs()
@@ -149,8 +143,8 @@ class ServiceConfig(Table):
     @field_validator("reward_args")
     @classmethod
     def _refuse_repeated_rewards(cls, rewards: tuple[RewardArgs, ...]) -> tuple[RewardArgs, ...]:
-        enabled_names = [reward.reward_type for reward in rewards if reward.enable]
-        if repeated_name := next((name for name in enabled_names if enabled_names.count(name) > 1), None):
+        enabled_reward_names = [reward.reward_type for reward in rewards if reward.enable]
+        if repeated_name := next((name for name in enabled_reward_names if enabled_reward_names.count(name) > 1), None):
             raise ValueError(f"reward_type = {repeated_name!r} is there twice; name its devices in one table")
         return rewards
 
@@ -171,7 +165,7 @@ class ServiceConfig(Table):
     def ineffective_settings(self) -> list[str]:
         """Return the settings of Cosmos-RL in the file that have no effect in this service."""
         decode_args, default_decode_args = self.decode_args, DecodeArgs()
-        changed_keys = [key for key in _UNUSED_KEYS if getattr(decode_args, key) != getattr(default_decode_args, key)]
+        changed_keys = [key for key in _IGNORED_KEYS if getattr(decode_args, key) != getattr(default_decode_args, key)]
         keys = [f"decode_args.{key}" for key in changed_keys]
         return keys + [f"reward_args.{each.reward_type}.setup_script" for each in self.rewards if each.setup_script]
 
@@ -202,10 +196,10 @@ class ServiceConfig(Table):
         return token
 
 
-def read_config(file: Path, **overrides: Any) -> ServiceConfig:
+def read_config(config_file: Path, **overrides: Any) -> ServiceConfig:
     """Return the configuration in a file, with those `overrides` that are not None; raise `ConfigError` if invalid."""
-    settings = {**read_toml(file), **{key: value for key, value in overrides.items() if value is not None}}
-    config = parse_table(ServiceConfig, settings, error_prefix=str(file))
+    settings = {**read_toml(config_file), **{key: value for key, value in overrides.items() if value is not None}}
+    config = parse_table(ServiceConfig, settings, error_prefix=str(config_file))
     if not config.rewards:
-        raise ConfigError(f"{file}: no reward is served; add a [[reward_args]] with a reward_type")
+        raise ConfigError(f"{config_file}: no reward is served; add a [[reward_args]] with a reward_type")
     return config

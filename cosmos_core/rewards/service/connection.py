@@ -67,8 +67,8 @@ class RefusalResponse(Response):
         with suppress(TimeoutError):
             while num_bytes_left > 0 and time.monotonic() < deadline:
                 async with asyncio.timeout(_READ_TIMEOUT_SECONDS):
-                    message = await receive()
-                if not message.get("more_body"):
+                    asgi_message = await receive()
+                if not asgi_message.get("more_body"):
                     break
-                num_bytes_left -= len(message["body"])
+                num_bytes_left -= len(asgi_message["body"])
         await send({"type": "http.response.body", "body": b""})

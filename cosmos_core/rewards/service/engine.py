@@ -53,7 +53,7 @@ class Engine:
         self.is_ready = self.is_draining = self._has_drained = False
         self.pending_requests: dict[str, ScoreRequest] = {}
         self.pending_bytes = self.decoded_bytes = self._num_reserved_requests = 0
-        self.num_accepted = 0
+        self.num_accepted_requests = 0
         self._item_counts: deque[tuple[float, int]] = deque()
         self.replica_id = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
         self.store: Store = _open_store(config, self.replica_id)
@@ -92,8 +92,7 @@ class Engine:
         await self.store.close()
 
     async def drain(self) -> None:
-        """Refuse new requests and finish the accepted ones, for at most `drain_seconds`. With a store in memory, also
-        wait until clients have fetched all scores."""
+        """Refuse new requests; for up to `drain_seconds`, finish accepted ones and let clients fetch scores in RAM."""
         self.is_draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while self.pending_requests or self._num_reserved_requests or self.store.has_unfetched_scores():
@@ -104,8 +103,7 @@ class Engine:
 
     @contextlib.contextmanager
     def reserve_capacity(self, num_body_bytes: int) -> Iterator[None]:
-        """Reserve capacity for a request while its body is read and accepted, or raise `CapacityExceededError` or
-        `ShutdownError`."""
+        """Reserve capacity for a request during the block; raise `CapacityExceededError` or `ShutdownError`."""
         if self.is_draining:
             raise ShutdownError
         is_only_request = not self.pending_bytes  # accept a request above the size limit if no other request is pending
@@ -124,7 +122,7 @@ class Engine:
             self.pending_bytes -= num_body_bytes
             self._num_reserved_requests -= 1
 
-    async def accept_request(self, uuid: str, body: bytes | bytearray) -> None:
+    async def accept_request(self, uuid: str, request_body: bytes | bytearray) -> None:
         """Store a request and queue it for scoring. A stored request with the same uuid is not scored again, unless it
         was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShutdownError` if
         the service has finished its accepted requests."""
@@ -132,7 +130,7 @@ class Engine:
             return
         if await self.store.has_request(uuid) and not await self.store.has_unfinished_request(uuid):
             return
-        request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
+        request = await asyncio.to_thread(parse_request, uuid, request_body, self.pools)
         self._check_latents(request)
         if uuid in self.pending_requests:  # another copy of the request was accepted in the meantime
             return
@@ -140,8 +138,8 @@ class Engine:
             raise ShutdownError
         self._add_pending(request)
         with cleanup_on_error(partial(self._remove_pending, request)):
-            await self.store.accept_request(uuid, bytes(body))
-        self.num_accepted += 1
+            await self.store.accept_request(uuid, bytes(request_body))
+        self.num_accepted_requests += 1
         self._submit_request(request)
 
     def _check_latents(self, request: ScoreRequest) -> None:
@@ -162,8 +160,7 @@ class Engine:
         return uuid in self.pending_requests or await self.store.has_request(uuid)
 
     def check_latent_attributes(self, latent_attributes: dict[str, Any]) -> None:
-        """Raise `ProtocolError` if the service decodes no latents, or if `latent_attributes` name another VAE;
-        other attributes are ignored."""
+        """Raise `ProtocolError` if the service decodes no latents, or if `latent_attributes` name another VAE."""
         if self.decoder is None:
             raise ProtocolError("no decoder of latents is configured here (decode_args.model_path)")
         vae_path = latent_attributes.get("vae_pth", "")
@@ -199,10 +196,10 @@ class Engine:
         for name in sorted(request.remaining_rewards, key=request.reward_names.index):
             self.pools[name].submit(RewardJob(request, name))
 
-    async def _resume_request(self, uuid: str, body: bytes) -> None:
+    async def _resume_request(self, uuid: str, request_body: bytes) -> None:
         try:
-            request = await asyncio.to_thread(parse_request, uuid, body, self.pools)
-        except ProtocolError as error:  # the service no longer serves a reward of the stored request
+            request = await asyncio.to_thread(parse_request, uuid, request_body, self.pools)
+        except ProtocolError as error:  # drop a request for a reward that is no longer served
             log.warning("request %s is dropped: %s", uuid, error)
             await self.store.finish_request(uuid)
             return
@@ -250,7 +247,7 @@ class Engine:
             self._remove_pending(request)
 
     async def _call_store(self, store_method: Any, *method_arguments: Any) -> None:
-        pause_seconds = 0.1
+        retry_pause_seconds = 0.1
         while True:
             try:
                 await store_method(*method_arguments)
@@ -259,8 +256,8 @@ class Engine:
                 if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "redis":
                     raise
                 log.warning("the queue cannot be reached (%s); trying again", error)
-            await asyncio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, 5.0)
+            await asyncio.sleep(retry_pause_seconds)
+            retry_pause_seconds = min(2 * retry_pause_seconds, 5.0)
 
     def process_settings(self, reward: RewardArgs) -> ProcessSettings:
         """Return the settings with which the processes of a reward are started."""

@@ -38,7 +38,7 @@ def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> st
         f"<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5><title>Rewards</title>"
         f"<style>{_STYLE_SHEET}</style><h1>Reward service</h1>"
         f"<p>It {state_text}; {pending_text}; {engine.items_per_second():.1f} items/s over the last minute; "
-        f"{engine.num_accepted} requests accepted; {escape(engine.config.queue)} queue; "
+        f"{engine.num_accepted_requests} requests accepted; {escape(engine.config.queue)} queue; "
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}.</p>"
         f"<table><tr>{table_header}</tr>{table_rows}</table><h2>Last errors</h2><ul>{error_items}</ul>"
         f"<h2>Responses</h2><p>{responses_text or 'none'}</p></html>"
@@ -48,8 +48,8 @@ def render_page(engine: Engine, response_counts: Counter[tuple[str, int]]) -> st
 def _render_reward_row(reward_name: str, engine: Engine) -> str:
     pool = engine.pools[reward_name]
     counters, num_devices = pool.counters, len(pool.settings.reward.process_devices)
-    css_class = "ok" if pool.num_ready == num_devices else "bad"
-    processes_cell = f"<td class={css_class}>{pool.num_ready} of {num_devices}</td>"
+    css_class = "ok" if pool.num_ready_processes == num_devices else "bad"
+    processes_cell = f"<td class={css_class}>{pool.num_ready_processes} of {num_devices}</td>"
     cell_values = (
         len(pool.queue), pool.num_in_flight, counters.items,
         f"{counters.seconds / counters.items:.4f}" if counters.items else "",

@@ -83,8 +83,8 @@ ResultCallback = Callable[[RewardJob, dict[str, Any], float], Awaitable[None]]
 
 
 class ProcessError(Exception):
-    """Error if a process of a reward ended, hung, or could not load. `is_transient`: a retry may help; `is_killed`: a
-    signal killed the process, which is transient and not an error of the reward itself."""
+    """Error of a process of a reward that ended, hung or could not load. With `is_transient` a retry may help; with
+    `is_killed` a signal killed the process, so that a retry may help too."""
 
     def __init__(self, error_message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
         super().__init__(error_message)
@@ -99,15 +99,15 @@ class RewardPool:
         self.queue: deque[RewardJob] = deque()
         self.counters = PoolCounters()
         self.errors: deque[str] = deque(maxlen=20)
-        self.num_ready = 0
+        self.num_ready_processes = 0
         self.num_in_flight = 0
         self.loaded_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.model_properties: Mapping[str, Any] = {}
         """Properties of the model that a process reports after loading."""
-        devices = settings.reward.process_devices
-        self._num_load_attempts_left = settings.max_attempts * len(devices)
+        process_devices = settings.reward.process_devices
+        self._num_load_attempts_left = settings.max_attempts * len(process_devices)
         self._has_queued_jobs = asyncio.Event()
-        self._process_tasks = [asyncio.create_task(self._keep_process_running(device)) for device in devices]
+        self._process_tasks = [asyncio.create_task(self._keep_process_running(device)) for device in process_devices]
 
     def submit(self, job: RewardJob) -> None:
         """Queue a request for the next batch."""
@@ -130,11 +130,11 @@ class RewardPool:
                 pause_seconds, self.model_properties = _MIN_PAUSE_SECONDS, process.model_properties
                 if not self.loaded_future.done():
                     self.loaded_future.set_result(None)
-                self.num_ready += 1
+                self.num_ready_processes += 1
                 try:
                     await self._score_batches(process)
                 finally:
-                    self.num_ready -= 1
+                    self.num_ready_processes -= 1
             except Exception as error:
                 failure = error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
                 if failure is not error:
@@ -153,10 +153,10 @@ class RewardPool:
     async def _score_batches(self, process: RewardProcess) -> None:
         while True:
             jobs = await self._next_batch(process)
-            start_time = time.monotonic()
+            batch_start_time = time.monotonic()
             self.num_in_flight += len(jobs)
             try:
-                reply, arrays = await process.score(jobs)
+                reply_header, result_arrays = await process.score(jobs)
             except BaseException as error:
                 for job in jobs:
                     job.num_attempts += 1
@@ -169,33 +169,35 @@ class RewardPool:
             finally:
                 self.num_in_flight -= len(jobs)
             self.counters.batches += 1
-            self.counters.seconds += time.monotonic() - start_time
-            if "error" in reply and len(jobs) > 1:  # retry requests one by one to isolate the failing one
+            self.counters.seconds += time.monotonic() - batch_start_time
+            if "error" in reply_header and len(jobs) > 1:  # retry requests one by one to isolate the failing one
                 for job in jobs:
                     job.num_attempts = max(1, job.num_attempts)
                 self.queue.extendleft(reversed(jobs))
                 self._has_queued_jobs.set()
                 continue
-            await self._deliver_results(jobs, reply, arrays)
+            await self._deliver_results(jobs, reply_header, result_arrays)
 
     async def _deliver_results(
-        self, jobs: Sequence[RewardJob], reply: Mapping[str, Any], arrays: Sequence[np.ndarray]
+        self, jobs: Sequence[RewardJob], reply_header: Mapping[str, Any], result_arrays: Sequence[np.ndarray]
     ) -> None:
-        job_results = reply.get("results") or [{"error": reply.get("error", "")}] * len(jobs)
+        job_results = reply_header.get("results") or [{"error": reply_header.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
-            result = {**job_results[i], "array": arrays[i]} if arrays else job_results[i]
-            num_errors = job.request.num_items if result.get("error") else sum(map(bool, result.get("errors", [])))
+            job_result = {**job_results[i], "array": result_arrays[i]} if result_arrays else job_results[i]
+            num_errors = (
+                job.request.num_items if job_result.get("error") else sum(map(bool, job_result.get("errors", [])))
+            )
             self.counters.items += job.request.num_items
             self.counters.errors += num_errors
             if num_errors:
-                self._record_error(result.get("error") or next(filter(None, result["errors"])))
-            await self._on_result(job, result, float(reply.get("seconds", 0.0)))
+                self._record_error(job_result.get("error") or next(filter(None, job_result["errors"])))
+            await self._on_result(job, job_result, float(reply_header.get("seconds", 0.0)))
 
-    async def _fail_exhausted_jobs(self, last_error: str) -> None:
+    async def _fail_exhausted_jobs(self, last_error_text: str) -> None:
         for job in [job for job in self.queue if job.num_attempts >= self.settings.max_attempts]:
             self.queue.remove(job)
             self.counters.errors += job.request.num_items
-            error_text = f"tried {job.num_attempts} times, each of which ended its process; the last: {last_error}"
+            error_text = f"tried {job.num_attempts} times, each of which ended its process; the last: {last_error_text}"
             await self._on_result(job, {"error": error_text, "is_lost": True}, 0.0)
 
     async def _next_batch(self, process: RewardProcess) -> list[RewardJob]:
@@ -207,7 +209,7 @@ class RewardPool:
                 await process.wait_while_running(self._has_queued_jobs.wait())
             num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
-                await asyncio.sleep(self.settings.batch_seconds)  # more jobs may arrive; another process may take them
+                await asyncio.sleep(self.settings.batch_seconds)  # let more jobs arrive, which another process may take
             while self.queue and (not jobs or self._fits_in_batch(jobs)):
                 jobs.append(self.queue.popleft())
         return jobs
@@ -234,31 +236,31 @@ class RewardProcess:
 
     async def start(self) -> None:
         """Start the process and wait until it has loaded; raise `ProcessError` if it could not start or load."""
-        start_message, reward = self._settings.start_message, self._settings.reward
-        environment = environment_for_user_code(reward.env) | {"PYTHONUNBUFFERED": "1"}
-        if reward.tmp_dir:
-            environment["TMPDIR"] = reward.tmp_dir
+        start_message, reward_args = self._settings.start_message, self._settings.reward
+        process_environment = environment_for_user_code(reward_args.env) | {"PYTHONUNBUFFERED": "1"}
+        if reward_args.tmp_dir:
+            process_environment["TMPDIR"] = reward_args.tmp_dir
         try:
             self._process = await asyncio.create_subprocess_exec(
-                reward.python_interpreter, "-c", _START_SCRIPT, _PACKAGE_FOLDER,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
-                cwd=reward.work_dir or None, start_new_session=True, limit=_MAX_HEADER_BYTES,
+                reward_args.python_interpreter, "-c", _START_SCRIPT, _PACKAGE_FOLDER,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=process_environment,
+                cwd=reward_args.work_dir or None, start_new_session=True, limit=_MAX_HEADER_BYTES,
             )  # fmt: skip
         except OSError as error:
-            raise ProcessError(f"{reward.python_interpreter} cannot be started: {error}") from error
+            raise ProcessError(f"{reward_args.python_interpreter} cannot be started: {error}") from error
         message_header = {**start_message, "settings": {**start_message["settings"], "device": self._device}}
-        reply, _ = await self._send_and_receive(message_header, [], reward.load_seconds, "loaded")
-        if "ready" not in reply:
-            raise ProcessError(str(reply.get("error", "it said something else than that it is ready")))
-        self.is_ready, self.model_properties = True, reply
+        reply_header, _ = await self._send_and_receive(message_header, [], reward_args.load_seconds, "loaded")
+        if "ready" not in reply_header:
+            raise ProcessError(str(reply_header.get("error", "it said something else than that it is ready")))
+        self.is_ready, self.model_properties = True, reply_header
 
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return the process's reply and arrays for a batch; raise `ProcessError` if the process ended or timed out."""
         self._batch_number += 1
         message_header = {"id": self._batch_number, "jobs": [job.request.fields_for_worker for job in jobs]}
-        arrays = [job.request.array for job in jobs]
+        request_arrays = [job.request.array for job in jobs]
         timeout_seconds = self._settings.reward.timeout_seconds
-        reply, result_arrays = await self._send_and_receive(message_header, arrays, timeout_seconds, "done")
+        reply, result_arrays = await self._send_and_receive(message_header, request_arrays, timeout_seconds, "done")
         num_results = len(jobs) if reply.get("error") else len(reply.get("results", result_arrays))
         if reply.get("id") != self._batch_number or num_results != len(jobs):
             raise ProcessError("its process said something about another batch")
@@ -282,7 +284,7 @@ class RewardProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.communicate()  # reads the output, unlike `wait`, so that a full pipe cannot block
+        await self._process.communicate()  # unlike `wait`, it reads the output, so that a full pipe cannot block
 
     async def _send_and_receive(
         self, message: Mapping[str, Any], sent_arrays: Sequence[np.ndarray], timeout_seconds: float, expected_state: str
@@ -307,12 +309,12 @@ class RewardProcess:
     async def _read_reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         assert self._process is not None and self._process.stdout is not None
         reply_header = json.loads(await self._process.stdout.readuntil(b"\n"))
-        arrays = []
+        result_arrays = []
         for shape, dtype in reply_header.pop("arrays"):
             num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             array_bytes = await self._process.stdout.readexactly(num_bytes)
-            arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
-        return reply_header, arrays
+            result_arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
+        return reply_header, result_arrays
 
     def _describe_exit(self) -> ProcessError:
         exit_code = self._process.returncode if self._process else None

@@ -75,8 +75,8 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
     )
 
 
-def _parse_reward_names(fields: Mapping[str, Any], served_rewards: Container[str]) -> tuple[str, ...]:
-    weights = fields.get("reward_fn")
+def _parse_reward_names(json_fields: Mapping[str, Any], served_rewards: Container[str]) -> tuple[str, ...]:
+    weights = json_fields.get("reward_fn")
     if not isinstance(weights, dict) or not all(type(weight) in {int, float} for weight in weights.values()):
         raise ProtocolError("reward_fn must be an object of names and weights")
     reward_names = tuple(name for name, weight in weights.items() if weight > 0)
@@ -87,14 +87,14 @@ def _parse_reward_names(fields: Mapping[str, Any], served_rewards: Container[str
     return reward_names
 
 
-def _parse_media_type(fields: Mapping[str, Any], array: np.ndarray) -> str:
+def _parse_media_type(json_fields: Mapping[str, Any], array: np.ndarray) -> str:
     """Return the type of the array; clients of Cosmos-RL may send latents as `video`."""
-    media_type = fields.get("media_type") or "video"
+    media_type = json_fields.get("media_type") or "video"
     if not isinstance(media_type, str) or media_type.lower() not in {"image", "video", "latent", "text"}:
         raise ProtocolError("media_type must be image, video, latent or text")
     media_type, shape = media_type.lower(), array.shape
     if media_type == "text":
-        if "completions" not in fields or array.size:
+        if "completions" not in json_fields or array.size:
             raise ProtocolError("a request of texts has them as completions, and an array without content")
         return media_type
     if not array.size:
@@ -122,9 +122,9 @@ def _check_list_field(field_name: str, field_values: Any, element_type: type, nu
         raise ProtocolError(f"{field_name} must be a list of {'objects' if element_type is dict else 'strings'}")
 
 
-def _describe_input(media_type: str, array: np.ndarray, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_input(media_type: str, array: np.ndarray, json_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the input in the format of Cosmos-RL's service."""
-    input_shape, float_array, dtype_name = list(array.shape), array, f"torch.{array.dtype.name}"
+    input_shape, float_values, dtype_name = list(array.shape), array, f"torch.{array.dtype.name}"
     if media_type == "text":
         return {"shape": input_shape, "dtype": dtype_name}
     if media_type == "latent":
@@ -132,13 +132,13 @@ def _describe_input(media_type: str, array: np.ndarray, fields: Mapping[str, Any
         if array.dtype == np.uint8:
             input_shape[-1] //= 2
             bfloat16_bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
-            float_array = (bfloat16_bits << 16).view(np.float32)
+            float_values = (bfloat16_bits << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
-        min_value, max_value = float(float_array.min()), float(float_array.max())
+        min_value, max_value = float(float_values.min()), float(float_values.max())
     if media_type == "latent":
         min_value, max_value = (_round_to_bfloat16(value) for value in (min_value, max_value))
     input_info = {"shape": input_shape, "dtype": dtype_name, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
-    return input_info if media_type == "image" else {**input_info, "video_infos": fields.get("video_infos") or []}
+    return input_info if media_type == "image" else {**input_info, "video_infos": json_fields.get("video_infos") or []}
 
 
 def _round_to_bfloat16(number: float) -> float:

@@ -27,7 +27,7 @@ _TEXT_REWARD_SAMPLES = {
     "single_choice": ("<answer>B</answer>", "B"),
 }
 """Pairs of a correct completion and its reference, by the name of a text reward."""
-_GENERATED_ROW = {"reasoning_gym": {"generator": "chain_sum", "arguments": {}, "entry": "{'answer': '42'}"}}
+_REASONING_GYM_ROW = {"reasoning_gym": {"generator": "chain_sum", "arguments": {}, "entry": "{'answer': '42'}"}}
 
 
 async def self_test(config: ServiceConfig) -> int:
@@ -40,13 +40,13 @@ async def self_test(config: ServiceConfig) -> int:
     return EXIT_USAGE if num_failed_rewards else EXIT_OK
 
 
-async def _test_reward(reward_name: str, settings: ProcessSettings) -> str:
+async def _test_reward(reward_name: str, process_settings: ProcessSettings) -> str:
     result_future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def receive_result(job: RewardJob, result: dict[str, Any], scoring_seconds: float) -> None:
         result_future.set_result({**result, "seconds": scoring_seconds})
 
-    pool = RewardPool(settings, receive_result)
+    pool = RewardPool(process_settings, receive_result)
     try:
         await pool.loaded_future
         pool.submit(RewardJob(parse_request("self-test", _make_test_request(reward_name), {reward_name}), reward_name))
@@ -80,20 +80,20 @@ def _make_test_request(reward_name: str) -> bytes:
             "prompts": ["6 * 7 ="] * 2, "media_type": "text", "completions": completions, "references": [reference] * 2,
             "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
             "turns": [[{"role": "assistant", "content": text}] for text in completions],
-            "metadata": [_GENERATED_ROW] * 2,
+            "metadata": [_REASONING_GYM_ROW] * 2,
         }  # fmt: skip
         return encode_request(json_fields, np.zeros((2, 0), np.uint8))
     noise_image = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
-    card_and_noise = np.stack([np.asarray(make_word_image("HELLO")), noise_image])
+    card_and_noise_images = np.stack([np.asarray(make_word_image("HELLO")), noise_image])
     json_fields |= {"prompts": [_TEST_PROMPT] * 2, "media_type": "image"}
     if reward_name in VIDEO_REWARDS:
         json_fields |= {"media_type": "video", "video_infos": [{"video_fps": 8.0}] * 2}
-        return encode_request(json_fields, np.moveaxis(np.repeat(card_and_noise[:, None], 8, axis=1), -1, 1))
+        return encode_request(json_fields, np.moveaxis(np.repeat(card_and_noise_images[:, None], 8, axis=1), -1, 1))
     if reward_name == "gen_eval":
         included_objects = [{"class": "book", "count": 1}]
         json_fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
     json_fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
-    return encode_request(json_fields, card_and_noise)
+    return encode_request(json_fields, card_and_noise_images)
 
 
 def make_word_image(word: str) -> Image.Image:

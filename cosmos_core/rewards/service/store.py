@@ -14,7 +14,7 @@ class MemoryStore:
     def __init__(self, retention_seconds: float, max_entries: int, max_bytes: int) -> None:
         self._retention_seconds, self._max_entries, self._max_bytes = retention_seconds, max_entries, max_bytes
         self._unfinished_uuids: set[str] = set()
-        self._unfetched_keys: set[tuple[str, str]] = set()
+        self._unfetched_score_keys: set[tuple[str, str]] = set()
         self._num_score_bytes = 0
         self._scores: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
         self._num_scores_by_uuid: dict[str, int] = {}
@@ -37,14 +37,14 @@ class MemoryStore:
             return
         self._scores[uuid, reward_name] = time.monotonic() + self._retention_seconds, scores_json
         self._num_scores_by_uuid[uuid] = self._num_scores_by_uuid.get(uuid, 0) + 1
-        self._unfetched_keys.add((uuid, reward_name))
+        self._unfetched_score_keys.add((uuid, reward_name))
         self._num_score_bytes += len(scores_json)
         self._remove_expired()
 
     async def get(self, uuid: str, reward_name: str) -> str | None:
         """Return the scores of one reward; None if they are missing."""
         self._remove_expired()
-        self._unfetched_keys.discard((uuid, reward_name))
+        self._unfetched_score_keys.discard((uuid, reward_name))
         expiry_and_scores = self._scores.get((uuid, reward_name))
         return expiry_and_scores[1] if expiry_and_scores else None
 
@@ -59,7 +59,7 @@ class MemoryStore:
     def has_unfetched_scores(self) -> bool:
         """Return True if the store has scores that no client has fetched and that would be lost with this process."""
         self._remove_expired()
-        return bool(self._unfetched_keys)
+        return bool(self._unfetched_score_keys)
 
     async def close(self) -> None:
         """Close the connections to the storage."""
@@ -68,11 +68,11 @@ class MemoryStore:
         current_time = time.monotonic()
         while self._scores:
             (uuid, reward_name), (expiry_time, scores_json) = next(iter(self._scores.items()))
-            fits_in_memory = self._num_score_bytes <= self._max_bytes or len(self._scores) == 1
-            if expiry_time > current_time and fits_in_memory and len(self._scores) <= self._max_entries:
+            fits_in_byte_limit = self._num_score_bytes <= self._max_bytes or len(self._scores) == 1
+            if expiry_time > current_time and fits_in_byte_limit and len(self._scores) <= self._max_entries:
                 return
             del self._scores[uuid, reward_name]
-            self._unfetched_keys.discard((uuid, reward_name))
+            self._unfetched_score_keys.discard((uuid, reward_name))
             self._num_score_bytes -= len(scores_json)
             self._num_scores_by_uuid[uuid] -= 1
             if not self._num_scores_by_uuid[uuid]:
@@ -94,21 +94,21 @@ class RedisStore:
         retry_policy = Retry(ExponentialWithJitterBackoff(base=0.05, cap=1.0), 6)
         self._redis: Any = Redis(host=host, port=port, retry=retry_policy, socket_timeout=20, socket_connect_timeout=5)
         self._retention_seconds = max(1, int(retention_seconds))
-        self._unfinished_key = f"cosmos:reward:pending:{owner_name}"
+        self._unfinished_set_key = f"cosmos:reward:pending:{owner_name}"
 
     async def accept_request(self, uuid: str, body: bytes) -> None:
         redis_pipeline = self._redis.pipeline(transaction=True)
         redis_pipeline.set(_BODY_KEY_TEMPLATE.format(uuid), body, ex=self._retention_seconds)
         redis_pipeline.set(_ACCEPTED_KEY_TEMPLATE.format(uuid), b"1", ex=self._retention_seconds)
-        redis_pipeline.sadd(self._unfinished_key, uuid)
-        redis_pipeline.expire(self._unfinished_key, self._retention_seconds)
+        redis_pipeline.sadd(self._unfinished_set_key, uuid)
+        redis_pipeline.expire(self._unfinished_set_key, self._retention_seconds)
         await redis_pipeline.execute()
 
     async def has_request(self, uuid: str) -> bool:
         return bool(await self._redis.exists(_ACCEPTED_KEY_TEMPLATE.format(uuid)))
 
     async def has_unfinished_request(self, uuid: str) -> bool:
-        return bool(await self._redis.sismember(self._unfinished_key, uuid))
+        return bool(await self._redis.sismember(self._unfinished_set_key, uuid))
 
     async def put(self, uuid: str, reward_name: str, scores_json: str) -> None:
         await self._redis.set(f"{uuid}_{reward_name}", scores_json, ex=self._retention_seconds, nx=True)
@@ -120,15 +120,15 @@ class RedisStore:
     async def finish_request(self, uuid: str) -> None:
         redis_pipeline = self._redis.pipeline(transaction=True)
         redis_pipeline.delete(_BODY_KEY_TEMPLATE.format(uuid))
-        redis_pipeline.srem(self._unfinished_key, uuid)
+        redis_pipeline.srem(self._unfinished_set_key, uuid)
         await redis_pipeline.execute()
 
     async def unfinished_requests(self) -> list[tuple[str, bytes]]:
         uuids_and_bodies = []
-        for uuid in sorted(await self._redis.smembers(self._unfinished_key)):
+        for uuid in sorted(await self._redis.smembers(self._unfinished_set_key)):
             body = await self._redis.get(_BODY_KEY_TEMPLATE.format(uuid.decode()))
             if body is None:
-                await self._redis.srem(self._unfinished_key, uuid)
+                await self._redis.srem(self._unfinished_set_key, uuid)
             else:
                 uuids_and_bodies.append((uuid.decode(), body))
         return uuids_and_bodies

@@ -21,8 +21,8 @@ from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer, replace_nonfinite
 from cosmos_core.rewards.wan_latents import WanVae
 
-_ITEM_FIELDS = {"references": "reference", "completions": "to_be_evaluated"}
-_INFO_FIELDS = {
+_INPUT_FIELD_BY_REQUEST_FIELD = {"references": "reference", "completions": "to_be_evaluated"}
+_INFO_KEY_BY_REQUEST_FIELD = {
     "geneval_tags": "tag", "geneval_includes": "include", "geneval_excludes": "exclude", "num_tokens": "num_tokens",
     "finish_reason": "finish_reason", "turns": "turns",
 }  # fmt: skip
@@ -44,12 +44,12 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
-        error_text = str(error) if isinstance(error, CosmosError) else error_on_one_line(error)
-        write_message(output_stream, {"error": error_text}, [])
+        load_error_text = str(error) if isinstance(error, CosmosError) else error_on_one_line(error)
+        write_message(output_stream, {"error": load_error_text}, [])
         return
     write_message(output_stream, {"ready": True, **model_properties}, [])
-    while (message := read_message(input_stream)) is not None:
-        (header, arrays), start_time = message, time.monotonic()
+    while (batch_message := read_message(input_stream)) is not None:
+        (header, arrays), start_time = batch_message, time.monotonic()
         reply: dict[str, Any] = {}
         videos: list[np.ndarray] = []
         try:
@@ -59,22 +59,22 @@ def main() -> None:
                 reply["results"] = _score_batch(scorer_or_decoder, header["jobs"], arrays)
         except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
             traceback.print_exc()
-            if "CUDA error" in str(error):  # after a CUDA error, all later CUDA calls of the process fail
+            if "CUDA error" in str(error):  # exit, because all CUDA calls after a CUDA error fail
                 sys.exit(1)
             reply, videos = {"error": error_on_one_line(error)}, []
         write_message(output_stream, {"id": header["id"], **reply, "seconds": time.monotonic() - start_time}, videos)
 
 
-def read_message(stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+def read_message(input_stream: BinaryIO) -> tuple[dict[str, Any], list[np.ndarray]] | None:
     """Return the header and the arrays of the next message; None at the end of the input."""
-    header_line = stream.readline()
+    header_line = input_stream.readline()
     if not header_line.endswith(b"\n"):
         return None
     message_header = json.loads(header_line)
     arrays = []
     for shape, dtype in message_header.pop("arrays", []):
         num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        array_bytes = stream.read(num_bytes)
+        array_bytes = input_stream.read(num_bytes)
         if len(array_bytes) != num_bytes:
             return None
         arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
@@ -87,34 +87,34 @@ def encode_header(message_header: Mapping[str, Any], arrays: Sequence[np.ndarray
     return json.dumps({**message_header, "arrays": array_headers}).encode() + b"\n"
 
 
-def write_message(stream: BinaryIO, message_header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+def write_message(output_stream: BinaryIO, message_header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write a message with a header and arrays."""
-    stream.write(encode_header(message_header, arrays))
+    output_stream.write(encode_header(message_header, arrays))
     for array in arrays:
-        stream.write(np.ascontiguousarray(array).data)
-    stream.flush()
+        output_stream.write(np.ascontiguousarray(array).data)
+    output_stream.flush()
 
 
-def _load_reward(start_header: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _load_reward(start_message: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the reward or the decoder of latents, and model properties with which the service validates requests."""
-    settings = RewardModelSettings(**start_header["settings"])
-    if start_header["name"] == "":
+    settings = RewardModelSettings(**start_message["settings"])
+    if start_message["name"] == "":
         video_vae = WanVae("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
         return video_vae, {"latent_channels": video_vae.num_channels}
-    return load_scorer(start_header["name"], start_header["entry"], settings), {}
+    return load_scorer(start_message["name"], start_message["entry"], settings), {}
 
 
 def _score_batch(scorer: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
     items_by_job = [make_items(job, array) for job, array in zip(jobs, arrays, strict=True)]
-    items = [item for job_items in items_by_job for item in job_items]
-    score_columns, errors = replace_nonfinite(scorer.score(items), len(items))
-    reported_errors = getattr(scorer, "errors", None) or errors
-    errors = [error or reward_error for error, reward_error in zip(errors, reported_errors, strict=True)]
-    job_results, first_index = [], 0
+    all_items = [item for job_items in items_by_job for item in job_items]
+    score_columns, item_errors = replace_nonfinite(scorer.score(all_items), len(all_items))
+    scorer_errors = getattr(scorer, "errors", None) or item_errors
+    item_errors = [error or reward_error for error, reward_error in zip(item_errors, scorer_errors, strict=True)]
+    job_results, first_item_index = [], 0
     for job_items in items_by_job:
-        item_slice = slice(first_index, first_index + len(job_items))
-        job_results.append({"scores": _slice_columns(score_columns, item_slice), "errors": errors[item_slice]})
-        first_index = item_slice.stop
+        item_slice = slice(first_item_index, first_item_index + len(job_items))
+        job_results.append({"scores": _slice_columns(score_columns, item_slice), "errors": item_errors[item_slice]})
+        first_item_index = item_slice.stop
     json.dumps(job_results)  # fail the batch, not the process, if a score has no JSON form
     return job_results
 
@@ -123,19 +123,19 @@ def _slice_columns(columns: Mapping[str, Any], item_slice: slice) -> dict[str, A
     return {k: _slice_columns(v, item_slice) if isinstance(v, dict) else v[item_slice] for k, v in columns.items()}
 
 
-def make_items(job: Mapping[str, Any], array: np.ndarray) -> list[RewardInput]:
+def make_items(job: Mapping[str, Any], media_array: np.ndarray) -> list[RewardInput]:
     """Return the inputs of the reward model for a request, from its fields and its array."""
     items = []
     for i, prompt in enumerate(job["prompts"]):
-        text_fields = {target_field: job[name][i] for name, target_field in _ITEM_FIELDS.items() if name in job}
+        text_fields = {key: job[name][i] for name, key in _INPUT_FIELD_BY_REQUEST_FIELD.items() if name in job}
         additional_fields: dict[str, Any] = {}
         for name in ("video_infos", "metadata"):
             additional_fields |= job[name][i] if name in job else {}
         # Fields of the completion, such as `turns`, take precedence over columns of the row.
-        additional_fields |= {target_field: job[name][i] for name, target_field in _INFO_FIELDS.items() if name in job}
+        additional_fields |= {key: job[name][i] for name, key in _INFO_KEY_BY_REQUEST_FIELD.items() if name in job}
         for name in ("geneval_only_strict", "ocr_use_gpu"):
             additional_fields |= {name: job[name]} if name in job else {}
-        media = None if job["media"] == "text" else _to_media(job["media"], array[i])
+        media = None if job["media"] == "text" else _to_media(job["media"], media_array[i])
         items.append(RewardInput(prompt=prompt, media=media, info=additional_fields, **text_fields))
     return items
 
@@ -144,7 +144,7 @@ def _to_media(media_type: str, pixels: np.ndarray) -> Any:
     """Return the image (PIL.Image) or the video (uint8 array of frames, height, width and 3) of an item."""
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
-    if media_type == "video":  # the channels are the first axis of a video
+    if media_type == "video":  # move the channels from the first axis to the last
         return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     from PIL import Image
 
