@@ -133,8 +133,8 @@ def run_python_flow(
 
 
 def import_python_flow(entrypoint: str) -> tuple[Any, Callable[[], Any]]:
-    """Return the flow at an entrypoint, and a function that returns the state of the flow that is executed. Raises
-    `ConfigError` if there is no such flow, or its module raises an error."""
+    """Return the flow at an entrypoint, and a function that returns the `PythonFlowState` of its newest execution in
+    this process. Raises `ConfigError` if there is no such flow, or its module raises an error."""
     with without_garbage_collection():
         from prefect.exceptions import MissingFlowError, ScriptError
         from prefect.flows import load_flow_from_entrypoint

@@ -20,7 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 
 from cosmos_core.config.capabilities import unique_notices
-from cosmos_core.config.compose import Pipeline, with_stage
+from cosmos_core.config.compose import Pipeline, append_stage
 from cosmos_core.config.load import parse_table
 from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.pipeline import BUDGET_KEYS, PipelineConfig
@@ -73,7 +73,7 @@ class StageNotAdded(UploadError):
     not respond. Its task is not retried; another execution of the flow calls it again."""
 
 
-class _CallsFile(JsonDocument):
+class _RecordedCalls(JsonDocument):
     calls: dict[str, StageCall] = {}
 
 
@@ -190,7 +190,7 @@ class PythonFlowState:
         if run is not None:
             self._claim_run(run)
             run = self.run
-        calls = ((read_document(run.path / _CALLS_FILE, _CallsFile) if run else None) or _CallsFile()).calls
+        calls = ((read_document(run.path / _CALLS_FILE, _RecordedCalls) if run else None) or _RecordedCalls()).calls
         if run is not None:
             if earlier_call := calls.get(name):
                 if (earlier_call.stage, earlier_call.tables) == (call.stage, call.tables):
@@ -208,8 +208,8 @@ class PythonFlowState:
                 dependent_names = set[str]().union(*map(run.pipeline.stage_and_dependents, earlier_call.stages))
                 calls = {each: other for each, other in calls.items() if dependent_names.isdisjoint(other.stages)}
                 # Save the calls before the pipeline, so that no kill leaves a call whose stages have other settings.
-                write_json(run.path / _CALLS_FILE, _CallsFile(calls=calls).model_dump())
-            # Remove the stages of a call that was killed before it was recorded.
+                write_json(run.path / _CALLS_FILE, _RecordedCalls(calls=calls).model_dump())
+            # Remove stages without a recorded call: the process was killed while the flow added them.
             recorded_stage_names = {each for other in calls.values() for each in other.stages}
             remaining_stages = [stage for stage in run.pipeline.stages if stage.name in recorded_stage_names]
             remaining_recipes = {stage.name: run.pipeline.recipes[stage.name] for stage in remaining_stages}
@@ -219,7 +219,7 @@ class PythonFlowState:
         self.run = run
         stages_of_other_calls = {stage_name for other_call in calls.values() for stage_name in other_call.stages}
         call.stages = [stage.name for stage in run.pipeline.stages if stage.name not in stages_of_other_calls]
-        write_json(run.path / _CALLS_FILE, _CallsFile(calls={**calls, name: call}).model_dump())
+        write_json(run.path / _CALLS_FILE, _RecordedCalls(calls={**calls, name: call}).model_dump())
         return run, call.stages
 
     def _claim_run(self, run: Run, acquire_run_lock: Callable[[Run], FileLock | None] = claim_run) -> bool:
@@ -257,7 +257,7 @@ class PythonFlowState:
 
     def _compose_pipeline(self, run: Run | None, call: StageCall, source_file: Path) -> Pipeline:
         pipeline = run.pipeline if run else Pipeline(source_file, self.config(), {}, all_kinds())
-        return resolve_gpu_settings(with_stage(pipeline, call.stage, call.tables, source_file))
+        return resolve_gpu_settings(append_stage(pipeline, call.stage, call.tables, source_file))
 
     def _create_or_extend_run(self, run: Run | None, call: StageCall, source_file: Path) -> Run:
         pipeline = self._compose_pipeline(run, call, source_file)

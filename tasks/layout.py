@@ -34,8 +34,8 @@ _SOURCE_KIND_BY_ROLE: dict[str, Literal["model", "data"]] = {"model": "model", "
 
 def read_upstream_results(run: Run, stage: StageConfig) -> dict[str, Result]:
     """Return the manifests of the stages in `after` by stage name, each with the added key `path`, the folder of that
-    stage. An export of a checkpoint, and stages that forward metrics, get the metrics of the exported checkpoint of a
-    training, so that a gate judges the published model. Raises `StageFailed` if a stage in `after` has no result."""
+    stage. If `stage` exports a checkpoint, or passes metrics on as a gate does, the metrics of a training are replaced
+    by those of the checkpoint that is exported. Raises `StageFailed` if a stage in `after` has no result."""
     upstream_results = {}
     reads_checkpoint_metrics = run.pipeline.stage_kind(stage).forwards_metrics or stage.checkpoint
     for name in stage.after:
@@ -133,7 +133,7 @@ def prepare_stage_folder(
         for each, digest in zip(external_inputs, source_digests, strict=True)
     )
     model_origin = find_model_origin(run.pipeline, stage)
-    stage, recipe = download_inputs(run.pipeline, stage, partial(sleep_unless_stopping, 0))
+    stage, recipe = download_inputs(run.pipeline, stage, run.output_dir, partial(sleep_unless_stopping, 0))
     if teacher_config := recipe.teacher_for_stage(stage_kind):
         teacher_path = resolve_output(stage.name, "model", teacher_config.model_name_or_path, results)
         recipe = recipe.copy_with(distillation=teacher_config.copy_with(model_name_or_path=teacher_path))

@@ -146,7 +146,7 @@ def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
 
 
 def _set_top_token_ids(samples: Sequence[Sample], sample_outputs: Sequence[dict[str, Tensor]]) -> list[Sample]:
-    """Return copies of the samples with the `top_ids` of their trained tokens, selected from the ids of all tokens."""
+    """Return copies of the samples with the most likely ids `top_ids` of the model outputs, for trained tokens only."""
     return [
         replace(sample, top_ids=row["top_ids"].cpu().numpy()[sample.loss_mask[1:] == 1])
         for sample, row in zip(samples, sample_outputs, strict=True)

@@ -151,7 +151,7 @@ def load_pipeline(
         return _check_serializable(_compose_pipeline(path, root_tables, overrides, stage_kinds, notices, base_folders))
 
 
-def with_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTable, source: Path) -> Pipeline:
+def append_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTable, source: Path) -> Pipeline:
     """Return the pipeline with a new stage, and with the stages that the new stage implies, such as a `prepare` stage.
 
     Args:

@@ -114,7 +114,8 @@ def stage_inputs(stage: StageConfig, recipe: Recipe, kind: StageKind) -> tuple[S
 
 def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[StageInput]:
     policy, reads_weights = recipe.policy, stage_kind.reads_model == "weights"
-    may_read_any_file = not stage_kind.entry or bool(policy.model_class)  # a user's code may read any file of the model
+    # A user-defined stage or model class may read any file of the model folder, so all its files are inputs.
+    may_read_any_file = not stage_kind.entry or bool(policy.model_class)
     file_patterns = ALL_FILES if may_read_any_file else TRAINING_FILES
     if stage_kind.reads_model == "tokenizer":
         file_patterns = policy.modality.encoder_files

@@ -18,8 +18,8 @@ class CollatedRows(NamedTuple):
     inputs: dict[str, Any]
     """Keyword arguments of a model. Padded rows: `input_ids`, `position_ids` and `attention_mask` (0: padding), BT.
     Packed rows: `input_ids` and `position_ids`, 1P, and the values of `make_packed_attention_kwargs`."""
-    prediction_offsets: list[int]
-    """Offset of each row: its token p is predicted at index offset + p - 1 of the flattened predictions (BS or 1S)."""
+    row_start_indices: list[int]
+    """Index of each row in the flattened predictions (BS or 1S): its token p is predicted at the index plus p - 1."""
 
 
 class SequenceBounds:

@@ -151,9 +151,9 @@ def _read_split(
         stage.progress.beat()
         rows.append(None if isinstance(row_or_reason, str) else row_or_reason)
         if isinstance(row_or_reason, str):
-            has_location = row_or_reason.startswith(item.location)
+            starts_with_location = row_or_reason.startswith(item.location)
             skip_reasons.append(
-                _replace_lone_surrogates(row_or_reason if has_location else f"{item.location}: {row_or_reason}")
+                _replace_lone_surrogates(row_or_reason if starts_with_location else f"{item.location}: {row_or_reason}")
             )
     if not rows:
         raise DataError(f"{config_key}: {config.local_dir or config.name} holds no rows; at least one is needed")

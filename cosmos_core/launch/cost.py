@@ -185,7 +185,7 @@ class _TrainingPace:
 
 
 def _measure_pace(stage_record: StageRecord) -> _TrainingPace | None:
-    """Return the durations of the parts of an earlier training; None if it recorded no duration of a step."""
+    """Return the seconds of steps, of validations and of the rest of an earlier training; None: no recorded step."""
     step_times, validation_times = (
         [float(line[name]) for line in stage_record.metric_lines if isinstance(line.get(name), int | float)]
         for name in ("time/step", "time/validate")

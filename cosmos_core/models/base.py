@@ -123,8 +123,8 @@ class ExportResult:
 
 
 class ModelAdapter(Protocol):
-    """Base class of adapters between the trainer and a model, which convert samples to model inputs, and outputs to
-    micro-batches. The model is sharded over the mesh. Only subclasses handle tokens, images or latents."""
+    """Base class of adapters between the trainer and a model, which convert samples to model inputs, and model outputs
+    to values per sample. The model is sharded over the mesh. Only subclasses handle tokens, images or latents."""
 
     model: Any
     """Module of the model; with a mesh, this rank's shard of it."""

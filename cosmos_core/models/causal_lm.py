@@ -183,7 +183,7 @@ class CausalLM(ModelAdapter):
         else:
             rows = collate_rows(token_ids, pad_id, is_packed=self._packs_rows, padded_length_fn=self._padded_row_length)
         trained_positions = [np.flatnonzero(sample.loss_mask[1:]) for sample in collated_samples]
-        scored_indices_by_row = [np.add(*pair) for pair in zip(rows.prediction_offsets, trained_positions, strict=True)]
+        scored_indices_by_row = [np.add(*pair) for pair in zip(rows.row_start_indices, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
         if not (self._packs_rows or (self.mesh and self.mesh.pp)):
             del inputs["position_ids"]  # the model computes positions itself, which may be 2-D or begin above 0

@@ -28,10 +28,10 @@ class TrainFlops:
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         num_experts = getattr(text_config, "num_experts", 0) or getattr(text_config, "num_local_experts", 0) or 1
         active_expert_fraction = getattr(text_config, "num_experts_per_tok", 1) / num_experts
-        lookup_weight = _find_lookup_weight(model)
+        lookup_only_embedding = _find_lookup_only_embedding(model)
         self.flops_per_token = 0.0
         for parameter in model.parameters():
-            if parameter.ndim < 2 or parameter is lookup_weight:
+            if parameter.ndim < 2 or parameter is lookup_only_embedding:
                 continue
             used_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
             self.flops_per_token += used_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
@@ -45,7 +45,7 @@ class TrainFlops:
         return sum(self.flops_per_token * count + self._flops_per_token_pair * count * count for count in token_counts)
 
 
-def _find_lookup_weight(model: nn.Module) -> nn.Parameter | None:
+def _find_lookup_only_embedding(model: nn.Module) -> nn.Parameter | None:
     """Return the embedding weight if it is used only for lookups; None if it is tied to the head, or missing."""
     language_model: Any = model
     if not hasattr(model, "get_input_embeddings"):

@@ -28,7 +28,7 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
     """
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     quant_format = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
-    # Quantized weights cannot be trained. Only a recipe with `trainable_pattern` alone can leave all of them untrained.
+    # Quantized weights cannot be trained. They all stay untrained only if `trainable_pattern` names other weights.
     trains_only_pattern_matches = bool(policy.trainable_pattern) and not any((policy.trainable_map or {}).values())
     if quant_format and quant_format not in DEQUANTIZED_FORMATS and not trains_only_pattern_matches:
         raise ConfigError(
@@ -38,8 +38,8 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
         )
     if not keys and policy.lora is None:
         return
-    # Gradient checkpointing makes the outputs of embeddings require gradients, which non-reentrant checkpoints do not
-    # need. Without such gradients, the backward pass ends at the first trained layer.
+    # transformers lets embeddings require gradients for gradient checkpointing; non-reentrant checkpoints need none.
+    # Without gradients of the embeddings, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:

@@ -217,8 +217,8 @@ class NativeWeightTransfer:
         try:
             call_with_timeout(_CONNECT_TIMEOUT_SECONDS, self.transport.connect, has_failed=_make_failure_check(replies))
         finally:
-            failed_indices = weight_load.await_replies(replies)
-        if failed_indices or len(weight_load.processes) < num_processes:
+            failed_engine_indices = weight_load.await_replies(replies)
+        if failed_engine_indices or len(weight_load.processes) < num_processes:
             raise TransferFailed("an engine did not connect")
 
 

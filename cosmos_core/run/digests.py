@@ -25,7 +25,7 @@ class DigestCache:
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._cache_path = path
         self._lock = threading.Lock()
-        self._cached_digests: dict[str, tuple[FileKey, str]] = {} if ignores_cache else _read_cache(path)
+        self._all_digests: dict[str, tuple[FileKey, str]] = {} if ignores_cache else _read_cache(path)
 
     def digest_file(self, file: Path) -> str:
         """Return the SHA-256 of the content of `file`; raise ConfigError for devices and pipes, which may not end."""
@@ -36,13 +36,13 @@ class DigestCache:
             raise ConfigError(f"{file} {problem_text}; name another")
         # The key includes the change time of the inode, because a program can set back only the modification time.
         file_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
-        cached_entry = self._cached_digests.get(str(file))
+        cached_entry = self._all_digests.get(str(file))
         if cached_entry is not None and cached_entry[0] == file_key:
             return cached_entry[1]
         digest = sha256(file)
         if current_time_ns - file_stat.st_ctime_ns > _MIN_FILE_AGE_NS:
             with self._lock:
-                self._cached_digests[str(file)] = (file_key, digest)
+                self._all_digests[str(file)] = (file_key, digest)
                 self._cache_path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._cache_path, "a", encoding="utf-8") as cache_file:
                     cache_file.write(json.dumps([str(file), file_key, digest]) + "\n")
@@ -61,17 +61,17 @@ def shared_digest_cache(output_dir: Path, *, ignores_cache: bool = False) -> Dig
 
 def _read_cache(path: Path) -> dict[str, tuple[FileKey, str]]:
     """Return the newest entry per file from the lines of the cache file; rewrite the file if most are outdated."""
-    cached_data: dict[str, tuple[FileKey, str]] = {}
+    all_digests: dict[str, tuple[FileKey, str]] = {}
     try:
         cache_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
-        return cached_data
+        return all_digests
     for line in cache_lines:
         try:
             file, file_key, digest = json.loads(line)
-            cached_data[str(file)] = (list(file_key), str(digest))
+            all_digests[str(file)] = (list(file_key), str(digest))
         except (ValueError, TypeError, RecursionError):  # skip a truncated or damaged line of the cache
             continue
-    if len(cache_lines) > 2 * len(cached_data) + 1000:
-        write_text(path, "".join(json.dumps([file, *entry]) + "\n" for file, entry in cached_data.items()), fsync=False)
-    return cached_data
+    if len(cache_lines) > 2 * len(all_digests) + 1000:
+        write_text(path, "".join(json.dumps([file, *entry]) + "\n" for file, entry in all_digests.items()), fsync=False)
+    return all_digests

@@ -122,8 +122,8 @@ def has_flow_completed(run_path: Path) -> bool:
 
 
 def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
-    """Return the outcome of a run whose stages are finished: `done` for a TOML file. The code of a Python flow after
-    the last stage may still run, fail, be stopped or have died with its process."""
+    """Return the outcome of a run whose stages are finished. It is `done` unless the run belongs to a Python flow: the
+    flow's own code may still run after the last stage, may have failed or been stopped, or its process has died."""
     run_holder = read_holder(run_path)
     match run_holder.flow_state if run_holder else "":
         case "failed" | "stopped" as flow_state:

@@ -28,7 +28,7 @@ _MODEL_INGREDIENT_NAMES = ("model", "end_tokens", "carried")
 
 
 class RetrainState(JsonDocument):
-    """Content of the state file of scheduled retrainings: digest, run and outcome of the newest retraining."""
+    """State file of scheduled retrainings: input digest, run id and outcome of the newest retraining."""
 
     digest: str
     run_id: str

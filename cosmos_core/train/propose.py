@@ -121,7 +121,7 @@ def propose(options: CliOptions, hardware: Hardware) -> Iterator[ProposedSetting
     yield "policy.model_name_or_path", options.model, "--model"
     yield from ((key, value, f"cosmos {method.command}") for key, value in method.settings.items())
     yield from ((f"{_DATASET_KEY}.{key}", value, "--set") for key, value in options.rows.items())
-    for reward in filter(is_user_code, options.reward_names):  # report errors of the import before the run
+    for reward in filter(is_user_code, options.reward_names):  # import user code now: its errors end the command
         load_reward(reward)
     propose_settings = _image_settings if load_row_kind(method.rows).has_media else _text_settings
     yield from propose_settings(options, method, hardware)

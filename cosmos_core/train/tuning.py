@@ -99,7 +99,7 @@ class SettingsSearch:
                 self._measure_if_affordable(settings)
         max_final_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
         contenders = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
-        return min(contenders, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=start_settings)
+        return min(contenders, key=lambda trial: (trial.rows_per_pass, self.seconds[trial]), default=start_settings)
 
     @property
     def _fastest_settings(self) -> SpeedSettings:

@@ -69,7 +69,7 @@ def scored(model: PreTrainedModel, dtype: torch.dtype, *, packed: bool) -> tuple
     """Log-probabilities of all tokens, and the gradients of a sum of them."""
     batch = collate_rows(rows(), 0, is_packed=packed)
     chosen = torch.cat(
-        [start + torch.arange(length - 1) for start, length in zip(batch.prediction_offsets, LENGTHS, strict=True)]
+        [start + torch.arange(length - 1) for start, length in zip(batch.row_start_indices, LENGTHS, strict=True)]
     )
     model.zero_grad()
     with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config import compose
-from cosmos_core.config.compose import Pipeline, load_pipeline, with_stage
+from cosmos_core.config.compose import Pipeline, append_stage, load_pipeline
 from cosmos_core.config.files import read_config
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.pipeline import PipelineConfig
@@ -213,5 +213,5 @@ def test_the_recipe_of_a_flow_names_files_that_are_beside_the_recipe_it_extends(
         (tmp_path / name).write_text(text)
     source = tmp_path / "recipes/r.toml"
     empty = Pipeline(source, PipelineConfig(), {}, all_kinds())
-    recipe = with_stage(empty, {"name": "s", "kind": "sft"}, read_config(source, [])[0], source).recipes["s"]
+    recipe = append_stage(empty, {"name": "s", "kind": "sft"}, read_config(source, [])[0], source).recipes["s"]
     assert recipe.validation.reward_function == {f"{tmp_path}/base/mine.py:f": 1.0}

@@ -170,7 +170,7 @@ def test_a_shared_row_has_the_prompt_once_and_positions_that_go_on_behind_it() -
     assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 0, 1]]
     bounds = found.inputs["sequence_bounds"]
     assert bounds.boundaries.tolist() == [0, 3, 5, 6, 8, 10] and bounds.prompt_indices == [-1, 0, 0, -1, -1]
-    assert found.prediction_offsets == [0, 6, 2]  # tokens 3 and 4 of row 0 are at 0 + 3 and 0 + 4
+    assert found.row_start_indices == [0, 6, 2]  # tokens 3 and 4 of row 0 are at 0 + 3 and 0 + 4
 
 
 def test_ragged_padded_rows_are_cut_where_lengths_change_with_the_same_gradient(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def assert_same_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tens
 
 def scored_logprobs(scorer: LogprobScorer, *, packed: bool) -> Tensor:
     batch = collate_rows(rows(), PAD, is_packed=packed)
-    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.prediction_offsets, LENGTHS, strict=True)]
+    chosen = [start + torch.arange(length - 1) for start, length in zip(batch.row_start_indices, LENGTHS, strict=True)]
     logprobs: Tensor = scorer(batch.inputs, torch.cat(chosen))["logprobs"]
     return logprobs
 
