@@ -15,9 +15,10 @@ from typing import Any
 from prefect import Task, tags
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.context import TaskRunContext
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFutureList
 from prefect.states import Completed
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.callables import expand_mapping_parameters, get_call_parameters
 
 from cosmos_core.config.files import read_config
@@ -92,7 +93,12 @@ class StageTask(Task[Any, StageHandle]):
         return stage_future
 
     def _submit(self, *arguments: Any, name: str = "", **settings: Any) -> Any:
-        flow_state = current_flow()
+        flow_state, flow_context = current_flow(), FlowRunContext.get()
+        if flow_context and not isinstance(flow_context.task_runner, ThreadPoolTaskRunner):
+            raise ConfigError(
+                f"flow {flow_state.name!r} has a {type(flow_context.task_runner).__name__}, but a stage is submitted "
+                "to a thread, which starts its process; leave task_runner out, or take ThreadPoolTaskRunner"
+            )
         name = flow_state.reserve_stage_name(self.kind.name, name)
         with ExitStack() as stack, tags(*flow_state.tags):
             # Count as an active run until the stage has ended, so that a stop that comes before it starts is not lost.
@@ -124,12 +130,16 @@ class StageTask(Task[Any, StageHandle]):
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
-        stage_future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-        with cleanup_on_error(stage_future.wait), cleanup_on_error(worker.stop_all):  # a timeout stops the stage too
-            if wait_unless_cancelled([stage_future.wrapped_future]):
-                raise_if_suspended()
-                raise Cancelled("the flow run was cancelled")
-        stage_future.wait()
+        current_flow()  # raises an error outside of a flow
+        flow_context: Any = FlowRunContext.get()
+        # Use a thread of its own: tasks of the user that call stages may occupy all threads of the flow's task runner.
+        with ThreadPoolTaskRunner(1) as task_runner, flow_context.model_copy(update={"task_runner": task_runner}):
+            stage_future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
+            with cleanup_on_error(stage_future.wait), cleanup_on_error(worker.stop_all):  # also at a timeout
+                if wait_unless_cancelled([stage_future.wrapped_future]):
+                    raise_if_suspended()
+                    raise Cancelled("the flow run was cancelled")
+            stage_future.wait()
         return stage_future.state if return_state else stage_future.result()
 
 

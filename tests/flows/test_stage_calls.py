@@ -1,14 +1,16 @@
-"""Calls of stages in a Python flow that fail before the stage is part of the run."""
+"""Calls of stages in a Python flow: which thread they need, and those that fail before the stage is part of the run."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
-from prefect import flow
+from prefect import flow, task
+from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.compose import Pipeline
-from cosmos_core.errors import DataError, UploadError
+from cosmos_core.errors import ConfigError, DataError, UploadError
 from tasks import custom, flow_run
 from tests.flows.test_flows_in_python import GROW, folder
 
@@ -43,3 +45,31 @@ def test_a_store_that_does_not_respond_fails_a_call_once(folder: Path, monkeypat
     assert len(requests) == 2
     chosen["refuse"] = False
     assert stored() == 1
+
+
+def test_a_call_needs_no_thread_of_the_task_runner_which_tasks_of_the_user_that_call_stages_may_occupy(
+    folder: Path,
+) -> None:
+    has_made_model = threading.Event()
+
+    @task
+    def occupy() -> bool:
+        return has_made_model.wait(10)
+
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=1))
+    def occupied(run_id: str = "occupied") -> bool:
+        occupation = occupy.submit()
+        custom(GROW, name="model", retries=0)
+        has_made_model.set()
+        return occupation.result()
+
+    assert occupied()
+
+
+def test_a_task_runner_of_processes_is_refused_in_one_line(folder: Path) -> None:
+    @flow(task_runner=ProcessPoolTaskRunner(max_workers=1))
+    def spread(run_id: str = "spread") -> None:
+        custom.submit(GROW, name="model", retries=0)
+
+    with pytest.raises(ConfigError, match=r"flow 'spread' has a ProcessPoolTaskRunner.*take ThreadPoolTaskRunner"):
+        spread()
