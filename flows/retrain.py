@@ -71,8 +71,8 @@ def retrain(
         start: Start from the published model, or from the model that the pipeline names
         approve: Suspend the run before it publishes, until a person approves or declines in the UI
     """
-    if approve and not deployment.id:
-        raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
+    if approve:
+        _check_can_be_suspended()
     unpinned_pipeline = load_pipeline(Path(os.path.expanduser(config)), overrides, all_kinds())
     set_credentials(unpinned_pipeline)
     state_file = locate_retrain_state(unpinned_pipeline, overrides, start)
@@ -116,6 +116,17 @@ def retrain(
         if outcome and (last_state is None or last_state.digest == content_digest):
             save_retrain_state(state_file, RetrainState(digest=content_digest, run_id=run.id, outcome=outcome))
         return final_state
+
+
+def _check_can_be_suspended() -> None:
+    """Raise ConfigError if Prefect cannot suspend this flow run until a person has decided."""
+    if not deployment.id:
+        raise ConfigError("approve = true needs a deployment: a run that is suspended is started again by its worker")
+    if flow_run.parent_flow_run_id:
+        raise ConfigError(
+            "approve = true: Prefect does not suspend a flow run that another flow has started; start the deployment "
+            "by a schedule, or with run_deployment(..., as_subflow=False)"
+        )
 
 
 def _find_idle_state(

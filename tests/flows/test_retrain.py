@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import VariableCreate
 from prefect.client.schemas.objects import FlowRun
@@ -237,6 +238,17 @@ def test_approval_needs_a_deployment(tmp_path: Path) -> None:
     nightly.rows({"accuracy": 0.5})
     with pytest.raises(ConfigError, match="approve = true needs a deployment"):
         retrain(str(nightly.config), approve=True)
+
+    @flow
+    def outer() -> None:
+        retrain(str(nightly.config), approve=True)
+
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow(outer), tmp_path.name)
+        flow_run = client.create_flow_run_from_deployment(deployment)
+    with pytest.raises(ConfigError, match="as_subflow=False"):  # Prefect suspends no flow run of another one
+        run_flow(outer, flow_run)
+    assert nightly.runs == []
 
 
 class Asked:
