@@ -97,7 +97,7 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
             require_second_slot(prefect_client, stage, str(flow_run.id or ""))
             child = _start_child(run, stage, stage_sync)
         try:
-            report_wait = partial(report_worker_wait, prefect_client, stage.work_pool, stage_path, report_line)
+            report_wait = partial(report_worker_wait, prefect_client, stage_path, report_line)
             return _poll_child(prefect_client, stage, UUID(child.flow_run), mirror_progress, report_wait, budget_check)
         except Preempted:
             _cancel_child(prefect_client, child, max_grace_seconds(stage_path, grace_seconds))
@@ -107,12 +107,16 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 
 def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
     """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's work pool."""
-    pool, parent_run = stage.work_pool, prefect_client.read_flow_run(UUID(flow_run_id)) if flow_run_id else None
-    if parent_run and parent_run.work_pool_name == pool and prefect_client.read_work_pool(pool).concurrency_limit == 1:
-        raise ConfigError(
-            f"stage {stage.name!r}: work_pool = {pool!r} runs one flow run at a time, which is the one that waits for "
-            f"the stage; leave work_pool out, or raise the limit: cosmos bootstrap --pool {pool} --limit 2"
-        )
+    pool = prefect_client.read_flow_run(UUID(flow_run_id)).work_pool_name if flow_run_id else None
+    with suppress(ObjectNotFound):  # a missing deployment is reported at its start
+        if not pool or prefect_client.read_deployment_by_name(f"stage/{stage.work_pool}").work_pool_name != pool:
+            return
+        if prefect_client.read_work_pool(pool).concurrency_limit == 1:
+            raise ConfigError(
+                f"stage {stage.name!r}: work_pool = {stage.work_pool!r}: pool {pool!r} runs one flow run at a time, "
+                "which is the one that waits for the stage; leave work_pool out, or raise the limit: "
+                f"cosmos bootstrap --pool {pool} --limit 2"
+            )
 
 
 def count_lost_child_run(path: Path) -> int:
@@ -204,9 +208,9 @@ def compute_backoff_seconds(num_failures: int) -> float:
 
 
 def report_worker_wait(
-    prefect_client: SyncPrefectClient, work_pool: str, path: Path, report_line: Callable[[str], None], last_message: str
+    prefect_client: SyncPrefectClient, path: Path, report_line: Callable[[str], None], work_pool: str, last_message: str
 ) -> str:
-    """Report why a stage waits for a worker of its work pool, in the flow's log and in `state.json`, unless
+    """Report why a stage waits for a worker of a work pool, in the flow's log and in `state.json`, unless
     `last_message` has the same reason; return the message."""
     num_workers = sum(map(is_worker_online, prefect_client.read_workers_for_work_pool(work_pool)))
     worker_text = f"{num_workers} live" if num_workers else f"none is live; start one: cosmos worker --pool {work_pool}"
@@ -224,7 +228,7 @@ def _poll_child(
     stage: StageConfig,
     flow_run_id: UUID,
     mirror_progress: Callable[[], None],
-    report_wait_reason: Callable[[str], str],
+    report_wait_reason: Callable[[str, str], str],
     budget_check: BudgetCheck,
 ) -> FlowRun:
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
@@ -233,7 +237,8 @@ def _poll_child(
             child_flow_run = prefect_client.read_flow_run(flow_run_id)
             if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
                 next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
-                last_message = report_wait_reason(last_message)
+                # The deployment may have another work pool than the one after which it is named.
+                last_message = report_wait_reason(child_flow_run.work_pool_name or stage.work_pool, last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run was deleted
             error_message = f"{_describe_stage(stage)}: its flow run {flow_run_id} is gone from the server"

@@ -71,12 +71,13 @@ def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exce
 def test_what_a_flow_run_without_a_process_waits_for_is_told(state: StateType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that was lost after it took the flow run starts none."""
     monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
-    found: list[Any] = [SimpleNamespace(state_type=state)] * 3 + [SimpleNamespace(state_type=StateType.CRASHED)]
+    waiting, ended = (SimpleNamespace(state_type=each, work_pool_name="big") for each in (state, StateType.CRASHED))
+    found: list[Any] = [waiting, waiting, waiting, ended]
     server: Any = SimpleNamespace(read_flow_run=lambda _: found.pop(0))
-    told: list[str] = []
-    report: Any = lambda last: told.append(last) or "none is live"  # noqa: E731
+    told: list[tuple[str, str]] = []
+    report: Any = lambda *words: told.append(words) or "none is live"  # noqa: E731
     remote_stage._poll_child(server, STAGE, uuid.uuid4(), lambda: None, report, BUDGET)
-    assert told == [""], "once in ten seconds"
+    assert told == [("big", "")], "once in ten seconds, of the pool that the deployment stage/gpu has"
 
 
 class Deployments:
@@ -344,12 +345,13 @@ class Pool:
 
 def test_a_stage_whose_pool_has_one_slot_that_its_own_flow_run_takes_is_refused() -> None:
     parent = str(uuid.uuid4())
-    for pool, limit, is_refused in (("gpu", 1, True), ("gpu", 2, False), ("gpu", None, False), ("cpu", 1, False)):
+    for pool, limit, is_refused in (("big", 1, True), ("big", 2, False), ("big", None, False), ("cpu", 1, False)):
         server: Any = SimpleNamespace(
+            read_deployment_by_name=lambda name: SimpleNamespace(work_pool_name={"stage/gpu": "big"}[name]),
             read_flow_run=lambda _, pool=pool: SimpleNamespace(work_pool_name=pool),
             read_work_pool=lambda _, limit=limit: SimpleNamespace(concurrency_limit=limit),
         )
-        error = pytest.raises(ConfigError, match=r"work_pool = 'gpu' runs one flow run at a time.* --limit 2")
+        error = pytest.raises(ConfigError, match=r"work_pool = 'gpu': pool 'big' runs one .* big --limit 2")
         with error if is_refused else nullcontext():
             remote_stage.require_second_slot(server, STAGE, parent)
 
@@ -357,7 +359,7 @@ def test_a_stage_whose_pool_has_one_slot_that_its_own_flow_run_takes_is_refused(
 def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(tmp_path: Path) -> None:
     lines: list[str] = []
     server: Any = Pool()
-    wait, said = partial(remote_stage.report_worker_wait, server, "gpu", tmp_path / "first", lines.append), ""
+    wait, said = partial(remote_stage.report_worker_wait, server, tmp_path / "first", lines.append, "gpu"), ""
     live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
     for workers in ([], [dead], [live, dead], [live]):
         server.workers = workers
