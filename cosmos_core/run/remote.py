@@ -57,15 +57,18 @@ def append_content_digest(url: str) -> str:
         return f"{url}#{_compute_content_digest(url, _list_objects(url))}"
 
 
-def download_inputs(pipeline: Pipeline, stage: StageConfig, on_file: Callable[[], None]) -> tuple[StageConfig, Recipe]:
-    """Download the inputs of a stage from stores, and return the stage and its recipe with local paths in place of
-    URLs. `on_file` is called before each file and may raise an error. Raises `DataError` if the content has changed
-    since it was pinned or the store is not reachable, and `ConfigError` if it refuses the credentials."""
+def download_inputs(
+    pipeline: Pipeline, stage: StageConfig, output_dir: Path, on_file: Callable[[], None]
+) -> tuple[StageConfig, Recipe]:
+    """Download the inputs of a stage from stores to the shared folder of the runs in `output_dir`, and return the stage
+    and its recipe with local paths in place of URLs. `on_file` is called before each file and may raise an error.
+    Raises `DataError` if the content has changed since it was pinned or the store is not reachable, and `ConfigError`
+    if it refuses the credentials."""
     recipe = pipeline.recipes[stage.name]
     urls = {stage_input.location for stage_input in pipeline.inputs(stage) if stage_input.location_type == "store"}
     if not urls:
         return stage, recipe
-    downloads_folder = pipeline.output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
+    downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
     local_paths = {url: str(download_pinned_url(url, downloads_folder, on_file)) for url in sorted(urls)}
 
     def to_local_path(reference_kind: ReferenceKind, reference: str) -> str:

@@ -14,15 +14,17 @@ from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.run.bucket import Bucket, translate_errors
-from cosmos_core.run.directory import create_run, open_or_create_run
+from cosmos_core.run.directory import create_run, open_or_create_run, open_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import append_content_digest, download_pinned_url
 from cosmos_core.upload.bundle import encode_document, read_document, write_document
 from cosmos_core.upload.transfer import FileTransfer
 from tasks.kinds import all_kinds
+from tasks.layout import prepare_stage_folder
 from tasks.stage import run_stage
 from tests.store import Proxy, Request
+from tests.unit.run_folder import fingerprint_of
 from tests.unit.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -201,6 +203,18 @@ def test_a_run_reads_its_model_and_its_rows_from_a_store(tmp_path: Path) -> None
     assert run_stage(create_run(moved), "prepare")[1]
     bucket.write("copy/rows.jsonl", (bucket.read("data/rows.jsonl") or b"") * 2)
     assert not run_stage(create_run(moved), "prepare")[1]
+
+
+def test_a_run_that_was_moved_fetches_into_the_folder_where_it_is_now(tmp_path: Path) -> None:
+    put("moved", **{"rows.jsonl": '{"text": "a b c"}\n' * 4})
+    recipe = RECIPE.replace("OUTPUTS", str(tmp_path / "outputs")).replace("data/rows", "moved/rows")
+    (tmp_path / "r.toml").write_text(recipe.replace("s3://models/tiny", str(save_tiny_model(tmp_path / "tiny"))))
+    create_run(load_pipeline(tmp_path / "r.toml", (), all_kinds()), run_id="one")
+    (tmp_path / "outputs").rename(tmp_path / "elsewhere")
+    run = open_run(tmp_path / "elsewhere/one", all_kinds())
+    stage = prepare_stage_folder(run, run.pipeline.stage("prepare"), fingerprint_of(run.pipeline, "prepare"))
+    assert Path(stage.recipe.train.train_policy.dataset.name).is_relative_to(tmp_path / "elsewhere/.cosmos")
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_commands_that_write_a_recipe_or_try_a_model_read_from_a_store(
