@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import threading
@@ -32,7 +31,7 @@ from cosmos_core.cluster.properties import rank_environment
 from cosmos_core.cluster.rank import Rank, RankMessages, RankProgram, Rendezvous
 from cosmos_core.errors import CosmosError, ProgramError, StageFailed, first_line
 from cosmos_core.job_signals import block_job_signals
-from cosmos_core.run.lock import create_locked_folder
+from cosmos_core.run.lock import make_locked_folder
 from cosmos_core.run.process import ATTEMPT_VARIABLE, locate_socket_folder
 from cosmos_core.transient import is_transient
 
@@ -253,12 +252,8 @@ def _make_socket_folder() -> Iterator[str | None]:
         yield None
         return
     socket_folder = locate_socket_folder(os.environ.get(ATTEMPT_VARIABLE) or secrets.token_hex(6))
-    lock_descriptor = create_locked_folder(socket_folder, parent_setting_text="")
-    try:
+    with make_locked_folder(socket_folder, parent_setting_text=""):
         yield str(socket_folder)
-    finally:
-        shutil.rmtree(socket_folder, ignore_errors=True)
-        os.close(lock_descriptor)
 
 
 def split_threads(num_cores: int, num_ranks: int, num_actors: int, *, is_parallel: bool) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """Run `cosmos check`: validate models, tokenizers, all rows, masks, lengths and rewards in workers before a run."""
 
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.managed_service import load_named_service
-from cosmos_core.launch.processes import CHECK_FOLDER_PREFIX, remove_orphans
+from cosmos_core.launch.processes import make_check_folder, remove_orphans
 from cosmos_core.launch.worker import AttemptSettings, register_active_run, run_attempt
 from cosmos_core.run.content import create_linked_model_folder, list_data_files
 from cosmos_core.run.digests import shared_digest_cache
@@ -127,17 +125,14 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 ) -> Result:
     """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` holds the
     first prompts of the rows if another stage prepares these rows. Raises the errors of `check_stages_in_worker`."""
-    stage, stage_recipe = download_inputs(pipeline, stage, lambda: None)
+    stage, stage_recipe = download_inputs(pipeline, stage, pipeline.output_dir, lambda: None)
     recipe = recipe or stage_recipe
     data = stage.data if is_s3_url(data) else data
     stage_kind = pipeline.stage_kind(stage)
     remove_orphans()
-    with (
-        register_active_run(),
-        tempfile.TemporaryDirectory(prefix=f"{CHECK_FOLDER_PREFIX}{os.getpid()}-") as temporary_folder,
-    ):
+    with register_active_run(), make_check_folder() as temporary_folder:
         # Use a subfolder as folder of the run, because the caches that runs share are written to its parent.
-        stage_path = Path(temporary_folder) / "run" / "stages" / stage.name
+        stage_path = temporary_folder / "run" / "stages" / stage.name
         stage_path.mkdir(parents=True)
         if prompts:
             write_json(stage_path / CHECKED_PROMPTS_FILE, prompts)

@@ -1,25 +1,26 @@
 """Find and kill the local processes of one attempt of a stage, and remove their temporary files. Linux only."""
 
-import fcntl
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from cosmos_core.run.lock import create_locked_folder
+from cosmos_core.run.lock import create_locked_folder, is_folder_locked, make_locked_folder
 from cosmos_core.run.process import ATTEMPT_VARIABLE, is_running, locate_socket_folder
 
 MAX_HEARTBEAT_AGE_SECONDS = 600.0  # a stage on another machine counts as dead if its heartbeat is older
 _KILL_TIMEOUT_SECONDS = 5.0
-CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`, followed by the pid
+CHECK_FOLDER_PREFIX = "cosmos-look-"  # prefix of the temporary folders of `cosmos check`
 _SCRATCH_FOLDER_PREFIX = "cosmos-"
 _SCRATCH_FOLDER_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}[0-9a-f]{{12}}")
+_ORPHAN_PATTERN = re.compile(rf"{_SCRATCH_FOLDER_PREFIX}(look-|ray-)?[0-9a-f]{{12}}")
 
 
 def find_attempt_processes(attempt_id: str) -> list[psutil.Process]:
@@ -49,34 +50,23 @@ def create_scratch_folder(attempt_id: str) -> int:
     return create_locked_folder(scratch_folder(attempt_id))
 
 
+@contextmanager
+def make_check_folder() -> Iterator[Path]:
+    """Yield a temporary folder for the files of one check; `remove_orphans` of other commands leaves it alone."""
+    folder = Path(tempfile.gettempdir()) / f"{CHECK_FOLDER_PREFIX}{secrets.token_hex(6)}"
+    with make_locked_folder(folder):
+        yield folder
+
+
 def remove_orphans() -> None:
     """Kill processes of attempts whose launcher and supervisor have ended, and remove files of ended processes."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH_FOLDER_PREFIX}*"):
-        pid = folder.name.removeprefix(CHECK_FOLDER_PREFIX).partition("-")[0]
-        if _SCRATCH_FOLDER_PATTERN.fullmatch(folder.name) and not _is_locked(folder):
-            kill_attempt(folder.name.removeprefix(_SCRATCH_FOLDER_PREFIX))
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.name.startswith(CHECK_FOLDER_PREFIX) and pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    temporary_folders = Path(tempfile.gettempdir()).glob(f"{_SCRATCH_FOLDER_PREFIX}*")
     socket_folder_pattern = locate_socket_folder("?" * 12)
-    for folder in socket_folder_pattern.parent.glob(socket_folder_pattern.name):
-        if not _is_locked(folder):
+    for folder in (*temporary_folders, *socket_folder_pattern.parent.glob(socket_folder_pattern.name)):
+        if _ORPHAN_PATTERN.fullmatch(folder.name) and not is_folder_locked(folder):
+            if _SCRATCH_FOLDER_PATTERN.fullmatch(folder.name):
+                kill_attempt(folder.name.removeprefix(_SCRATCH_FOLDER_PREFIX))
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_locked(folder: Path) -> bool:
-    """Return True if a process holds the lock of a folder, or if this user cannot read the folder."""
-    try:
-        lock_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock_descriptor)
-    return False
 
 
 def scratch_folder(attempt_id: str) -> Path:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import make_disk_full_error
 
 _POLL_SECONDS = 0.2
+_FOLDER_LOCK_FILE = ".lock"
 _NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -73,17 +76,44 @@ def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -
     `parent_setting_text`, if the file system has no locks."""
     hidden_folder = folder.with_name(f".{folder.name}")  # no process removes a folder whose name begins with a dot
     hidden_folder.mkdir(mode=0o700)
-    lock_descriptor = os.open(hidden_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Lock a file, because other machines see a lock of a file on NFS, but not that of a folder.
+    lock_descriptor = os.open(hidden_folder / _FOLDER_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
     except OSError as error:
         os.close(lock_descriptor)
-        hidden_folder.rmdir()
+        shutil.rmtree(hidden_folder)
         if error.errno not in _NO_LOCKS_ERRNOS:
             raise
         raise _make_missing_locks_error(folder.parent, error, parent_setting_text) from error
     hidden_folder.rename(folder)
     return lock_descriptor
+
+
+@contextmanager
+def make_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -> Iterator[None]:
+    """Create a folder as `create_locked_folder` does, and remove it at the end of the block."""
+    lock_descriptor = create_locked_folder(folder, parent_setting_text)
+    try:
+        yield
+    finally:
+        os.close(lock_descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_folder_locked(folder: Path) -> bool:
+    """Return True if a process holds the lock of a folder, or if this user cannot lock the folder to find out."""
+    try:
+        lock_descriptor = os.open(folder / _FOLDER_LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock_descriptor)
+    return False
 
 
 def _make_missing_locks_error(folder: Path, error: OSError, message_prefix: str = "") -> ConfigError:

@@ -40,6 +40,7 @@ from cosmos_core.errors import ConfigError, Preempted, StageFailed
 from cosmos_core.job_signals import JOB_SIGNALS
 from cosmos_core.launch.processes import remove_orphans, remove_scratch_folder
 from cosmos_core.machine_properties import measure_machine, measure_worker_machine
+from cosmos_core.run.lock import create_locked_folder
 from cosmos_core.run.process import locate_socket_folder
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
@@ -125,7 +126,8 @@ def test_a_long_tmpdir_leaves_room_for_the_names_of_sockets(folder: str, monkeyp
 def test_sockets_of_a_killed_worker_are_removed_by_its_supervisor_or_by_the_next_run() -> None:
     for remove in (remove_scratch_folder, lambda attempt: remove_orphans()):
         attempt = uuid.uuid4().hex
-        (locate_socket_folder(attempt) / "ray").mkdir(parents=True)
+        os.close(create_locked_folder(locate_socket_folder(attempt)))
+        (locate_socket_folder(attempt) / "ray").mkdir()
         remove(attempt)
         assert not locate_socket_folder(attempt).exists()
 

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,9 +23,16 @@ import pytest
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
 from cosmos_core.launch import worker
 from cosmos_core.launch.check import check_first_rows
-from cosmos_core.launch.processes import ATTEMPT_VARIABLE, create_scratch_folder, remove_orphans, scratch_folder
+from cosmos_core.launch.processes import (
+    ATTEMPT_VARIABLE,
+    create_scratch_folder,
+    remove_orphans,
+    remove_scratch_folder,
+    scratch_folder,
+)
 from cosmos_core.run.directory import Run, claim_run, create_run
 from cosmos_core.run.files import read_json
+from cosmos_core.run.lock import create_locked_folder
 from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage, should_retry
@@ -222,22 +230,39 @@ def test_an_attempt_that_just_begins_is_nobody_s_remains(monkeypatch: pytest.Mon
 
 
 def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_by_the_next_run() -> None:
-    mark = uuid.uuid4().hex
-    held = create_scratch_folder(mark)
+    mark, look = uuid.uuid4().hex, Path(tempfile.gettempdir()) / f"cosmos-look-{uuid.uuid4().hex[:12]}"
+    held, of_check = create_scratch_folder(mark), create_locked_folder(look)
     stray = subprocess.Popen(["sleep", "600"], env={ATTEMPT_VARIABLE: mark})
-    look = Path(tempfile.gettempdir()) / f"cosmos-look-{2**22 + 1}-x"
-    look.mkdir()
     try:
         remove_orphans()
-        assert scratch_folder(mark).exists() and stray.poll() is None, "somebody holds it"
-        assert not look.exists(), "there is no such process"
-        os.close(held)
+        assert scratch_folder(mark).exists() and look.exists() and stray.poll() is None, "somebody holds it"
+        for descriptor in (held, of_check):
+            os.close(descriptor)
         remove_orphans()
-        assert not scratch_folder(mark).exists()
+        assert not scratch_folder(mark).exists() and not look.exists()
         assert stray.wait() == -signal.SIGKILL
     finally:
         stray.kill()
         stray.wait()
+
+
+def test_what_another_machine_uses_in_a_shared_folder_of_temporary_files_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mark, lock = uuid.uuid4().hex, fcntl.flock
+
+    def lock_as_on_nfs(descriptor: int, operation: int) -> None:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):  # no other machine sees the lock of a folder
+            lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_as_on_nfs)
+    held = create_scratch_folder(mark)
+    try:
+        remove_orphans()
+        assert scratch_folder(mark).is_dir()
+    finally:
+        os.close(held)
+        remove_scratch_folder(mark)
 
 
 def test_a_log_whose_launcher_was_killed_shows_no_secret_once_the_stage_is_reaped_or_goes_on(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import DataError, StageFailed
 from cosmos_core.launch.check import check_downstream_stages, run_check
-from cosmos_core.launch.processes import CHECK_FOLDER_PREFIX
+from cosmos_core.launch.processes import CHECK_FOLDER_PREFIX, remove_orphans
+from cosmos_core.launch.worker import AttemptSettings
 from tasks.kinds import all_kinds
 
 RECIPE = '[policy]\nmodel_name_or_path = "model"\n[train.train_policy]\ntype = "sft"\ndataset.name = "rows.jsonl"\n'
@@ -50,3 +52,19 @@ def test_a_check_has_its_compiled_kernels_in_its_own_folder_and_not_where_other_
         run_check(pipeline, pipeline.stage("prepare"), "no.module:run")
     folder, *below = Path((tmp_path / "cache").read_text().strip()).relative_to(tempfile.gettempdir()).parts
     assert folder.startswith(CHECK_FOLDER_PREFIX) and below == [".cosmos", "compiled"]
+
+
+def test_the_folder_of_a_check_outlives_a_command_in_another_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that shares the folder of temporary files sees no processes of others."""
+
+    def find_folder(settings: AttemptSettings) -> Any:
+        remove_orphans()
+        return settings.stage_path.is_dir()
+
+    monkeypatch.setattr("psutil.pid_exists", lambda pid: False)
+    monkeypatch.setattr("cosmos_core.launch.check.run_attempt", find_folder)
+    (tmp_path / "plain.toml").write_text(RECIPE)
+    pipeline = load_pipeline(tmp_path / "plain.toml", ["pipeline.threads=1"], all_kinds())
+    assert run_check(pipeline, pipeline.stage("prepare"), "no.module:run")
