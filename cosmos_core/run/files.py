@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
-from cosmos_core.errors import DiskFull
+from cosmos_core.errors import ConfigError, DiskFull
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +179,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def user_cache_folder() -> Path:
-    """Return the cache folder of this user on this machine; the folder may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cosmos-posttrain"
+    """Return the cache folder of this user on this machine; the folder may not exist. Raise `ConfigError` if the user
+    has no home folder, as the user id of a container may have none."""
+    cache_home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if cache_home.startswith("~"):
+        raise ConfigError(f"HOME is not set, and user {os.getuid()} has no home folder; set HOME to a folder")
+    return Path(cache_home) / "cosmos-posttrain"
 
 
 @contextmanager

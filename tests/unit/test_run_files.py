@@ -25,6 +25,7 @@ from cosmos_core.run.files import (
     read_document,
     read_json,
     replace_folder,
+    user_cache_folder,
     write_json,
 )
 from cosmos_core.run.lock import FileLock, create_locked_folder
@@ -247,3 +248,16 @@ def test_the_time_that_hashing_takes_does_not_make_a_file_old(tmp_path: Path, mo
     file.write_text("one")
     assert digests.DigestCache(cache).digest_file(file) == "digest" and not cache.exists()
     assert digests.DigestCache(cache).digest_file(file) == "digest" and cache.exists()
+
+
+def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_entry(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", find_no_entry)
+    with pytest.raises(ConfigError, match=f"^HOME is not set, and user {os.getuid()} has no home folder; set HOME to"):
+        user_cache_folder()
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert user_cache_folder() == Path("/home/ada/.cache/cosmos-posttrain")
