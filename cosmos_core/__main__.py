@@ -1,5 +1,6 @@
 """Entry point of the command `cosmos`, which is the same as `python -m cosmos_core`."""
 
+import os
 import sys
 
 from cosmos_core.errors import EXIT_PREEMPTED
@@ -8,6 +9,7 @@ from cosmos_core.errors import EXIT_PREEMPTED
 def main() -> None:
     """Import the command line and run it. Ctrl-C during the import ends the process with one line, without a traceback;
     after the import, `cli.main` handles Ctrl-C."""
+    _open_closed_streams()
     try:
         from cosmos_core import cli
     except KeyboardInterrupt:
@@ -16,5 +18,18 @@ def main() -> None:
     cli.main()
 
 
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of each standard stream that the caller has closed, as with `cosmos run FILE >&-`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the number of the closed stream: it is the lowest free one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+
+
 if __name__ == "__main__":
+    # `python -m` searches the working directory first, where a user's `tasks.py` would hide the package `tasks`. The
+    # command searches it last, unless this code lies there.
+    if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(__file__)):
+        sys.path.append(sys.path.pop(0))
     main()

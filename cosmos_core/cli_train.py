@@ -357,5 +357,4 @@ def _replace_process_with_run(recipe_path: Path, set_options: Sequence[str]) -> 
     os.set_inheritable(recipe_descriptor, True)  # the run keeps the lock: no command may replace the recipe meanwhile
     with suppress(OSError):
         fcntl.flock(recipe_descriptor, fcntl.LOCK_SH)
-    python_code = "from cosmos_core.cli import main; main()"
-    os.execv(sys.executable, [sys.executable, "-c", python_code, "run", str(recipe_path), *set_options])
+    os.execv(sys.executable, [sys.executable, "-m", "cosmos_core", "run", str(recipe_path), *set_options])

@@ -64,7 +64,7 @@ def test_overrides_are_part_of_the_command_that_repeats_the_run(
     printed = capsys.readouterr().out
     assert printed.splitlines()[-2] == "# run with --set train.epoch=2"
     assert printed.endswith("run it again: cosmos run tiny-sft.toml --set train.epoch=2\n")
-    assert executed[0][-3:] == ["tiny-sft.toml", "--set", "train.epoch=2"]
+    assert executed[0][1:] == ["-m", "cosmos_core", "run", "tiny-sft.toml", "--set", "train.epoch=2"]
 
 
 def test_a_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -12,12 +13,15 @@ import threading
 import uuid
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+import tasks
+from cosmos_core import __main__ as entry_point
 from cosmos_core import session
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
@@ -43,6 +47,27 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) 
     command, environment = [sys.executable, "-m", "cosmos_core", "runs"], {**os.environ, "PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (75, "cosmos: interrupted\n")
+
+
+def test_a_module_in_the_working_directory_hides_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tasks.py").touch()  # a file of the program `invoke`, say
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as `python -m` does
+    found: list[ModuleSpec | None] = []
+    monkeypatch.setattr("cosmos_core.cli.main", lambda: found.append(PathFinder.find_spec("tasks")))
+    runpy.run_path(entry_point.__file__, run_name="__main__")
+    assert found[0] is not None and found[0].origin == tasks.__file__
+
+
+def test_a_command_whose_streams_are_closed_reads_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):  # as with `cosmos run FILE <&- >&- 2>&-`
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr("cosmos_core.cli.main", lambda: sys.stderr.write(sys.stdin.read()))
+    entry_point.main()
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    assert all(os.get_inheritable(each.fileno()) and not each.isatty() for each in streams)
+    for each in streams:
+        each.close()
 
 
 def test_a_home_that_cannot_be_written_gets_no_folder_of_plots_in_tmp_at_each_run(
