@@ -25,7 +25,7 @@ class DigestCache:
     def __init__(self, path: Path, *, ignores_cache: bool = False) -> None:
         self._cache_path = path
         self._lock = threading.Lock()
-        self._all_digests: dict[str, tuple[FileKey, str]] = {} if ignores_cache else _read_cache(path)
+        self._cached_digests: dict[str, tuple[FileKey, str]] = {} if ignores_cache else _read_cache(path)
 
     def digest_file(self, file: Path) -> str:
         """Return the SHA-256 of the content of `file`; raise ConfigError for devices and pipes, which may not end."""
@@ -36,13 +36,13 @@ class DigestCache:
             raise ConfigError(f"{file} {problem_text}; name another")
         # The key includes the change time of the inode, because a program can set back only the modification time.
         file_key = [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino]
-        cached_entry = self._all_digests.get(str(file))
+        cached_entry = self._cached_digests.get(str(file))
         if cached_entry is not None and cached_entry[0] == file_key:
             return cached_entry[1]
         digest = sha256(file)
         if current_time_ns - file_stat.st_ctime_ns > _MIN_FILE_AGE_NS:
             with self._lock:
-                self._all_digests[str(file)] = (file_key, digest)
+                self._cached_digests[str(file)] = (file_key, digest)
                 self._cache_path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._cache_path, "a", encoding="utf-8") as cache_file:
                     cache_file.write(json.dumps([str(file), file_key, digest]) + "\n")
