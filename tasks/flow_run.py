@@ -32,6 +32,7 @@ from cosmos_core.run.directory import (
     claim_run,
     create_run,
     create_writable_folder,
+    describe_removal,
     extend_run,
     open_run,
     record_flow_run,
@@ -274,9 +275,12 @@ class PythonFlowState:
             raise StageNotAdded(str(error)) from error
         if run is not None:
             return extend_run(run, pipeline)
-        return create_run(
+        new_run = create_run(
             pipeline, run_id=self.run_id, requires_exact_id=True, entrypoint=self.entrypoint, parameters=self.parameters
         )
+        if removal_warning := describe_removal(new_run):
+            get_run_logger().warning(removal_warning)
+        return new_run
 
 
 def current_flow() -> PythonFlowState:

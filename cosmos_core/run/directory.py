@@ -48,6 +48,7 @@ PIPELINE_FILE = "pipeline.toml"
 RUNS_FILE = "runs.json"
 _STALE_FOLDER_AGE_SECONDS = 3600.0
 """Age in seconds at which the folder of a run whose creation was killed is removed."""
+_WORKER_FOLDER_PATTERN = re.compile(r"tmp\w+prefect")
 _RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -218,6 +219,14 @@ def record_flow_run(run: Run, flow_run_id: str) -> None:
     flow_runs_path = flow_runs_folder(run.output_dir)
     flow_runs_path.mkdir(parents=True, exist_ok=True)
     write_text(flow_runs_path / flow_run_id, run.id)
+
+
+def describe_removal(run: Run) -> str:
+    """Return a warning if a run is in the temporary folder that a process worker of Prefect removes at the end of the
+    flow run, such as after the pull step `git_clone`; empty if it is not, or if an artifact store keeps its results."""
+    if run.pipeline.config.artifact_store or not any(map(_WORKER_FOLDER_PATTERN.fullmatch, run.path.parts)):
+        return ""
+    return f"the worker removes {run.path} at the end of this flow run; set output_dir to an absolute path to keep it"
 
 
 def claim_run(run: Run, start_time: float | None = None) -> FileLock:

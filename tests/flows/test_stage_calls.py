@@ -11,6 +11,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
+from flows.post_train import post_train
 from tasks import custom, flow_run
 from tests.flows.test_flows_in_python import GROW, folder
 
@@ -73,3 +74,25 @@ def test_a_task_runner_of_processes_is_refused_in_one_line(folder: Path) -> None
 
     with pytest.raises(ConfigError, match=r"flow 'spread' has a ProcessPoolTaskRunner.*take ThreadPoolTaskRunner"):
         spread()
+
+
+def test_a_run_that_the_worker_removes_with_its_clone_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pull step `git_clone` leaves a flow in such a folder."""
+    clone = folder / "tmpk3x_9a0bprefect" / "repository-main"
+    clone.mkdir(parents=True)
+    monkeypatch.chdir(clone)
+    stage = f'[[pipeline.stages]]\nname = "model"\nkind = "custom"\nentry = "{GROW}"\n'
+    (clone / "lost.toml").write_text(stage)
+    (clone / "kept.toml").write_text(f'[pipeline]\noutput_dir = "{folder}/outputs"\n{stage}')
+
+    @flow
+    def cloned(run_id: str = "cloned") -> None:
+        custom(GROW, name="model", retries=0)
+
+    cloned()
+    post_train("lost.toml", run_id="lost")
+    post_train("kept.toml", run_id="kept")
+    told = [record.getMessage() for record in caplog.records if "the worker removes" in record.getMessage()]
+    assert [message.split()[3] for message in told] == [str(clone / "outputs" / name) for name in ("cloned", "lost")]
