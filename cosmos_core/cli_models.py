@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from cosmos_core.errors import ConfigError, DamagedRecord
+from cosmos_core.imports import make_python_command
 
 TargetArgument = Annotated[str, typer.Argument(help="A folder, s3://BUCKET/PREFIX, mlflow://MODEL or your own class.")]
 
@@ -76,6 +76,6 @@ def check_model(
     """Check a diffusion model before training: family, noise levels, text encoder, latents, predictions and adapter."""
     import subprocess
 
-    check_command = [sys.executable, "-m", "cosmos_core.models.check_model", model]
+    check_command = [*make_python_command(), "-m", "cosmos_core.models.check_model", model]
     completed_process = subprocess.run(check_command + (["--class", model_class] if model_class else []), check=False)
     raise typer.Exit(completed_process.returncode)

@@ -23,6 +23,7 @@ import typer
 from cosmos_core.cli_runs import OutputDirOption
 from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, SFT, TRAINING_METHODS
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
+from cosmos_core.imports import make_python_command
 
 _MODEL_HELP = "Model to start from: a folder, Hub id, s3:// URL, run or run/stages/STAGE."
 ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
@@ -174,7 +175,7 @@ def try_model(
     os.environ |= add_log_silencing_variables(os.environ)
     io_encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"  # print characters outside of the encoding as "?"
-    os.execv(sys.executable, [sys.executable, *program_arguments])
+    os.execv(sys.executable, [*make_python_command(), *program_arguments])
 
 
 def _resolve_model(model_name: str, output_dir: Path) -> str:
@@ -281,7 +282,7 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     program_options = json.dumps(
         dict(command_options, **local_paths, rows=row_selection, custom=custom_settings), default=str
     )
-    propose_command = [sys.executable, "-m", "cosmos_core.train.propose", program_options]
+    propose_command = [*make_python_command(), "-m", "cosmos_core.train.propose", program_options]
     completed_process = subprocess.run(propose_command, capture_output=True, text=True, check=False)
     if completed_process.returncode == EXIT_USAGE:
         key, error_message = ".".join((*_DATASET_KEYS, "name")), completed_process.stderr.strip().splitlines()[-1]
@@ -357,4 +358,5 @@ def _replace_process_with_run(recipe_path: Path, set_options: Sequence[str]) -> 
     os.set_inheritable(recipe_descriptor, True)  # the run keeps the lock: no command may replace the recipe meanwhile
     with suppress(OSError):
         fcntl.flock(recipe_descriptor, fcntl.LOCK_SH)
-    os.execv(sys.executable, [sys.executable, "-m", "cosmos_core", "run", str(recipe_path), *set_options])
+    run_arguments = ["-m", "cosmos_core", "run", str(recipe_path), *set_options]
+    os.execv(sys.executable, [*make_python_command(), *run_arguments])

@@ -6,7 +6,6 @@ and a person read the same text. Source: the Model Context Protocol, package `mc
 
 import asyncio
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,8 @@ from mcp.server.mcpserver import Elicit, Resolve
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 from pydantic import BaseModel, Field
+
+from cosmos_core.imports import make_python_command
 
 _READ_ONLY_ANNOTATIONS = ToolAnnotations(read_only_hint=True)
 _RUN_START_ANNOTATIONS = ToolAnnotations(read_only_hint=False, destructive_hint=False)
@@ -139,7 +140,7 @@ def _build_command(*command_words: str) -> list[str]:
     if option_words := [word for word in command_words if word.startswith("-")]:
         raise ToolError(f"{option_words[0]!r} begins with a hyphen, as an option does; give a name or a path")
     num_words = max((i for i, word in enumerate(command_words, start=1) if word), default=0)
-    return [sys.executable, "-m", "cosmos_core", *command_words[:num_words]]
+    return [*make_python_command(), "-m", "cosmos_core", *command_words[:num_words]]
 
 
 async def _run_cosmos(*command_words: str) -> str:

@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from cosmos_core.error_handling import cleanup_on_error
+from cosmos_core.imports import make_python_command
 from cosmos_core.launch import processes
 from cosmos_core.observe.logs import add_log_silencing_variables
 from cosmos_core.run.process import read_start_time
@@ -34,7 +34,7 @@ class SupervisedProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch_lock_descriptor = processes.create_scratch_folder(self.attempt_id)
         pipe_read_end, self._pipe_write_end = os.pipe()
-        supervisor_command = [sys.executable, "-m", "cosmos_core.launch.supervisor"]
+        supervisor_command = [*make_python_command(), "-m", "cosmos_core.launch.supervisor"]
         supervisor_command += ["--pipe", str(pipe_read_end), "--grace", str(grace_seconds)]
         supervisor_command += [f"--inherit={descriptor}" for descriptor in inherited_descriptors]
         added_environment = {

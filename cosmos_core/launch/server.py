@@ -9,7 +9,6 @@ import secrets
 import socket
 import sqlite3
 import ssl
-import sys
 import threading
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.imports import make_python_command
 from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.run.files import find_disk_error, user_cache_folder
 from cosmos_core.run.lock import FileLock
@@ -163,6 +163,7 @@ class _ServerProcess:
             "PREFECT_SERVER_API_AUTH_STRING": auth_string,
             "PREFECT_API_AUTH_STRING": auth_string,
             "PREFECT_PROFILES_PATH": str(prefect_home.absolute() / "profiles.toml"),
+            "PREFECT_SERVER_API_BASE_PATH": "",  # a file of settings in the working directory may name another path
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
             # Let clients retry after HTTP status 500, with which a server without disk space responds.
@@ -210,7 +211,7 @@ class _ServerProcess:
             self._child.kill()  # no grace period: the run directory has the same information
 
     def _start_child(self) -> SupervisedProcess:
-        server_command = [sys.executable, "-m", "cosmos_core.launch.prefect", "server", "start"]
+        server_command = [*make_python_command(), "-m", "cosmos_core.launch.prefect", "server", "start"]
         server_command += ["--host", "127.0.0.1", "--port", str(self._port)]
         database_url = f"sqlite+aiosqlite:///{self._database_path}"
         self._child = SupervisedProcess(

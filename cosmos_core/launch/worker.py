@@ -6,7 +6,6 @@ heartbeat of the worker, forwards its log at a bounded rate, and turns its exit 
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from cosmos_core.environment import mask_file, mask_text
 from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import ERRORS_BY_NAME, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, ConfigError, Preempted, StageFailed
+from cosmos_core.imports import make_python_command
 from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.launch.processes import kill_attempt, remove_scratch_folder
 from cosmos_core.run.files import SHARED_FOLDER, JsonDocument, read_document, warn_if_disk_full
@@ -137,7 +137,8 @@ def run_attempt(settings: AttemptSettings) -> Result:
     attempt_number = previous_state.attempt + 1
     log_path = _locate_log(stage_path, attempt_number)
     get_grace_seconds = partial(max_grace_seconds, stage_path, settings.grace_seconds)
-    command = [settings.python_path or sys.executable, "-m", "cosmos_core.worker", str(stage_path)]
+    python_command = [settings.python_path] if settings.python_path else make_python_command()
+    command = [*python_command, "-m", "cosmos_core.worker", str(stage_path)]
     child = SupervisedProcess(
         command, log_path=log_path, grace_seconds=settings.grace_seconds, environment=_build_environment(settings),
         inherited_environment=settings.inherited_environment, inherited_descriptors=settings.lock_descriptors,

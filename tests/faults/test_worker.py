@@ -21,8 +21,10 @@ import psutil
 import pytest
 
 from cosmos_core.errors import ConfigError, DataError, Preempted, StageFailed
+from cosmos_core.imports import make_python_command
 from cosmos_core.launch import worker
 from cosmos_core.launch.check import check_first_rows
+from cosmos_core.launch.child import SupervisedProcess
 from cosmos_core.launch.processes import (
     ATTEMPT_VARIABLE,
     create_scratch_folder,
@@ -37,7 +39,7 @@ from cosmos_core.run.state import read_state, update_state
 from tasks.kinds import all_kinds
 from tasks.stage import run_stage, should_retry
 from tasks.store_sync import StageSync
-from tests.conftest import PROGRAMS, processes_below
+from tests.conftest import PROGRAMS, processes_below, wait_until
 from tests.unit.run_folder import load_recipe, make_inputs
 
 
@@ -244,6 +246,20 @@ def test_what_launcher_and_supervisor_leave_that_were_killed_together_is_ended_b
     finally:
         stray.kill()
         stray.wait()
+
+
+def test_a_program_of_ours_that_starts_in_the_folder_of_another_checkout_runs_no_code_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executed: None
+) -> None:
+    (tmp_path / "cosmos_core").mkdir()
+    (tmp_path / "cosmos_core/__init__.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    ours = [*make_python_command(), "-m", "cosmos_core.imports"]
+    child = SupervisedProcess(ours, log_path=tmp_path / "log", grace_seconds=1.0, environment={})
+    try:
+        assert wait_until(lambda: child.poll() is not None and [child.poll()], 5, "it runs") == [0]
+    finally:
+        child.kill()
 
 
 def test_what_another_machine_uses_in_a_shared_folder_of_temporary_files_is_left_alone(

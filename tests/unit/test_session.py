@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, Settings, temporary_settings
 from typer.testing import CliRunner
 
 import tasks
@@ -25,7 +25,7 @@ from cosmos_core import __main__ as entry_point
 from cosmos_core import session
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.server import _claim_prefect_home, _wait_for_server
+from cosmos_core.launch.server import _claim_prefect_home, _ServerProcess, _wait_for_server
 from cosmos_core.run.lock import FileLock
 from tests.command_line import InProcess
 
@@ -80,6 +80,16 @@ def test_a_home_that_cannot_be_written_gets_no_folder_of_plots_in_tmp_at_each_ru
         monkeypatch.setattr(os, "environ", {"HOME": str(home)})
         with session.open_session(tmp_path / "outputs"):
             assert os.environ.get("MPLCONFIGDIR") == expected
+
+
+def test_a_server_of_its_own_has_the_path_that_is_asked_whatever_settings_lie_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefect.toml").write_text('[server.api]\nbase_path = "/prefect"\n')
+    monkeypatch.chdir(tmp_path)
+    for name, value in _ServerProcess(tmp_path).environment.items():
+        monkeypatch.setenv(name, value)
+    assert not Settings().server.api.base_path, "then it is /api"
 
 
 def test_a_server_whose_certificate_only_prefect_trusts_is_there() -> None:
