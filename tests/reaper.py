@@ -1,9 +1,9 @@
-"""A process that outlives a test run which was killed, and removes what that left: processes and folders.
+"""A process that outlives a test run, and removes what it left: processes and, if the run was killed, folders.
 
     python tests/reaper.py PIPE
 
 It reads the run's folders from the pipe, a line each, the first of which all processes of the run have in their
-environment. The line `done` ends it; so does the end of the pipe, after it has cleaned up.
+environment, and cleans up at the end of the pipe. After the line `done`, pytest itself removes the folders.
 """
 
 import os
@@ -32,9 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(int(sys.argv[1])) as pipe:
         lines = pipe.read().split("\n")
-    if "done" in lines:
-        return
-    folders = list(filter(None, lines))
+    is_done, folders = "done" in lines, [line for line in lines if line not in {"", "done"}]
     deadline = time.monotonic() + 30
     while (pids := users_of(folders[0])) and time.monotonic() < deadline:
         for pid in pids:
@@ -43,7 +41,7 @@ def main() -> None:
             except ProcessLookupError:
                 continue
         time.sleep(0.1)
-    for folder in folders:
+    for folder in () if is_done else folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -158,7 +158,9 @@ def test_it(tmp_path):
 """
 
 
-def test_a_run_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_killed_or_interrupted_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    """One that is killed leaves no folder either."""
     told = tmp_path / "told"
     run = subprocess.Popen(
         inner(tmp_path, STAYS.replace("TOLD", repr(str(told))), "-n", "1"), cwd=ROOT, stdout=subprocess.DEVNULL
@@ -166,10 +168,10 @@ def test_a_run_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) ->
     try:
         wait_until(told.exists, 120, "the inner test runs")
     finally:
-        run.send_signal(signal.SIGKILL)
+        run.send_signal(number)
         run.wait()
     child, worker, scratch, folder = told.read_text().split()
-    left = [scratch, folder]
+    left = [scratch, folder] if number == signal.SIGKILL else [scratch]
     wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in (child, worker)), 30, "its processes are gone")
     wait_until(lambda: not any(Path(each).exists() for each in left), 30, "its folders are gone")
 
