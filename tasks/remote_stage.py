@@ -7,6 +7,7 @@ the same child flow run. The child decides about reuse and retries, since finger
 
 import logging
 import time
+from asyncio import CancelledError
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -99,7 +100,7 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
         try:
             report_wait = partial(report_worker_wait, prefect_client, stage_path, report_line)
             return _poll_child(prefect_client, stage, UUID(child.flow_run), mirror_progress, report_wait, budget_check)
-        except Preempted:
+        except (Preempted, CancelledError):
             _cancel_child(prefect_client, child, max_grace_seconds(stage_path, grace_seconds))
             stage_sync.make_progress_mirror()()
             raise

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -161,7 +162,12 @@ def should_retry(run: Run, stage_name: str, error: object) -> bool:
 def produce_result(run: Run, name: str, *, is_local: bool = False) -> State[Any] | Result:
     """Run a stage until it has its result: on its work pool or, if it has none or `is_local` is set, on this machine.
     Return the result, or the final state of the task run. Raises `CosmosError` if the stage is to be retried."""
-    return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_locally)(run, name)
+    try:
+        return (_run_on_work_pool if run.pipeline.stage(name).work_pool and not is_local else _run_locally)(run, name)
+    except CancelledError:  # Prefect raises this error in the thread of a task that exceeds `timeout_seconds`
+        if read_state(run.stage_path(name)).state not in FINISHED_STATES:
+            record_failure(run.stage_path(name), StageFailed(f"stage {name!r}: its task exceeded timeout_seconds"))
+        raise
 
 
 def _run_locally(run: Run, stage_name: str) -> State[Any] | Result:

@@ -133,7 +133,7 @@ class StageTask(Task[Any, StageHandle]):
         current_flow()  # raises an error outside of a flow
         flow_context: Any = FlowRunContext.get()
         # Use a thread of its own: tasks of the user that call stages may occupy all threads of the flow's task runner.
-        with ThreadPoolTaskRunner(1) as task_runner, flow_context.model_copy(update={"task_runner": task_runner}):
+        with ThreadPoolTaskRunner[Any](1) as task_runner, flow_context.model_copy(update={"task_runner": task_runner}):
             stage_future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
             with cleanup_on_error(stage_future.wait), cleanup_on_error(worker.stop_all):  # also at a timeout
                 if wait_unless_cancelled([stage_future.wrapped_future]):

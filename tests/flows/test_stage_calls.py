@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import uuid
+from asyncio import CancelledError
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,14 @@ from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
+from cosmos_core.observe.record import read_run
+from cosmos_core.run.state import read_state
 from flows.post_train import post_train
-from tasks import custom, flow_run
+from tasks import custom, flow_run, remote_stage
+from tasks.stage import produce_result
+from tests.conftest import PROGRAMS
 from tests.flows.test_flows_in_python import GROW, folder
+from tests.unit.test_remote_stage import Server, pooled
 
 __all__ = ["folder"]
 
@@ -96,3 +104,37 @@ def test_a_run_that_the_worker_removes_with_its_clone_is_told(
     post_train("kept.toml", run_id="kept")
     told = [record.getMessage() for record in caplog.records if "the worker removes" in record.getMessage()]
     assert [message.split()[3] for message in told] == [str(clone / "outputs" / name) for name in ("cloned", "lost")]
+
+
+def test_a_stage_whose_task_runs_out_of_time_has_failed_and_the_flow_goes_on(folder: Path) -> None:
+    stages = folder / "outputs" / "patient" / "stages"
+
+    @flow
+    def patient(run_id: str = "patient") -> str:
+        for seconds in (1, 4, 20, 100):  # until the stage has begun in time
+            count, name = custom.with_options(timeout_seconds=seconds), f"count-{seconds}"
+            arguments = {"steps": 10**6, "seconds": 0.01}
+            state = count(f"{PROGRAMS}/counting.py:count", name=name, arguments=arguments, return_state=True)
+            assert state.name == "TimedOut"
+            if (stages / name / "visits.txt").exists():
+                return name
+        raise AssertionError("no stage has begun")
+
+    name = patient()
+    state = read_state(stages / name)
+    assert (state.state, state.error) == ("failed", f"stage {name!r}: its task exceeded timeout_seconds")
+    assert read_run(folder / "outputs" / "patient").outcome == "done"
+
+
+def test_a_stage_on_a_work_pool_whose_task_runs_out_of_time_is_cancelled_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, child, cancelled = pooled(tmp_path, "one"), str(uuid.uuid4()), list[str]()
+    running = remote_stage.ChildFlowRun(flow_run=child, attempt=1)
+    server = Server(CancelledError())  # type: ignore[arg-type]  # Prefect interrupts its request
+    monkeypatch.setattr(remote_stage, "get_client", lambda sync_client: nullcontext(server))
+    monkeypatch.setattr(remote_stage, "_find_running_child", lambda *_: running)
+    monkeypatch.setattr(remote_stage, "_cancel_child", lambda _, flow_run, seconds: cancelled.append(flow_run.flow_run))
+    with pytest.raises(CancelledError):
+        produce_result(run, "first")
+    assert cancelled == [child] and read_state(run.stage_path("first")).state == "failed"
