@@ -7,6 +7,7 @@ Ray cluster, the worker in each of its ranks.
 """
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -48,6 +49,16 @@ class MachineProperties:
         return ", ".join(sorted(set(self.gpus))) or "cpu"
 
 
+def count_usable_cores() -> int:
+    """Return the number of CPU cores that this process may use: those to which it is bound, but not more than the CPU
+    time that its container has, as with `docker run --cpus=2`, rounded up."""
+    num_cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # without a limit, the quota is the word `max`
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        num_cores = min(num_cores, math.ceil(quota / period))
+    return num_cores
+
+
 def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
     """Return the hardware and the versions of the libraries as this process sees them."""
     versions = {}
@@ -56,7 +67,7 @@ def measure_machine(libraries: Sequence[str] = ()) -> MachineProperties:
             if installed_version := version(library):  # the version is None if the metadata of a package are damaged
                 versions[library] = installed_version
     gpus = tuple(gpu_name for gpu_name, _ in _list_visible_gpus())
-    num_threads, missing_requirement = len(os.sched_getaffinity(0)), _find_missing_compiler(has_gpus=bool(gpus))
+    num_threads, missing_requirement = count_usable_cores(), _find_missing_compiler(has_gpus=bool(gpus))
     return MachineProperties(platform.node(), gpus, num_threads, versions, missing_requirement)
 
 

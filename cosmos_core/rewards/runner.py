@@ -11,7 +11,6 @@ its own process group in the session of its parent, so that a kill includes the 
 import itertools
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -27,6 +26,7 @@ from cosmos_core.config.source_weights import reward_weights_of_source
 from cosmos_core.environment import find_secrets, mask_secrets, mask_text
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import RewardError, StageFailed
+from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.registry import is_import_path
 from cosmos_core.rewards.base import Reward, error_on_one_line, load_reward, make_reward_request, metric_names
 from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
@@ -96,7 +96,7 @@ class RewardRunner(WorkerPool):
         self._metric_names = metric_names(weights)
         self._default_timeout_seconds, self._retries, self._has_loaded_rewards = timeout_seconds, retries, False
         self._timeout_by_reward = timeout_by_reward or {}
-        self._num_workers = num_workers or (1 if any(map(has_model, weights)) else len(os.sched_getaffinity(0)))
+        self._num_workers = num_workers or (1 if any(map(has_model, weights)) else count_usable_cores())
         self._max_timeouts = _MAX_TIMEOUTS * self._num_workers
         self._constant_fields = {"custom": {}, **(constant_fields or {})}
         self._environment_names, self._on_wait, self._scoring_lock = tuple(environment_names), on_wait, threading.Lock()

@@ -7,7 +7,6 @@ on the speed of a tool, and a resumed run samples the same tokens.
 """
 
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from cosmos_core.data.chat import ToolResultTokens, make_prompt_rendering, make_tool_runner
+from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.parallel import exchange
 from cosmos_core.parallel.mesh import num_ranks, rank_number, send_heartbeat, wait_for_ranks
 from cosmos_core.rollout.base import EngineSettings, EngineWrapper, UnfinishedGroup, stop_token_ids
@@ -74,7 +74,7 @@ class MultiTurnEngine(EngineWrapper):
         self._rank_group: dist.ProcessGroup | None = None
         if (ranks_per_engine := engine.ranks_per_engine) > 1:
             self._rank_group, _ = dist.new_subgroups(ranks_per_engine, timeout=_TOOL_TIMEOUT, backend="gloo")
-        num_workers = max(1, len(os.sched_getaffinity(0)) // num_ranks())
+        num_workers = max(1, count_usable_cores() // num_ranks())
         self._send_heartbeat = settings.beat
         self._tool_runner = make_tool_runner(multi_turn_config, num_workers, partial(send_heartbeat, settings.beat))
         if self._has_tools:

@@ -8,7 +8,6 @@ spawned, without torch, each in its own process group, with an environment witho
 import inspect
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 from cosmos_core.environment import mask_text
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import ConfigError, StageFailed
+from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.rewards.base import error_on_one_line, wait_for_result
 from cosmos_core.rewards.process import START_TIMEOUT_SECONDS, WorkerPool, describe_exit, init_worker, wait_for_futures
 from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, tool_paths_by_name
@@ -54,7 +54,7 @@ class ToolRunner(WorkerPool):
         """Set up the runner, which calls `send_heartbeat` when it waits; `num_workers` None: one per core, up to 16."""
         self._paths = tool_paths_by_name(tool_paths)
         self._timeout, self._env_names, self._send_heartbeat = timeout_seconds, tuple(env_names), send_heartbeat
-        self._num_workers = min(num_workers or len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        self._num_workers = min(num_workers or count_usable_cores(), _MAX_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the JSON schema of each tool, which the chat template renders into the prompt. Raise `ConfigError` if

@@ -13,7 +13,6 @@ import copy
 import ctypes
 import logging
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from cosmos_core.algorithms.base import Algorithm
 from cosmos_core.algorithms.registry import iterate_updates
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.feeds import SampleFeed
@@ -162,7 +162,7 @@ class SpeedTuning:
             self._pass_sizes = micro_batch_sizes(train, self._num_dp_ranks)
         self._num_local_ranks = all_gather_object(platform.node()).count(platform.node())
         if train.num_threads == "auto" and trainer.adapter.device.type == "cpu":
-            num_cores = max(1, len(os.sched_getaffinity(0)) // self._num_local_ranks)
+            num_cores = max(1, count_usable_cores() // self._num_local_ranks)
             self._thread_counts = thread_counts(min(all_gather_object(min(num_cores, default_settings.num_threads))))
         self.max_memory_fraction, self.max_seconds = MAX_MEMORY_FRACTION, MAX_TUNING_SECONDS
         self.chosen: SpeedSettings | None = None

@@ -219,3 +219,15 @@ def test_a_cluster_whose_gpus_are_all_taken_says_what_it_has(monkeypatch: pytest
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert collect_cluster_properties(["torch"]).gpus == ("H100",) * 8
     assert taken == [{"num_cpus": 0, "resources": {"node:10.0.0.3": 0.001}}], "of the live machine that has GPUs"
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_cores"),
+    [("150000 100000", 2), ("50000 100000", 1), ("900000 100000", 4), ("max 100000", 4), ("", 4)],
+)
+def test_a_container_uses_no_more_cores_than_its_quota_of_cpu_time(
+    monkeypatch: pytest.MonkeyPatch, quota: str, num_cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(Path, "read_text", lambda path: {"/sys/fs/cgroup/cpu.max": quota}[str(path)])
+    assert measure_machine().threads == num_cores

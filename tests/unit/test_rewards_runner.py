@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from cosmos_core.errors import RewardError, StageFailed
+from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.rewards.base import invalid_scores_error, metric_names
 from cosmos_core.rewards.runner import RewardRunner
 from cosmos_core.types import Completion, Group, Prompt, Score, Segment
@@ -333,7 +334,7 @@ def test_slow_rewards_run_beside_each_other(tmp_path):
 
 def test_there_is_a_process_for_every_core(act):
     with RewardRunner({act: 1.0}, timeout_seconds=5):
-        assert len(children()) == len(os.sched_getaffinity(0))
+        assert len(children()) == count_usable_cores()
 
 
 def test_a_stop_while_requests_are_waiting_ends_all_processes_at_once(act, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shlex
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from cosmos_core.cli_flow import parse_parameters, resume_flow
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.load import read_toml
 from cosmos_core.errors import EXIT_USAGE, ConfigError, DataError, ModelError, RewardError
+from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.run import directory
 from cosmos_core.run.directory import (
     Run,
@@ -295,7 +295,7 @@ def test_the_number_of_threads_is_fixed_when_a_run_is_made(tmp_path: Path) -> No
     (tmp_path / "counting.toml").write_text(text)
     pipeline = load_pipeline(tmp_path / "counting.toml", (), all_kinds())
     run = open_or_create_run(pipeline, run_id="mine")
-    assert run.pipeline.config.threads == len(os.sched_getaffinity(0))
+    assert run.pipeline.config.threads == count_usable_cores()
     assert open_or_create_run(pipeline, run_id="mine").path == run.path
 
 
