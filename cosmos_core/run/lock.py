@@ -9,8 +9,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.run.files import make_disk_full_error
 
@@ -76,16 +78,16 @@ def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -
     `parent_setting_text`, if the file system has no locks."""
     hidden_folder = folder.with_name(f".{folder.name}")  # no process removes a folder whose name begins with a dot
     hidden_folder.mkdir(mode=0o700)
-    # Lock a file, because other machines see a lock of a file on NFS, but not that of a folder.
-    lock_descriptor = os.open(hidden_folder / _FOLDER_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
-    except OSError as error:
-        os.close(lock_descriptor)
-        shutil.rmtree(hidden_folder)
-        if error.errno not in _NO_LOCKS_ERRNOS:
-            raise
-        raise _make_missing_locks_error(folder.parent, error, parent_setting_text) from error
+    with cleanup_on_error(partial(shutil.rmtree, hidden_folder)):
+        # Lock a file, because other machines see a lock of a file on NFS, but not that of a folder.
+        lock_descriptor = os.open(hidden_folder / _FOLDER_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            os.close(lock_descriptor)
+            if error.errno not in _NO_LOCKS_ERRNOS:
+                raise
+            raise _make_missing_locks_error(folder.parent, error, parent_setting_text) from error
     hidden_folder.rename(folder)
     return lock_descriptor
 

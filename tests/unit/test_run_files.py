@@ -131,6 +131,22 @@ def test_a_folder_for_temporary_files_without_locks_names_the_variable(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_a_full_disk_leaves_without_its_lock_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = os.open
+
+    def open_nothing_new(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_file(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", open_nothing_new)
+    with pytest.raises(OSError, match="No space left"):
+        create_locked_folder(tmp_path / "cosmos-x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_waiting_for_a_lock_can_be_given_up(tmp_path: Path) -> None:
     def give_up() -> None:
         raise TimeoutError
