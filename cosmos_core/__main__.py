@@ -29,7 +29,7 @@ def _open_closed_streams() -> None:
 
 if __name__ == "__main__":
     # `python -m` searches the working directory first, where a user's `tasks.py` would hide the package `tasks`. The
-    # command searches it last, unless this code lies there.
+    # command does not search it, unless this code lies there.
     if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(__file__)):
-        sys.path.append(sys.path.pop(0))
+        del sys.path[0]
     main()
