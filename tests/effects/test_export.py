@@ -21,7 +21,7 @@ INT8 = {**SFT, "export.formats": ["bf16", "int8"]}
 
 def planned(recipe: Recipe, folder: Path) -> list[str]:
     stage = stage_of(folder / "export", recipe, kind="export", model=save_tiny_model(folder / "model"))
-    return [plan.name for plan in plan_quantized_formats(stage)]
+    return [plan.format_name for plan in plan_quantized_formats(stage)]
 
 
 @changes((Change("export.formats", ["bf16", "fp8", "int8"], INT8), (["int8"], ["fp8", "int8"])))
