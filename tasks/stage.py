@@ -183,7 +183,7 @@ def _run_locally(run: Run, stage_name: str) -> State[Any] | Result:
             artifacts.show_refusal()
         return make_failed_state(error)
     events.emit_stage_completed(run, stage_name, result, was_reused=was_reused, earlier_result=earlier_result)
-    if was_reused:  # the artifacts of the stage were published when the result was made
+    if was_reused:  # publish no artifacts: the run that made the result has published them
         return Completed(name="Reused", data=result, message=result["reused_from"] or "done in this run")
     artifacts.finish(result)
     return result

@@ -87,8 +87,8 @@ def whitened_returns(
     """
     loss_masks = [torch.as_tensor(sample.loss_mask[1:]).bool() for sample in samples]
     token_returns = []
-    sample_tensors = zip(samples, loss_masks, old_logprobs, ref_logprobs, strict=True)
-    for sample, mask_S, old_logprobs_S, ref_logprobs_S in sample_tensors:
+    samples_and_logprobs = zip(samples, loss_masks, old_logprobs, ref_logprobs, strict=True)
+    for sample, mask_S, old_logprobs_S, ref_logprobs_S in samples_and_logprobs:
         # Log-probabilities are moved to the CPU, where those of rollouts are; those of the trainer may be on a GPU.
         log_ratios_S = apply_mask((old_logprobs_S.cpu() - ref_logprobs_S.cpu()).double(), mask_S)
         token_returns.append(sample.reward - kl_beta * log_ratios_S.flip(0).cumsum(0).flip(0))

@@ -33,7 +33,7 @@ class GuardrailPlaceholder:
     """Placeholder for the guardrail that the constructor of the pipeline requires."""
 
     def to(self, *args: Any, **kwargs: Any) -> GuardrailPlaceholder:
-        """Return the placeholder, which has no weights to move."""
+        """Return this object: in place of a guardrail model, it has no weights to move to a device."""
         return self
 
     def check_text_safety(self, prompt: str) -> bool:

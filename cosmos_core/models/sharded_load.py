@@ -273,8 +273,8 @@ def _convert_tensors(
 def _read_tensor_group(
     tensor_group: _TensorGroup, shards: Mapping[str, list[Tensor]], model: PreTrainedModel, loaded_tensors: set[Tensor]
 ) -> None:
-    """Read the weights of a group into `shards`, this rank's tensors by name. Tensors in `loaded_tensors` already have
-    values, which are compared with the files instead."""
+    """Read the file tensors of a group, and write the weights made of them to `shards`, this rank's tensors by name.
+    Tensors in `loaded_tensors` already have values, which are compared with the files instead."""
     local_tensors = {name: [t for t in shards.get(name, ()) if local_shard(t).numel()] for name in tensor_group.shapes}
     if not any(local_tensors.values()):
         return

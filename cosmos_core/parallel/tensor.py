@@ -137,13 +137,13 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
     """
     device = torch.device(mesh.device_type)
     ids_BT = torch.arange(1, _NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0)
-    probe_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
+    example_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}
     error_prefix = f"policy.parallelism.tp_size = {mesh.size()}: {type(model).__name__} does more than its plan says"
     was_training = model.training
     model.eval()
     try:
         for root_module in root_modules:
-            hidden_BTH = root_module.probe_hidden_states(probe_inputs)
+            hidden_BTH = root_module.probe_hidden_states(example_inputs)
             if hidden_BTH.requires_grad:
                 loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * loss_weights_BTH).sum().backward()

@@ -226,8 +226,8 @@ class AsyncGroupSource:
         """Return how many prompts from `_first_unused_position` on the engines may get before training needs them."""
         # Steps up to `last_allowed_step` may train on groups that the engines generate now.
         last_allowed_step = self.engine_fleet.version + self.max_lag
-        num_prompts = self._num_groups_of_steps(last_allowed_step - self._next_step + 1)
-        max_prompts = math.inf if self.max_steps_ahead is None else self._num_groups_of_steps(self.max_steps_ahead)
+        num_prompts = self._count_groups_in_steps(last_allowed_step - self._next_step + 1)
+        max_prompts = math.inf if self.max_steps_ahead is None else self._count_groups_in_steps(self.max_steps_ahead)
         if self.group_filter is None:
             return int(min(num_prompts + self.num_extra_prompts, max_prompts))
         if num_prompts <= 0:
@@ -238,7 +238,7 @@ class AsyncGroupSource:
         max_groups = max_prompts if math.isinf(max_prompts) else self.group_filter.max_sampled_groups(int(max_prompts))
         return int(min(min(num_prompts, max_prompts) + max(num_dropped_groups, num_drops_expected), max_groups))
 
-    def _num_groups_of_steps(self, num_steps: int) -> int:
+    def _count_groups_in_steps(self, num_steps: int) -> int:
         """Return how many groups the next `num_steps` train steps need; 0 or less if `num_steps` is 0 or less."""
         step, group_plan = self._next_step, self.group_plan
         num_groups = group_plan.first_position(step + num_steps) - group_plan.first_position(step)

@@ -304,7 +304,7 @@ def _estimate_training_length(
 def _estimate_balanced_training_length(
     train: TrainConfig, policy_config: PolicyConfig, prepared_folder: Path | None
 ) -> tuple[int, int, bool]:
-    """Return the result of `_estimate_training_length` if batches are filled up to a token budget."""
+    """Return steps, tokens, and whether steps are an upper bound, if batches are filled up to a token budget."""
     num_steps, algorithm, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
     assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # required by the schema
     if prepared_folder is None:

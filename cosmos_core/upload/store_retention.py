@@ -49,11 +49,11 @@ class StoreRetention:
     def __init__(
         self, url: str, *, num_kept_runs: int, older_than_seconds: float, min_age_seconds: float = SECONDS_PER_DAY
     ) -> None:
-        """Keep the newest `num_kept_runs` runs of each pipeline, and all objects younger than `older_than_seconds` or
-        `min_age_seconds`: a pipeline may wait between two stages, and contents are stored before their result.
+        """Keep the newest `num_kept_runs` runs of each pipeline, and all objects younger than `older_than_seconds` or,
+        if it is longer, `min_age_seconds`, because a run that still goes on may refer to young objects later.
 
         Raises:
-            ConfigError: the store refuses a request, or a stage is being made.
+            ConfigError: the store refuses a request, or a stage is being made: its result may name existing contents.
             UploadError: the store cannot be reached.
         """
         bucket_name, self._key_prefix = split_s3_url(url)

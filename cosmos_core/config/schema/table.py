@@ -225,7 +225,7 @@ def result_values(table: Table) -> dict[str, Any]:
         omits_empty_value = getattr(find_metadata(field, AffectsResult), "omits_empty_value", False)
         if not affects_result(field) or (not field_value and omits_empty_value):
             continue
-        if omits_empty_value and _are_tables(field_value):  # one list per key: a fingerprint includes only some keys
+        if omits_empty_value and _are_tables(field_value):  # a list per key, as fingerprints select keys
             subtable_values = [result_values(subtable) for subtable in field_value]
             subtable_keys = dict.fromkeys(key for row in subtable_values for key in row)
             result_by_name[name] = {key: [row.get(key) for row in subtable_values] for key in subtable_keys}
