@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import quote
 
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.imports import make_python_command
@@ -115,7 +116,7 @@ def _copy_database(source_path: Path, target_path: Path) -> bool:
     try:
         target_path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            closing(sqlite3.connect(f"file:{source_path}?mode=ro", uri=True)) as source_connection,
+            closing(sqlite3.connect(f"file:{quote(str(source_path))}?mode=ro", uri=True)) as source_connection,
             closing(sqlite3.connect(temporary_path)) as target_connection,
         ):
             source_connection.backup(target_connection)
@@ -127,6 +128,12 @@ def _copy_database(source_path: Path, target_path: Path) -> bool:
         with suppress(OSError):
             temporary_path.unlink()
         return False
+
+
+def make_database_url(database_path: Path) -> str:
+    """Return the URL with which SQLAlchemy opens a database. In a plain path, a question mark would end the path."""
+    database_uri = f"file:{quote(str(database_path), safe='/:')}?uri=true"
+    return f"sqlite+aiosqlite:///{database_uri if '?' in str(database_path) else database_path}"
 
 
 def _is_database_intact(database_path: Path) -> bool:
@@ -213,7 +220,7 @@ class _ServerProcess:
     def _start_child(self) -> SupervisedProcess:
         server_command = [*make_python_command(), "-m", "cosmos_core.launch.prefect", "server", "start"]
         server_command += ["--host", "127.0.0.1", "--port", str(self._port)]
-        database_url = f"sqlite+aiosqlite:///{self._database_path}"
+        database_url = make_database_url(self._database_path)
         self._child = SupervisedProcess(
             server_command, log_path=self._log_path, grace_seconds=_GRACE_SECONDS,
             environment=self.environment | {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url},

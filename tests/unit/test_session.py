@@ -18,13 +18,20 @@ from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL, Settings, temporary_settings
+from sqlalchemy import create_engine, make_url, text
 from typer.testing import CliRunner
 
 from cosmos_core import __main__ as entry_point
 from cosmos_core import session
 from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
-from cosmos_core.launch.server import _claim_prefect_home, _ServerProcess, _wait_for_server
+from cosmos_core.launch.server import (
+    _claim_prefect_home,
+    _copy_database,
+    _ServerProcess,
+    _wait_for_server,
+    make_database_url,
+)
 from cosmos_core.run.lock import FileLock
 from tests.command_line import InProcess
 
@@ -89,6 +96,19 @@ def test_a_server_of_its_own_has_the_path_that_is_asked_whatever_settings_lie_in
     for name, value in _ServerProcess(tmp_path).environment.items():
         monkeypatch.setenv(name, value)
     assert not Settings().server.api.base_path, "then it is /api"
+
+
+@pytest.mark.parametrize("name", ["plain", "why?", "50% of #1?", "a b"])
+def test_a_database_lies_in_its_folder_whatever_characters_the_name_of_that_has(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name / ":memory:" / "prefect.db"
+    path.parent.mkdir(parents=True)
+    engine = create_engine(make_url(make_database_url(path)).set(drivername="sqlite"))
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE named (x)"))
+    engine.dispose()
+    assert path.is_file() and ":memory:" in make_database_url(path), "by which Prefect opens one connection"
+    assert _copy_database(path, tmp_path / "copy.db")
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([name, "copy.db"])
 
 
 def test_a_server_whose_certificate_only_prefect_trusts_is_there() -> None:
