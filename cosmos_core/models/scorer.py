@@ -268,19 +268,15 @@ class _ChunkScorer:
     @property
     def output_names(self) -> list[str]:
         """Return the names of the outputs in the order of their computation."""
-        optional_names = ["top_logprobs", "top_ids"] * bool(self.num_top_ids) + [
-            "is_argmax"
-        ] * self.output_request.is_argmax
-        return ["logprobs", *["entropy"] * bool(self.output_request.entropy), *optional_names]
+        request = self.output_request
+        top_names = ["top_logprobs", "top_ids"] * bool(self.num_top_ids)
+        return ["logprobs", *["entropy"] * bool(request.entropy), *top_names, *["is_argmax"] * request.is_argmax]
 
     @property
     def differentiable_outputs(self) -> set[str]:
         """Return the names of the outputs through which gradients flow."""
-        return set(self.output_names) - {
-            "top_ids",
-            "is_argmax",
-            *(["entropy"] * (self.output_request.entropy != "gradient")),
-        }
+        constant_entropy = ["entropy"] * (self.output_request.entropy != "gradient")
+        return set(self.output_names) - {"top_ids", "is_argmax", *constant_entropy}
 
     def chunk_slices(self, num_tokens: int) -> list[slice]:
         return [slice(start, start + self.chunk_size) for start in range(0, num_tokens, self.chunk_size)]
@@ -342,9 +338,8 @@ class _ChunkScorer:
         gradient_MV.scatter_add_(-1, labels_M.unsqueeze(-1), logprob_gradient_M1)
         if "top_logprobs" in output_gradients and top_ids_MK is not None:
             gradient_MV.scatter_add_(-1, top_ids_MK, output_gradients["top_logprobs"])
-        return (
-            gradient_MV if self.output_request.temperature == 1.0 else gradient_MV.div_(self.output_request.temperature)
-        )
+        temperature = self.output_request.temperature
+        return gradient_MV if temperature == 1.0 else gradient_MV.div_(temperature)
 
 
 class _ChunkedScoring(torch.autograd.Function):

@@ -19,7 +19,7 @@ from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks import custom, flow_run, remote_stage
 from tasks.stage import produce_result
-from tests.conftest import PROGRAMS
+from tests.conftest import MOST_SECONDS, PROGRAMS
 from tests.flows.test_flows_in_python import GROW, folder
 from tests.unit.test_remote_stage import Server, pooled
 
@@ -63,7 +63,7 @@ def test_a_call_needs_no_thread_of_the_task_runner_which_tasks_of_the_user_that_
 
     @task
     def occupy() -> bool:
-        return has_made_model.wait(10)
+        return has_made_model.wait(MOST_SECONDS)
 
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=1))
     def occupied(run_id: str = "occupied") -> bool:

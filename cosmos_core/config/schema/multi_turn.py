@@ -40,7 +40,8 @@ class MultiTurnRolloutConfig(Table):
     max_assistant_turns: Annotated[PositiveInt, FieldUnit("turns")] = 5
     """Maximum number of assistant turns of a conversation."""
     add_generation_prompt: bool = True
-    """Add the beginning of the assistant's turn after a prompt and after tool results; false: it is generated."""
+    """Add the beginning of the assistant's turn after a prompt and after tool results; false: the policy generates
+    it."""
     continue_final_message: bool = False
     """Leave the last message of a prompt open, so that the policy continues it; if it is an assistant message, it stays
     in the prompt. Off if tools and a generation prompt are enabled."""

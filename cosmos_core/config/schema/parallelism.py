@@ -66,7 +66,8 @@ class RolloutParallelismConfig(ParallelismConfig):
     separate processes."""
 
     n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
-    """Number of engines in separate processes (see `mode`); the trainer's processes run as many as fit."""
+    """Number of engines in separate processes (see `mode`); how many run in the trainer's processes follows from the
+    number of ranks."""
     tp_size: RankCount = 1
     """Number of ranks of one engine (Cosmos-RL: 2 by default): a divisor of the ranks of `policy.parallelism`; with
     `mode = "colocated_separated"`, processes on the GPUs of as many ranks on one machine; with `mode =
