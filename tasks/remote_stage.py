@@ -90,6 +90,10 @@ def _describe_stage(stage: StageConfig) -> str:
 def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_line: Callable[[str], None]) -> FlowRun:
     """Poll the running child flow run, or a new one if there is none, and return it when it has ended."""
     stage_path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
+    last_child, stage_state = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun), read_state(stage_path)
+    num_failures = last_child.failures if last_child and last_child.flow_run else stage_state.failures
+    if stage_state.state == "failed" and num_failures:
+        sleep_unless_stopping(compute_backoff_seconds(num_failures))
     mirror_progress = stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as prefect_client:
         grace_seconds = run.pipeline.config.grace_seconds
@@ -108,8 +112,8 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 
 def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
     """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's work pool."""
-    pool = prefect_client.read_flow_run(UUID(flow_run_id)).work_pool_name if flow_run_id else None
-    with suppress(ObjectNotFound):  # a missing deployment is reported at its start
+    with suppress(ObjectNotFound):  # the server lost its database, or a deployment is missing: its start reports that
+        pool = prefect_client.read_flow_run(UUID(flow_run_id)).work_pool_name if flow_run_id else None
         if not pool or prefect_client.read_deployment_by_name(f"stage/{stage.work_pool}").work_pool_name != pool:
             return
         if prefect_client.read_work_pool(pool).concurrency_limit == 1:
@@ -122,10 +126,12 @@ def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, f
 
 def count_lost_child_run(path: Path) -> int:
     """Count one more child flow run that ended without recording an error, since its machine or process was lost.
-    Return the number of consecutive losses without a new checkpoint, which is kept in `pool.json`."""
-    child, checkpoint_step = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path).checkpoint_step or 0
-    if child is None:
-        return 1
+    Return the number of consecutive losses without a new checkpoint, which is kept in `pool.json`. If no child flow run
+    began, return the number of failures in `state.json`, which `record_failure` has increased."""
+    child, stage_state = read_document(path / CHILD_RUN_FILE, ChildFlowRun), read_state(path)
+    if child is None or not child.flow_run:
+        return stage_state.failures
+    checkpoint_step = stage_state.checkpoint_step or 0
     num_lost_children = 1 if checkpoint_step > child.failed_at else child.failures + 1
     updated_child = child.model_copy(update={"failures": num_lost_children, "failed_at": checkpoint_step})
     write_json(path / CHILD_RUN_FILE, updated_child.model_dump())
@@ -175,8 +181,6 @@ def _find_running_child(
 def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFlowRun:
     stage_path, pool = run.stage_path(stage.name), stage.work_pool
     child = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun) or ChildFlowRun(flow_run="", attempt=0)
-    if child.failures:
-        sleep_unless_stopping(compute_backoff_seconds(child.failures))
     # If a token was saved without the id of a flow run, an earlier process ended during its request. Repeat the request
     # with the same token, for which Prefect creates no second flow run.
     if child.flow_run or not child.token:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
+from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, record_failure, update_state
 from cosmos_core.worker.program import _report_crash
+from tasks import remote_stage, stage
 from tasks.remote_stage import compute_backoff_seconds
 from tasks.stage import _record_launcher, should_retry
 from tests.unit.run_folder import counting_run
@@ -60,3 +66,33 @@ def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, 
 
 def test_the_pause_between_attempts_is_bounded_however_many_have_failed() -> None:
     assert [compute_backoff_seconds(number) for number in (1, 2, 6, 7, 5000)] == [1.0, 2.0, 32.0, 60.0, 60.0]
+
+
+def test_attempts_that_begin_no_flow_run_on_their_pool_are_counted_and_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that lost its database, or refuses the password, says the same each time, and at once."""
+    run = counting_run(tmp_path, 'first.work_pool="gpu"')
+    pauses: list[float] = []
+
+    def refuse(*_: object) -> Any:
+        raise httpx.HTTPStatusError("401", request=Any, response=Any)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(remote_stage, "get_client", lambda sync_client: nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(remote_stage, "require_second_slot", refuse)
+    monkeypatch.setattr(remote_stage, "sleep_unless_stopping", pauses.append)
+    monkeypatch.setattr(stage.events, "emit_stage_failed", lambda *_: None)
+    for _ in range(2):
+        with pytest.raises(StageFailed, match=r"^stage 'first' on 'gpu': the Prefect server does not respond: 401$"):
+            stage._run_on_work_pool(run, "first")
+    assert stage._run_on_work_pool(run, "first").is_failed() and pauses == [1.0, 2.0]
+    assert read_state(run.stage_path("first")).failures == 3
+
+
+def test_a_flow_run_that_the_server_has_forgotten_takes_no_slot_of_a_pool() -> None:
+    def forgotten(*_: object) -> Any:
+        raise ObjectNotFound(Exception())
+
+    stage_config: Any = SimpleNamespace(name="first", work_pool="gpu")
+    server: Any = SimpleNamespace(read_flow_run=forgotten)
+    remote_stage.require_second_slot(server, stage_config, "2b9a4f0e-0000-4000-8000-000000000000")
