@@ -16,6 +16,7 @@ from cosmos_core.data.prepare import read_stop_tokens
 from cosmos_core.models.export import export_model
 from cosmos_core.models.generation_config import GENERATION_CONFIG_FILE
 from cosmos_core.models.hf import load_model, load_tokenizer
+from cosmos_core.rollout.base import stop_token_ids
 from tests.unit.tiny_model import save_tiny_model
 
 # What transformers loads, but refuses to save; many published models have the first.
@@ -82,6 +83,8 @@ def test_a_negative_number_is_no_token_that_ends_a_completion(folder: Path) -> N
     (folder / GENERATION_CONFIG_FILE).write_text(json.dumps({"eos_token_id": [-1, 257]}))
     tokenizer = load_tokenizer(str(folder))
     assert read_stop_tokens(str(folder), None, tokenizer) == (tokenizer.eos_token_id, 257)
+    model = load_model(str(folder), dtype=torch.float32)
+    assert stop_token_ids(model, tokenizer) == [257, 258], "vLLM refuses a request with -1"
 
 
 @pytest.mark.parametrize(("said", "written"), [({"eos_token_id": 256}, [256, 258]), ({}, [258]), (None, 258)])
