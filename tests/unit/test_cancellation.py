@@ -271,13 +271,17 @@ def test_the_polling_of_a_worker_outlasts_its_server(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "critical_service_loop", module.critical_service_loop)  # put back afterwards
     calls: list[int] = []
 
+    busy = httpx.Response(429, request=httpx.Request("GET", "http://server"))
+    outages = [httpx.ConnectError("away"), httpx.HTTPStatusError("busy", request=busy.request, response=busy)]
+
     async def ask() -> None:
         calls.append(len(calls))
-        raise httpx.ConnectError("away") if len(calls) < 40 else KeyError("it was still asked")
+        raise outages[len(calls) // 20] if len(calls) < 40 else KeyError("it was still asked")
 
     async def poll(name: str) -> None:
+        """Call the loop as Prefect's worker does, with a limit of its own."""
         loop = importlib.import_module(name).critical_service_loop
-        await loop(workload=ask, interval=1e-4, jitter_range=0.3, printer=lambda *_: None)
+        await loop(workload=ask, interval=1e-4, jitter_range=0.3, backoff=4, printer=lambda *_: None)
 
     with pytest.raises(RuntimeError, match="Service exceeded error threshold"):
         asyncio.run(poll(_POLLING_LOOP_MODULES[0]))
