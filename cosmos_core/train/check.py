@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -106,12 +107,11 @@ def run(stage: Stage) -> Outcome:
     else:
         report_lines += filter(None, [check_file_tensors(make_model(), stage.model, revision, stage.progress.beat)])
         report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
-        refused_keys = find_refused_generation_settings(stage.model, revision)
-        if refused_keys and stage.kind.feed == "rollouts" and stage.recipe.rollout.checks_generation_config:
-            refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
-            raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
-            rollout = stage.recipe.rollout
+            rollout, refused_keys = stage.recipe.rollout, find_refused_generation_settings(stage.model, revision)
+            if refused_keys and rollout.checks_generation_config and find_spec(rollout.backend):
+                refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
+                raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
         if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)

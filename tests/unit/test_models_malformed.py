@@ -23,7 +23,7 @@ from cosmos_core.models.model_files import translate_load_errors
 from cosmos_core.models.processor import load_processor
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.train import check
-from tests.unit.test_train import SFT, make_stage, recipe
+from tests.unit.test_train import GRPO, SFT, make_stage, recipe
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.tiny_vlms import save_vlm
 
@@ -313,3 +313,17 @@ def test_a_full_disk_is_not_blamed_on_a_processor(tmp_path: Path, monkeypatch: p
 def test_a_name_longer_than_a_path_can_be_is_one_line(name: str) -> None:
     assert f"policy.model_name_or_path = '{name}': " in line(lambda: load_tokenizer(name))
     assert f"policy.model_name_or_path = '{name}': " in line(lambda: load_config(name))
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft", "sample"])
+def test_what_vllm_refuses_of_a_generation_config_is_told_wherever_it_generates(
+    folders: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = Path(shutil.copytree(folders / "single", tmp_path / "model"))
+    written("generation_config.json", {"num_return_sequences": 3})(folder)
+    asked = recipe(SFT if kind == "sft" else GRPO)
+    held_out = asked.validation.copy_with(enable=True, reward_function={"exact_match": 1.0} if kind == "sft" else {})
+    asked = asked.copy_with(rollout=asked.rollout.copy_with(backend="vllm"), validation=held_out)
+    assert "vLLM refuses to load num_return_sequences" in line(
+        lambda: check.run(make_stage(tmp_path / "stage", kind, asked, folder))
+    )
