@@ -39,7 +39,7 @@ from cosmos_core.run.directory import (
     replace_budget,
     try_claim_run,
 )
-from cosmos_core.run.files import JsonDocument, read_document, warn_if_disk_full, write_json
+from cosmos_core.run.files import JsonDocument, read_document, write_json
 from cosmos_core.run.liveness import record_flow_state
 from cosmos_core.run.lock import FileLock
 from cosmos_core.run.state import FINISHED_STATES, read_state
@@ -354,8 +354,7 @@ def _record_flow_stops() -> None:
     """Record that the unfinished flows of this process were stopped; Prefect calls no hook of such a flow."""
     for flow_state in [*_flows_by_attempt.values()]:
         if flow_state.run is not None and flow_state.state == "running":
-            with warn_if_disk_full(f"the stop of flow {flow_state.name}"):
-                record_flow_state(flow_state.run.path, "stopped")
+            record_flow_state(flow_state.run.path, "stopped")
 
 
 def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None:

@@ -207,7 +207,7 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
         must_record_error = isinstance(stage_error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
         if must_record_error:
             record_failure(stage_path, stage_error)
-            if not isinstance(stage_error, Preempted):
+            if not isinstance(stage_error, (Preempted, DiskFull)):  # a full disk is not tried again
                 update_state(stage_path, failures=count_lost_child_run(stage_path))
         if not should_retry(run, stage_name, stage_error):
             if must_record_error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.run.files import JsonDocument, UnixSeconds, read_document, write_json
+from cosmos_core.run.files import JsonDocument, UnixSeconds, read_document, warn_if_disk_full, write_json
 from cosmos_core.run.process import Launcher, identify_process, is_alive
 from cosmos_core.run.state import ACTIVE_STATES, FINISHED_STATES, StageState, read_state
 
@@ -99,7 +99,8 @@ def record_flow_state(run_path: Path, flow_state: str) -> None:
     run_holder = read_holder(run_path)
     if run_holder is not None and run_holder.is_this_process:
         holder_path = run_path / "locks" / _HOLDER_FILE
-        write_json(holder_path, {**run_holder.model_dump(), "flow_state": flow_state}, fsync=False)
+        with warn_if_disk_full(f"that the flow of run {run_path.name} is {flow_state or 'completed'}"):
+            write_json(holder_path, {**run_holder.model_dump(), "flow_state": flow_state}, fsync=False)
 
 
 def record_stop(run_path: Path, stage_names: Iterable[str]) -> None:

@@ -18,14 +18,17 @@ from cosmos_core.cluster.rank import RankMessages
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DiskFull
+from cosmos_core.run.directory import claim_run
 from cosmos_core.run.files import make_disk_full_error, warn_if_disk_full
+from cosmos_core.run.liveness import read_holder, record_stop
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import Stage
-from cosmos_core.run.state import read_state
+from cosmos_core.run.state import read_state, update_state
 from cosmos_core.types import Outcome
 from cosmos_core.worker import program
 from tasks.kinds import all_kinds
+from tasks import stage as stage_tasks
 from tasks.stage import run_stage, should_retry
 from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import DEMOS, Workspace, wait_until
@@ -177,6 +180,26 @@ def test_a_stage_that_cannot_begin_says_that_the_disk_is_full_and_is_not_tried_a
         run_stage(run, "s")
     assert not should_retry(run, "s", caught.value)
     assert run_stage(run, "s")[1] is False
+
+
+def test_a_stage_on_a_pool_says_that_the_disk_of_its_flow_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, "count", 'work_pool = "gpu"')
+    monkeypatch.setattr(stage_tasks.events, "emit_stage_failed", lambda *_: None)
+    monkeypatch.setattr(stage_tasks, "run_remote_stage", lambda run, *_: update_state(run.stage_path("s"), error=""))
+    with no_room_for_this_process():
+        state = stage_tasks._run_on_work_pool(run, "s")
+    assert state.is_failed() and state.message.startswith("disk full: ")
+
+
+def test_a_stop_while_the_disk_is_full_is_a_stop(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "count")
+    with claim_run(run):
+        with no_room_for_this_process():
+            record_stop(run.path, ["s"])
+        record_stop(run.path, ["s"])
+    assert (holder := read_holder(run.path)) is not None and holder.flow_state == "stopped"
 
 
 def test_a_rank_of_several_that_finds_the_disk_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
