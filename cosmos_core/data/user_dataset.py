@@ -25,6 +25,7 @@ from typing import Any
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.table import Table
 from cosmos_core.data.formats import LocatedRow, RowReader
 from cosmos_core.data.kinds.registry import load_tokenised_kind
 from cosmos_core.data.messages import Row
@@ -48,10 +49,10 @@ _UNSUPPORTED_METHODS = (
 
 class UserDatasetLoader:
     """Loader of the data sets and data packers in user code that a recipe names. It calls their method `setup` with the
-    recipe and, if `setup` has two parameters, with the tokenizer."""
+    recipe and, if `setup` has two parameters without a default, or `tokenizer`, with the tokenizer."""
 
     def __init__(self, recipe: Recipe, load_tokenizer: Callable[[], Any]) -> None:
-        self._recipe, self._load_tokenizer = recipe, load_tokenizer
+        self._recipe, self._load_tokenizer = _convert_tuples_to_lists(recipe), load_tokenizer
 
     def make_row_reader(self, name: str, config_key: str) -> RowReader:
         """Return the reader of the user's data set `name`; `config_key` names its table in messages. Raise ConfigError
@@ -90,9 +91,18 @@ class UserDatasetLoader:
     def _call_setup(self, user_object: Any) -> None:
         if not hasattr(user_object, "setup"):
             return
-        setup_parameters = list(inspect.signature(user_object.setup).parameters)
-        should_pass_tokenizer = "tokenizer" in setup_parameters or len(setup_parameters) > 1
-        user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + should_pass_tokenizer])
+        parameters = list(inspect.signature(user_object.setup).parameters.values())[1:]
+        positional_parameters = (each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD))
+        needs_tokenizer = any(each.name == "tokenizer" or each.default is each.empty for each in positional_parameters)
+        user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + needs_tokenizer])
+
+
+def _convert_tuples_to_lists(recipe_value: Any) -> Any:
+    """Return a recipe, or a value in it, with lists in place of tuples, as user code for Cosmos-RL expects them."""
+    if isinstance(recipe_value, Table):
+        return recipe_value.copy_with(**{name: _convert_tuples_to_lists(value) for name, value in recipe_value})
+    is_sequence = isinstance(recipe_value, tuple)
+    return [_convert_tuples_to_lists(value) for value in recipe_value] if is_sequence else recipe_value
 
 
 def _instantiate_user_object(user_object: Any, recipe: Recipe) -> Any:

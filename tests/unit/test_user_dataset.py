@@ -56,6 +56,15 @@ class Sized(Talks):
         assert config.train.train_policy.dataset.name == "mine.py:Sized" and times == 1
 
 
+class Chosen(Talks):
+    """As the examples of Cosmos-RL choose a split; a second parameter with a default is the user's own."""
+
+    def setup(self, config, part=None, **others):
+        assert isinstance(config.train.train_policy.dataset.split, list) and part is None, (config, part)
+        self.split = config.train.train_policy.dataset.split[0]
+        assert config.validation.dataset.split == ["train"] == [self.split], config
+
+
 class Misread:
     def setup(self, config, tokenizer):
         raise KeyError("nothing here")
@@ -164,8 +173,8 @@ def test_a_packer_that_cannot_be_set_up_is_named_with_its_line(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["mine.py:Talks", "mine.py:talks", "mine.py:Sized", "mine.py:made"],
-    ids=["class", "function", "class that takes the recipe", "object"],
+    "name", ["mine.py:Talks", "mine.py:talks", "mine.py:Sized", "mine.py:Chosen", "mine.py:made"],
+    ids=["class", "function", "class that takes the recipe", "class that reads lists of it", "object"],
 )  # fmt: skip
 def test_conversations_of_a_class_are_those_of_a_file(folder: Path, name: str) -> None:
     turns = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}] for i in range(2)]
@@ -210,7 +219,7 @@ def test_a_packer_gives_tokens_and_what_is_learned_of_them(folder: Path, name: s
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({**SFT, NAME: "mine.py:Broken"}, DataError, r"^mine.py:Broken item 0: KeyError: 0 \(.*mine.py:49\)$"),
+        ({**SFT, NAME: "mine.py:Broken"}, DataError, r"^mine.py:Broken item 0: KeyError: 0 \(.*mine.py:58\)$"),
         ({**SFT, NAME: "mine.py:Nothing"}, ConfigError, "has no 'Nothing'"),
         ({**TEXTS, PACKER: "mine.py:Batching"}, ConfigError, "has sft_collate_fn, which nothing calls"),
         ({**TEXTS, PACKER: "mine.py:Shouting"}, ConfigError, "calls sft_process_sample, which it does"),
