@@ -21,10 +21,12 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.callables import expand_mapping_parameters, get_call_parameters
 
+from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.files import read_config
 from cosmos_core.config.inputs import STAGE_PREFIX, referenced_stage
 from cosmos_core.config.load import TomlTable, merge_tables, nest_value
 from cosmos_core.config.override import split_key
+from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.error_handling import cleanup_on_error
 from cosmos_core.errors import Cancelled, ConfigError
@@ -228,9 +230,9 @@ def _make_call(
     predecessors = [_get_stage_name(flow, name, "after", stage_handle) for stage_handle in predecessor_handles]
     is_after_first = _find_stage_key_of_first_argument(kind) == "after"
     if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in settings and flow.run:
-        pipeline = flow.run.pipeline  # start from the model of the first predecessor
-        settings["model"] = pipeline.initial_model(pipeline.stage(predecessors[0]))
-        recipe_tables = pipeline.recipes[predecessors[0]].model_dump(mode="json", exclude_none=True)
+        source_stage = _find_merge_source(flow.run.pipeline, predecessors)
+        settings["model"] = source_stage.model
+        recipe_tables = flow.run.pipeline.recipes[source_stage.name].model_dump(mode="json", exclude_none=True)
         predecessors += filter(None, [referenced_stage(settings["model"])])
     if isinstance(recipe, Mapping):
         recipe_tables = dict(recipe)
@@ -269,6 +271,15 @@ def _make_call(
                 f"handle.outputs['model'] or handle.metrics"
             )
     return StageCall(**to_json_values({"stage": stage_table, "tables": recipe_tables})), source_file
+
+
+def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> StageConfig:
+    """Return the stage whose key `model` is the base model of a merge: the stage in `merged_names` from which the first
+    of these stages descends, because the base model is none of the merged models."""
+    stage = pipeline.stage(merged_names[0])
+    while (name := referenced_stage(pipeline.initial_model(stage))) and (name in merged_names or not stage.model):
+        stage = pipeline.stage(name)
+    return stage
 
 
 def _find_stage_handle(value: Any) -> StageHandle | None:

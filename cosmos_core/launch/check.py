@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.compose import Pipeline, collect_chat_templates
 from cosmos_core.config.inputs import is_s3_url, referenced_stage, stage_inputs
 from cosmos_core.config.schema.modality import DATA_FILE_PATTERNS
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -34,6 +34,7 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
     spans of the first `num_shown_rows` rows. Raises the first error in the input as `ConfigError`, `DataError`,
     `ModelError` or `RewardError`, and `StageFailed` if a check crashed."""
     prompts_by_stage: dict[str | None, JsonValue] = {}
+    chat_templates = collect_chat_templates(pipeline)
     for stage in pipeline.stages:
         if not pipeline.stage_kind(stage).reads_model:
             continue
@@ -51,6 +52,7 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         if base_stage is not stage:
             base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
             base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
+            base_model_fields["chat_template"] = chat_templates[stage.name]
             check_arguments["recipe"] = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
             check_arguments["model"] = base_stage.model or base_policy.model_name_or_path
             model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"

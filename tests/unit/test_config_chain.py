@@ -1,0 +1,110 @@
+"""What a stage takes from the stages before it, also through a merge: tokenizer, chat template, precision, origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.schema.pipeline import StageConfig
+from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.launch import check
+from cosmos_core.run.directory import Run
+from cosmos_core.run.lineage import find_model_origin
+from tasks.flow_run import PythonFlowState
+from tasks.kinds import all_kinds
+from tasks.stage_task import StageHandle, _make_call
+from tests.unit.test_config_compose import stages
+from tests.unit.test_config_load import load
+
+SFT = """
+[policy]
+model_name_or_path = "org/base"
+[train]
+param_dtype = "float32"
+[train.train_policy]
+type = "sft"
+dataset.name = "org/rows"
+"""
+DPO = '[train.train_policy]\ntype = "sft"\ntrainer_type = "dpo"\ndataset.name = "org/pairs"\n'
+TRAINED = tuple(f'name = "{name}"\nkind = "sft"\nrecipe = "sft.toml"' for name in "ab")
+JOINED = {
+    "merge": 'name = "joined"\nkind = "merge"\nafter = ["a", "b"]',
+    "select": 'name = "joined"\nkind = "select"\nafter = ["a", "b"]\nsweep = { metric = "validation/loss" }',
+}
+AFTER = (
+    'name = "dpo"\nkind = "sft"\nrecipe = "dpo.toml"\nafter = "joined"\nmodel = "stage:joined"',
+    'name = "export"\nkind = "export"\nafter = "joined"\nmodel = "stage:joined"',
+)
+
+
+def chain(folder: Path, *tables: str, sft: str = "", dpo: str = "") -> Pipeline:
+    (folder / "sft.toml").write_text(SFT.replace("[train]", f"{sft}\n[train]"))
+    (folder / "dpo.toml").write_text(f"{dpo}\n{DPO}")
+    return load(folder, stages(*TRAINED, *tables))
+
+
+@pytest.mark.parametrize("kind", JOINED)
+def test_what_follows_a_merge_or_a_choice_has_tokenizer_and_precision_of_the_models_before_it(
+    tmp_path: Path, kind: str
+) -> None:
+    pipeline = chain(tmp_path, JOINED[kind], *AFTER)
+    assert pipeline.stage("dpo-data").model == "org/base"
+    assert pipeline.recipes["export"].train.param_dtype == "float32"
+    assert find_model_origin(pipeline, pipeline.stage("export")) == {"base_model": "org/base", "data": ["org/rows"]}
+    inputs = [each for name in ("joined", "export") for each in pipeline.inputs(pipeline.stage(name))]
+    models = {each.location for each in inputs if each.role == "model"}
+    assert models <= {"org/base", "stage:joined"}, "no other model is looked up on the Hub"
+
+
+@pytest.mark.parametrize("joined", [*JOINED.values(), JOINED["merge"] + '\nmodel = "org/base"'])
+def test_rows_are_rendered_by_the_template_of_the_model_that_learns_them(tmp_path: Path, joined: str) -> None:
+    measured = 'name = "measured"\nkind = "validate"\nrecipe = "dpo.toml"\nafter = "dpo"\nmodel = "stage:dpo"'
+    plain = 'policy.chat_template = "plain"'
+
+    def template(name: str, **settings: str) -> str | None:
+        return chain(tmp_path, joined, AFTER[0], measured, **settings).recipes[name].policy.chat_template
+
+    chatml_sft = {"sft": 'chat_template = "chatml"'}
+    assert template("dpo-data", **chatml_sft) == "chatml", "the export of SFT has it, the base model has not"
+    assert template("dpo-data", **chatml_sft, dpo=plain) == "plain"
+    assert template("dpo-data") is None
+    rows = 'name = "rows"\nkind = "prepare"\nrecipe = "dpo.toml"'
+    second = f'{AFTER[0]}\ndata = "stage:rows"'.replace('after = "joined"', 'after = ["joined", "rows"]')
+    other = 'name = "other"\nkind = "sft"\nrecipe = "dpo.toml"\nafter = "rows"\ndata = "stage:rows"'
+    for readers, expected in (([second], "chatml"), ([second, other], None)):  # `other` starts from the base model
+        pipeline = chain(tmp_path, joined, rows, *readers, **chatml_sft)
+        assert pipeline.recipes["rows"].policy.chat_template == expected
+
+
+def test_a_check_looks_at_the_base_model_with_the_template_that_its_export_will_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates: dict[str, str | None] = {}
+
+    def run_check(
+        _pipeline: Pipeline, stage: StageConfig, _program: str, *, recipe: Recipe | None = None, **_: object
+    ) -> dict[str, dict[str, str]]:
+        templates[stage.name] = recipe.policy.chat_template if recipe else None
+        return {"info": {"found": "a model"}}
+
+    monkeypatch.setattr(check, "run_check", run_check)
+    tasks = 'overrides.evaluate = { tasks = ["mine"], apply_chat_template = true }'
+    measured = f'name = "measured"\nkind = "evaluate"\nafter = "joined"\nmodel = "stage:joined"\n{tasks}'
+    pipeline = chain(tmp_path, JOINED["merge"], measured, sft='chat_template = "chatml"')
+    assert list(check.check_stages_in_worker(pipeline)) and templates["measured"] == "chatml"
+
+
+def test_a_flow_merges_a_model_with_the_one_that_it_started_from(tmp_path: Path) -> None:
+    more = 'name = "more"\nkind = "sft"\nrecipe = "dpo.toml"\nafter = "a"\nmodel = "stage:a"'
+    first = f'{JOINED["merge"]}\noverrides.merge = {{ method = "ties", weights = [0.9, 0.2], density = 0.1 }}'
+    run = Run(tmp_path / "run", chain(tmp_path, more, first))
+    flow = PythonFlowState("flow", "id", "run", f"{tmp_path}/flow.py:flow", {}, [], run=run)
+    for names in (["more", "a", "b"], ["joined", "more"]):
+        handles = [StageHandle(name, run.stage_path(name), {}, {}) for name in names]
+        call, file = _make_call(flow, all_kinds()["merge"], "soup", {"after": handles}, {})
+        pipeline = flow._compose_pipeline(run, call, file)
+        stage, recipe = pipeline.stage("soup"), pipeline.recipes["soup"]
+        assert (stage.model or recipe.policy.model_name_or_path, stage.after) == ("org/base", tuple(names))
+        assert (recipe.merge.method, recipe.merge.weights) == ("linear", ()), "not those of another merge"
