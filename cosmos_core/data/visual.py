@@ -18,8 +18,10 @@ from cosmos_core.data.learned import find_learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
 from cosmos_core.data.rendering import Tools, render
 from cosmos_core.data.spans import Span
+from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.processor import image_token_text
+from cosmos_core.transient import is_transient
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -93,7 +95,12 @@ def _expand_images(
             f"{num_placeholders} times; it may take images in turns of the user alone, or the text may have that word"
         )
     bos_token = processor.tokenizer.bos_token
-    try:
+
+    def make_refusal(error: Exception) -> Exception:
+        problem = f"the model's processor refuses the row: {' '.join(str(error).split())}"
+        return error if is_transient(error) else DataError(f"{location}: {problem}")
+
+    with convert_errors(make_refusal):
         processor_output: Any = processor(
             text=[rendered_text],
             images=[images] if images else None,
@@ -102,8 +109,6 @@ def _expand_images(
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
-    except ValueError as error:
-        raise DataError(f"{location}: the model's processor refuses the row: {' '.join(str(error).split())}") from error
     image_spans = _find_image_spans(processor, rendered_text, processor_output, location) if images else []
     ids = list(processor_output["input_ids"][0])
     token_start_offsets, token_end_offsets = (
@@ -120,6 +125,11 @@ def _expand_images(
         mask |= make_span_token_mask(expanded_learned_span, token_start_offsets, token_end_offsets)
     for _, expanded_span in image_spans:
         image_mask |= make_span_token_mask(expanded_span, token_start_offsets, token_end_offsets)
+    media_types = np.array(ProcessorMixin.create_mm_token_type_ids(processor, [ids])[0])
+    media_words = np.array(ids)[(media_types > 0) & ~image_mask]
+    if images and len(media_words) and "text_replacement_offsets" in processor_output:
+        problem = f"the text has the word {processor.tokenizer.decode(media_words[:1])!r}"
+        raise DataError(f"{location}: {problem}, which the model takes for a part of an image; leave the row out")
     end_of_last_image = int(np.flatnonzero(image_mask)[-1]) + 1 if image_mask.any() else 0
     return ImageTextTokens(ids, (mask & ~image_mask).astype(int).tolist(), int(image_mask.sum()), end_of_last_image)
 

@@ -16,7 +16,7 @@ from cosmos_core.data.chat import DEFAULT_RENDERING
 from cosmos_core.data.kinds.pairs import open_pairs
 from cosmos_core.data.kinds.prompts import open_prompts
 from cosmos_core.data.visual import tokenise_images_and_text, tokenise_visual_prompt
-from cosmos_core.errors import ModelError
+from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.hf import load_config, load_tokenizer
 from cosmos_core.models.open_causal_lm import open_model
 from cosmos_core.models.processor import load_processor, processor_files
@@ -86,6 +86,22 @@ def test_rows_whose_learned_tokens_a_processor_shifts_unseen_are_refused(tmp_pat
         tokenise_images_and_text(processor, turns, [picture(1)], "row 7")
     prompt, _ = tokenise_visual_prompt(processor, turns[:1], [picture(1)], 100, "row 7", DEFAULT_RENDERING)
     assert "<image><image>" in tokenizer.decode(prompt.ids), "a prompt has nothing to learn"
+
+
+@pytest.mark.parametrize(
+    ("family", "word", "method"),
+    [("qwen2.5-vl", "<|video_pad|>", "grpo"), ("internvl", "<img>", "sft"), ("internvl", "<video>", "sft")],
+)
+def test_a_text_with_a_word_that_the_model_takes_for_media_is_refused_with_its_row(
+    tmp_path: Path, family: str, word: str, method: str
+) -> None:
+    folder = save_vlm(family, tmp_path / "model")
+    image = f"data:image/png;base64,{base64.b64encode(CAT).decode()}"
+    asked = {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": f"A {word} tag?"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, ANSWER]}) + "\n")
+    policy: dict[str, Any] = {"type": method, "dataset": {"name": str(tmp_path / "a.jsonl")}}
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: (the text has the word '<|.* refuses the row: cannot)"):
+        prepare(tmp_path / "p", folder, [], train_policy=policy)
 
 
 def test_pairs_of_text_are_rendered_by_the_template_of_the_processor(tmp_path: Path, model: Path) -> None:
