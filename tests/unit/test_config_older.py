@@ -9,6 +9,7 @@ import pytest
 from cosmos_core.config.compat.translate import current_key
 from cosmos_core.config.describe import find_key
 from cosmos_core.config.schema.dpo import DpoConfig
+from cosmos_core.config.schema.sft import SftConfig
 from cosmos_core.errors import ConfigError
 from tests.unit.test_config_load import GRPO, SFT, load, refused
 
@@ -58,6 +59,18 @@ def test_a_sweep_over_a_key_of_dpo_changes_each_branch(tmp_path: Path) -> None:
     pipeline = load(tmp_path, DPO + OF_DPO + stages)
     policies = [pipeline.recipes[f"sft-dpo_beta-{beta}"].train.train_policy for beta in ("0_2", "0_4")]
     assert [policy.dpo.beta for policy in policies if isinstance(policy, DpoConfig)] == [0.2, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt"), [('annotation_path = "rows.json"\n', "Be brief."), ("", ""), ('annotation_path = ""\n', "")]
+)
+def test_a_system_prompt_beside_annotations_is_that_of_their_rows(tmp_path: Path, rows: str, prompt: str) -> None:
+    text = f'[train.train_policy]\ntype = "sft"\n[custom.dataset]\nsystem_prompt = "Be brief."\n{rows}'
+    pipeline = load(tmp_path, text)
+    policy = pipeline.recipes["sft"].train.train_policy
+    assert isinstance(policy, SftConfig) and policy.system_prompt == prompt
+    told = "custom.dataset.system_prompt is today's train.train_policy.system_prompt"
+    assert (told in pipeline.notices) == bool(prompt) != ("system_prompt" in pipeline.recipes["sft"].custom["dataset"])
 
 
 @pytest.mark.parametrize(

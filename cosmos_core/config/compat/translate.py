@@ -23,6 +23,7 @@ INEFFECTIVE_KEYS: dict[str, str] = {key: effect for effect, keys in _KEY_TRANSLA
 """Intended effect of each key that occurs in public recipes but has no effect, by name of the key."""
 _INEFFECTIVE_GRPO_KEYS = {key: effect for effect, keys in _KEY_TRANSLATIONS["dead_in_grpo"].items() for key in keys}
 
+_SYSTEM_PROMPT_OF_ANNOTATIONS = "custom.dataset.system_prompt"
 _VAL_BATCH_SIZE_KEYS = ("train.validation_batch_per_replica", "rollout.val_batch_size")
 
 
@@ -68,7 +69,8 @@ def _refuse_wfm_schema(config_values: TomlTable, error_prefix: str) -> None:
 
 def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) -> TomlTable:
     """Return a recipe without the older keys of DPO and GRPO: they are renamed or, if they have no effect, removed.
-    Keys such as `custom.dpo_beta` are renamed only for DPO, since they may otherwise belong to a user's algorithm.
+    Keys such as `custom.dpo_beta` are renamed only for DPO, since they may otherwise belong to a user's algorithm, and
+    the system prompt in `custom.dataset` only beside the `annotation_path` of the rows.
 
     If both keys are set, the current key takes precedence over the older one.
     """
@@ -77,6 +79,9 @@ def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) ->
     if policy_table.get("trainer_type") == "dpo":
         for old_key, new_key in _KEY_TRANSLATIONS["moved_in_dpo"].items():
             _rename_key(recipe_tables, old_key, new_key, notices)
+    annotation_table, _ = _find_parent_table(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS)
+    if annotation_table.get("annotation_path") and annotation_table.get("system_prompt"):
+        _rename_key(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS, f"{_TRAIN_POLICY_KEY}.system_prompt", notices)
     if infer_training_type(policy_table) == "grpo":
         _remove_ineffective_keys(recipe_tables, _INEFFECTIVE_GRPO_KEYS, notices)
     return recipe_tables
