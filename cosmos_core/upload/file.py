@@ -124,6 +124,8 @@ class FileTarget:
             with suppress(OSError):  # NFS cannot lock folders
                 fcntl.flock(folder_fd, fcntl.LOCK_EX)  # a publication at the same time must not overwrite the history
             new_history = append_version(self.history(), version, history)
+            if history is not None:  # with the old history, the pointer of a rollback would look like a publication
+                write_json(self.folder / HISTORY_FILE, new_history)
             temporary_link = self.folder / f".latest.{os.getpid()}.tmp"
             temporary_link.unlink(missing_ok=True)
             temporary_link.symlink_to(version)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ class MlflowTarget:
         with self._translate_errors():
             if not (model_version := self._find_version(version)):
                 raise UploadError(f"mlflow://{self.name} has no version {version!r}; the alias was not moved")
-            self._move_alias(model_version, append_version(self.history(), version, history))
+            new_history = append_version(self.history(), version, history)
+            self._move_alias(model_version, new_history, is_rollback=history is not None)
 
     def publish(self, folder: Path, version: str, record: dict[str, Any]) -> str:
         with self._translate_errors():
@@ -144,9 +145,15 @@ class MlflowTarget:
                 return f"{name} is missing or altered"
         return ""
 
-    def _move_alias(self, model_version: Any, history: list[str]) -> None:
-        self.client.set_registered_model_alias(self.name, PUBLISHED_ALIAS, model_version.version)
-        self.client.set_registered_model_tag(self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history))
+    def _move_alias(self, model_version: Any, history: list[str], *, is_rollback: bool = False) -> None:
+        """Move the alias, then save the history; for a rollback the other way round: after a lost request, the alias
+        with the old history would look like a publication, and a second rollback would undo the first."""
+        steps = [
+            partial(self.client.set_registered_model_alias, self.name, PUBLISHED_ALIAS, model_version.version),
+            partial(self.client.set_registered_model_tag, self.name, _PUBLISHED_VERSIONS_TAG, json.dumps(history)),
+        ]
+        for step in reversed(steps) if is_rollback else steps:
+            step()
 
     def _list_artifact_sizes(self, run_id: str, artifact_path: str | None = None) -> dict[str, int]:
         size_by_path: dict[str, int] = {}

@@ -27,8 +27,8 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state, update_state
 from cosmos_core.types import Outcome
 from cosmos_core.worker import program
-from tasks.kinds import all_kinds
 from tasks import stage as stage_tasks
+from tasks.kinds import all_kinds
 from tasks.stage import run_stage, should_retry
 from tests.acceptance.storms.shim import Shim, has_compiler
 from tests.conftest import DEMOS, Workspace, wait_until

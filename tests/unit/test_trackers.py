@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cosmos_core.cli_models import rollback
 from cosmos_core.errors import ConfigError, Preempted, UploadError
 from cosmos_core.observe.sinks import base as sinks
 from cosmos_core.run.files import sha256
@@ -237,6 +238,24 @@ def test_the_alias_moves_to_newer_versions_and_back(mlflow: Any, tmp_path: Path)
     # the stage was forced to run again and made other weights
     target.publish(*[folder, "one", second | {"version": "one"}])
     assert stored(mlflow) == [("1", "one"), ("2", "two"), ("3", "one")] and target.where("one") == "mlflow://sums@3"
+
+
+@pytest.mark.parametrize("lost", ["set_registered_model_alias", "set_registered_model_tag"])
+def test_a_rollback_that_breaks_off_does_not_make_the_next_one_go_forward(
+    mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    target, (folder, record) = MlflowTarget("sums"), model(tmp_path / "model")
+    for name in ("one", "two"):
+        target.publish(folder, name, record | {"version": name})
+
+    def lose(*_: object) -> None:
+        raise OSError("away")
+
+    with monkeypatch.context() as patch, pytest.raises(UploadError, match="away"):
+        patch.setattr(type(target.client), lost, lose)
+        rollback("mlflow://sums")
+    rollback("mlflow://sums")
+    assert target.published() == record | {"version": "one"} and target.history() == ["one"]
 
 
 def test_one_version_is_found_without_reading_all_of_them(mlflow: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -134,6 +135,20 @@ def test_the_pointer_can_be_moved_to_any_whole_version(tmp_path: Path) -> None:
         with pytest.raises(UploadError, match=r"is no version of .*; the pointer was not moved$"):
             target.point_to(name)
     assert os.readlink(tmp_path / "published" / "latest") == "v1"
+
+
+def test_a_rollback_that_breaks_off_does_not_make_the_next_one_go_forward(tmp_path: Path) -> None:
+    target, folder = published(tmp_path, "v1", "v2"), tmp_path / "published"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as a full disk: links can be made, files not
+    try:
+        with pytest.raises(UploadError, match=r"File too large; the pointer was not moved$"):
+            rollback(str(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (os.readlink(folder / "latest"), target.history()) == ("v2", ["v1", "v2"])
+    rollback(str(folder))
+    assert (os.readlink(folder / "latest"), target.history()) == ("v1", ["v1"])
 
 
 def test_a_version_that_a_rollback_left_behind_is_listed_and_one_that_is_not_there_is_not_called_damaged(
