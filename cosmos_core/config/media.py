@@ -12,7 +12,10 @@ from cosmos_core.errors import ConfigError
 
 MEDIA_PATH_NAMES = ("annotation_path", "media_path")
 PIXEL_LIMIT_KEYS = ("min_pixels", "max_pixels")
-_VIDEO_KEYS = ("fps", "nframes", "min_frames", "max_frames", "total_pixels")
+_UNREAD_VISION_KEYS = {
+    **dict.fromkeys(("fps", "nframes", "min_frames", "max_frames", "total_pixels"), "videos are not read"),
+    **dict.fromkeys(("resized_height", "resized_width"), "min_pixels and max_pixels bound the size of images"),
+}
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class ImageSettings:
     """Folder to which image paths in the rows are relative; if empty, the folder of the rows."""
     pixels: tuple[tuple[str, int], ...] = ()
     """Bounds of the image size that the recipe sets, as pairs of `min_pixels` or `max_pixels` and a number."""
-    ignored_keys: tuple[str, ...] = ()
-    """Keys of videos in `[custom.vision]` that the recipe sets, which have no effect."""
+    ignored_keys: tuple[tuple[str, str], ...] = ()
+    """Keys of `[custom.vision]` that the recipe sets without effect, each with the reason."""
 
 
 def image_settings(recipe: Recipe) -> ImageSettings:
@@ -51,7 +54,9 @@ def image_settings(recipe: Recipe) -> ImageSettings:
     return ImageSettings(
         **paths,
         pixels=tuple(pixel_limits.items()),
-        ignored_keys=tuple(f"custom.vision.{key}" for key in _VIDEO_KEYS if key in vision_table),
+        ignored_keys=tuple(
+            (f"custom.vision.{key}", reason) for key, reason in _UNREAD_VISION_KEYS.items() if key in vision_table
+        ),
     )
 
 

@@ -83,7 +83,7 @@ def tokenise(stage: Stage) -> Outcome:
     row_specs, tool_notices = _add_prompt_rendering(stage, row_specs, tokenizer)
     statistics: dict[str, dict[str, Any]] = {}
     ignored_image_settings = image_settings(stage.recipe).ignored_keys
-    notices: list[JsonValue] = [f"{key} has no effect: videos are not read" for key in ignored_image_settings]
+    notices: list[JsonValue] = [f"{key} has no effect: {reason}" for key, reason in ignored_image_settings]
     notices += [*tool_notices, *filter(None, [lost_text_notice])]
     if lost_text_notice:
         logger.warning("%s", lost_text_notice)

@@ -369,11 +369,14 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path, model):
     assert len(digests) == 1
 
 
-def test_a_setting_about_videos_is_told_to_have_no_effect(tmp_path, model):
+def test_settings_of_vision_that_are_not_read_are_told_to_have_no_effect(tmp_path, model):
     (tmp_path / "cat.png").write_bytes(CAT)
     rows = [{"messages": [SHOWN, ANSWER], "image": "cat.png"}]
-    outcome = run(stage_with(tmp_path, model, rows, custom={"vision": {"fps": 1}}))
-    assert outcome.info["notices"] == ["custom.vision.fps has no effect: videos are not read"]
+    outcome = run(stage_with(tmp_path, model, rows, custom={"vision": {"fps": 1, "resized_width": 8}}))
+    assert outcome.info["notices"] == [
+        "custom.vision.fps has no effect: videos are not read",
+        "custom.vision.resized_width has no effect: min_pixels and max_pixels bound the size of images",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
