@@ -306,26 +306,40 @@ def _find_published_address(target: str) -> tuple[str, str] | None:
 
 
 def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> set[str]:
-    """Return the names of the trainings from which a published model descends and that depend on no other training. A
-    teacher or a reward model is no ancestor of the model that learns from it."""
-    pending_names, visited_stages, first_trainings = [referenced_stage(publishing_stage.model)], set[str](), set[str]()
+    """Return the names of the trainings from which a published model descends and that depend on no other training, and
+    of the merges whose base model is the initial model of such a training. A teacher or a reward model is no ancestor
+    of the model that learns from it."""
+
+    def list_trainings(names: set[str]) -> set[str]:
+        return {name for name in names if pipeline.stage_kind(pipeline.stage(name)).trains_model}
+
+    def get_initial_model(name: str) -> str:
+        return pipeline.stage(name).model or pipeline.recipes[name].policy.model_name_or_path
+
+    ancestor_names = _list_model_ancestors(pipeline, publishing_stage.model)
+    first_trainings = {
+        name
+        for name in list_trainings(ancestor_names)
+        if not list_trainings(_list_model_ancestors(pipeline, pipeline.stage(name).model))
+    }
+    merges = {name for name in ancestor_names if "after" in pipeline.stage_kind(pipeline.stage(name)).required_keys}
+    initial_models = set(map(get_initial_model, first_trainings))
+    return first_trainings | {name for name in merges if get_initial_model(name) in initial_models}
+
+
+def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
+    """Return the names of the stages from which a model descends."""
+    pending_names, ancestor_names = [referenced_stage(model)], set[str]()
     while pending_names:
-        if (name := pending_names.pop()) is None or name in visited_stages:
+        if (name := pending_names.pop()) is None or name in ancestor_names:
             continue
-        visited_stages.add(name)
+        ancestor_names.add(name)
         stage = pipeline.stage(name)
-        trains_model, source_stage_name = pipeline.stage_kind(stage).trains_model, referenced_stage(stage.model)
-        if trains_model and not _depends_on_training(pipeline, stage):
-            first_trainings.add(name)
+        stage_kind, source_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.model)
         pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
         # A stage that merges models names them only in `after`.
-        pending_names += [source_stage_name] if source_stage_name or trains_model else stage.after
-    return first_trainings
-
-
-def _depends_on_training(pipeline: Pipeline, stage: StageConfig) -> bool:
-    while (source_stage := referenced_stage(pipeline.initial_model(stage))) is not None:
-        stage = pipeline.stage(source_stage)
-        if pipeline.stage_kind(stage).trains_model:
-            return True
-    return False
+        has_one_source = source_stage_name or stage_kind.trains_model
+        pending_names += (
+            [source_stage_name] if has_one_source and "after" not in stage_kind.required_keys else stage.after
+        )
+    return ancestor_names

@@ -104,3 +104,50 @@ def test_nothing_changes_the_weights_of_the_published_model_that_a_training_star
     own.write_text("class Target:\n    def __init__(self, _): ...\n    def published(self): ...\n")
     overrides = [f"sft.{key}={tmp_path}/old", f"publish.target={own}:Target"]
     assert make_start_overrides(load_pipeline(tmp_path / "c.toml", overrides, all_kinds())) == [], "trains on the base"
+
+
+MERGED = """
+[policy]
+model_name_or_path = "FOLDER/model"
+[train.train_policy]
+type = "sft"
+dataset.name = "FOLDER/rows.jsonl"
+[[pipeline.stages]]
+name = "first"
+kind = "sft"
+[[pipeline.stages]]
+name = "second"
+kind = "sft"
+[[pipeline.stages]]
+name = "merge"
+kind = "merge"
+after = ["first", "second"]
+merge
+[[pipeline.stages]]
+name = "again"
+kind = "sft"
+after = "merge"
+model = "stage:merge"
+[[pipeline.stages]]
+name = "publish"
+kind = "upload"
+after = "again"
+model = "stage:again"
+target = "FOLDER/published"
+"""
+
+
+@pytest.mark.parametrize("merge", ['method = "linear"', 'method = "ties"', 'method = "ties"\nmodel = "FOLDER/model"'])
+def test_the_models_of_a_merge_and_its_base_start_from_what_is_published_and_no_training_after_it(
+    tmp_path: Path, merge: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
+    text = MERGED.replace("\nmerge\n", f"\noverrides.merge.{merge}\n").replace("FOLDER", str(tmp_path))
+    (tmp_path / "c.toml").write_text(text)
+    model = save_tiny_model(tmp_path / "model")
+    FileTarget(str(tmp_path / "published")).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
+    overrides = make_start_overrides(load_pipeline(tmp_path / "c.toml", (), all_kinds()))
+    started = load_pipeline(tmp_path / "c.toml", overrides, all_kinds())
+    names = ("first", "second", "merge", "again")
+    models = [started.stage(name).model or started.recipes[name].policy.model_name_or_path for name in names]
+    assert models == [f"{tmp_path}/published/v1"] * 3 + ["stage:merge"]
