@@ -41,8 +41,8 @@ class Request:
 
 
 Choice = Callable[[Request], str]
-"""Of a request to what is done with it: "", "500", "501", "503", "403", "reset", "truncate", "flip", "stall", "slow",
-or "lost": it is carried out, and the response is not sent."""
+"""Of a request to what is done with it: "", "400", "403", "500", "501", "503", "reset", "truncate", "flip", "stall",
+"slow", or "lost": it is carried out, and the response is not sent."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if request.fault == "slow":
             time.sleep(0.2)
-        if request.fault in {"500", "501", "503", "403"}:
+        if request.fault.isdigit():
             self._refuse(int(request.fault))
             return
         self._forward(request, _flipped(request.body) if request.fault == "flip" else request.body)
@@ -162,7 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _refuse(self, status: int) -> None:
-        code = {500: "InternalError", 501: "NotImplemented", 503: "SlowDown", 403: "InvalidAccessKeyId"}[status]
+        codes = {400: "ExpiredToken", 403: "InvalidAccessKeyId", 501: "NotImplemented", 503: "SlowDown"}
+        code = codes.get(status, "InternalError")
         content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/xml")

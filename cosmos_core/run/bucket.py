@@ -25,7 +25,10 @@ S3_SCHEME = "s3://"
 CREDENTIAL_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
 _COSMOS_VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
 _ENDPOINT_URL_VARIABLES = (f"{_COSMOS_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_DENIED_CODES = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
+_DENIED_CODES = {
+    "400",  # response to HEAD, which has no body, with an expired session token
+    "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+}  # fmt: skip
 _NOT_FOUND_CODES = {"404", "NoSuchKey", "NotFound"}
 _WRITE_CONFLICT_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 """Codes of errors with which a store refuses a conditional write because the object has changed or is missing."""
