@@ -211,7 +211,7 @@ def _extract_prompt(turns: list[Message], reference_response: str | None, locati
     if turns and turns[-1]["role"] == "assistant":
         reference_response = "".join(get_turn_texts(turns[-1])) if reference_response is None else reference_response
         turns = turns[:-1]
-    if not any(turn["role"] == "user" and any(map(str.strip, get_turn_texts(turn))) for turn in turns):
+    if not any(turn["role"] == "user" and is_filled(turn, "content") for turn in turns):
         raise SkippedRow(location, "without a user turn to answer")
     return turns, reference_response or ""
 

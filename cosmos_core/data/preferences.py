@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cosmos_core.data.columns import find_column, has_column_value
+from cosmos_core.data.columns import find_column, has_column_value, is_filled
 from cosmos_core.data.encoded_turns import decode_conversation
 from cosmos_core.data.messages import (
     IMAGE_MARK_REGEX,
@@ -87,7 +87,7 @@ def read_preference(
             f"{location}: no prompt among the columns {describe_columns(row)}; name it `prompt`, or set "
             "train.train_policy.prompt_column_name"
         )
-    if not any(turn["role"] != "assistant" and any(map(str.strip, get_turn_texts(turn))) for turn in prompt):
+    if not any(turn["role"] != "assistant" and is_filled(turn, "content") for turn in prompt):
         raise SkippedRow(location, "without a prompt")
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{location}: the prompt ends with an assistant turn; end it with the turn to respond to")

@@ -104,6 +104,19 @@ def test_a_text_with_a_word_that_the_model_takes_for_media_is_refused_with_its_r
         prepare(tmp_path / "p", folder, [], train_policy=policy)
 
 
+def test_a_prompt_of_an_image_alone_is_completed_and_compared(tmp_path: Path, model: Path) -> None:
+    image = f"data:image/png;base64,{base64.b64encode(CAT).decode()}"
+    row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": image}]}], "answer": "A cat."}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row | {"chosen": "A cat.", "rejected": "A dog."}) + "\n")
+    dataset = {"name": str(tmp_path / "a.jsonl")}
+    grpo = prepare(tmp_path / "a", model, [], train_policy={"type": "grpo", "dataset": dataset})
+    (prompt,) = open_prompts(grpo, "train")
+    assert (prompt.text, prompt.reference, len(prompt.images)) == ("USER: <image>\nASSISTANT: ", "A cat.", 1)
+    dpo = prepare(tmp_path / "b", model, [], train_policy={"trainer_type": "dpo", "dataset": dataset})
+    pairs = open_pairs(dpo, "train")
+    assert len(pairs) == len(pairs.chosen.images(0)) == 1
+
+
 def test_pairs_of_text_are_rendered_by_the_template_of_the_processor(tmp_path: Path, model: Path) -> None:
     folder = move_template(model, tmp_path / "model")
     image = f"data:image/png;base64,{base64.b64encode(CAT).decode()}"
