@@ -118,6 +118,7 @@ class HubTarget:
                 self._retry_call(lambda: self.hub_api.create_branch(self.repository, branch=branch, exist_ok=True))
             # If the response to a commit was lost, the commit may exist: `_commit_files` compares stored files first.
             commit_id = self._retry_call(lambda: self._commit_files(folder, version, record, branch))
+        with self._translate_errors(f"{version} was committed to {branch}, and has no tag; resume"):
             # Compare the commit, not the branch, which another publication may have moved meanwhile.
             if damage_message := self._retry_call(lambda: self._find_damaged_file(folder, record, commit_id)):
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
@@ -219,7 +220,7 @@ class HubTarget:
                 time.sleep(min(seconds_left, _SLEEP_INTERVAL_SECONDS))
 
     @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
+    def _translate_errors(self, outcome: str = "nothing was published") -> Iterator[None]:
         """Translate errors of the Hub's client into ConfigError or UploadError with a message of one line."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
@@ -233,9 +234,9 @@ class HubTarget:
             if status_code in _ACCESS_DENIED_STATUSES:
                 problem = f"{hub} refuses the token ({status_code}); set HF_TOKEN to one that may write there"
                 raise ConfigError(f"{target_url}: {problem}") from error
-            raise UploadError(f"{target_url}: {hub} responds with {status_code}; nothing was published") from error
+            raise UploadError(f"{target_url}: {hub} responds with {status_code}; {outcome}") from error
         except (HTTPError, ConnectionError, TimeoutError) as error:
-            raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; nothing was published") from error
+            raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {outcome}") from error
 
 
 def _get_status_code(error: Any) -> int:

@@ -197,6 +197,10 @@ def test_what_does_not_pass_is_one_line_without_the_token(
     with pytest.raises(UploadError, match=said):
         target().publish(folder, "v1", record)
     assert len(server.repositories["team/sums"].commits) == 1
+    server.once("503", "/tag", 99)
+    with pytest.raises(UploadError, match=r"responds with 503; v1 was committed to main, and has no tag; resume$"):
+        target().publish(folder, "v1", record)
+    assert len(server.repositories["team/sums"].commits) == 2
     server.reset()
     monkeypatch.setenv("HF_TOKEN", "hf_of-somebody-else")
     with pytest.raises(ConfigError) as caught:
