@@ -148,7 +148,7 @@ CLIPPING = "'grpo' or 'dapo' or 'gspo' or 'dppo_tv' or 'dppo_kl'"
         (CHAIN, "sft.timeout=1h", []),
         (SFT, "validation.dataset={name='org/rows', split='test'}", []),
         (SFT, "validation.enable=false; validation.dataset.name='org/rows'", []),
-        (SFT, "validation.dataset={name='org/rows', local_dir='held_out'}", []),
+        (SFT, "policy.is_diffusers=true; validation.dataset={name='org/rows', local_dir='held_out'}", []),
         (SFT, "validation.dataset.name='org/rows'",
          [f"validation.dataset.name = 'org/rows': its rows are trained on too ({P}.dataset); name other rows or "
           "another split, or leave it out and hold rows out with test_size"]),

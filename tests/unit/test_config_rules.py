@@ -74,6 +74,11 @@ RULES: dict[tuple[str, str], list[Case]] = {
         kept(f"{P}.dataset.split", ("a", "b"), f"{P}.dataset.split=['a', 'b']"),
         changed(f"{P}.dataset.split", ("a",), f"{P}.dataset.split='a'"),
     ],
+    ("dataset", "text models have no folder of media, but a class of the user may read it"): [
+        kept(f"{P}.dataset.local_dir", "a", f"{P}.dataset.name='mine.py:Rows'", f"{P}.dataset.local_dir=a"),
+        cannot(f"{P}.dataset.local_dir = 'a': only diffusion models read it; name the rows in {P}.dataset.name",
+               f"{P}.dataset.local_dir=a"),
+    ],
     ("SFT", "without workers there is no prefetch"): [
         kept(AHEAD, 4, f"{P}.dataloader_num_workers=2", f"{AHEAD}=4"),
         changed(AHEAD, None, f"{AHEAD}=4"),
@@ -389,7 +394,7 @@ def test_every_rule_has_a_case_on_either_side() -> None:
         outcomes = {case.outcome for case in cases}
         assert "kept" in outcomes and len(outcomes) > 1, rule
     assert Counter(section for section, _ in RULES) == {
-        "dataset": 1, "SFT": 2, "ckpt": 3, "reward fn (remote)": 1, "GRPO": 8, "train": 7, "LoRA": 1, "policy": 1,
+        "dataset": 2, "SFT": 2, "ckpt": 3, "reward fn (remote)": 1, "GRPO": 8, "train": 7, "LoRA": 1, "policy": 1,
         "multi-turn": 1, "validation": 1, "rollout": 1, "logging": 1, "distillation": 1, "cross: PP": 1,
         "cross: GRPO + LoRA": 1, "cross: staleness": 1, "worker check": 2, "colocated check": 1,
     }  # fmt: skip

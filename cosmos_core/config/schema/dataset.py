@@ -10,6 +10,7 @@ from cosmos_core.config.conditions import parse_pass_rate_range
 from cosmos_core.config.schema.field_metadata import OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
 from cosmos_core.config.schema.value_types import Fraction, PositiveFloat, RewardWeights, SplitNames
+from cosmos_core.registry import is_user_code
 
 _TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _COMPRESSED_SUFFIXES = tuple(f"{text}{suffix}" for text in _TEXT_SUFFIXES for suffix in (".gz", ".bz2", ".xz"))
@@ -79,6 +80,10 @@ class RowsConfig(Table):
         rows_key = next((key for key, dataset in stage.recipe.datasets.items() if dataset is self), "dataset")
         if self.keep and stage.recipe.policy.is_diffusers:
             yield f"{rows_key}.keep: only prompts of text have pass rates; leave it out for a diffusion model"
+        if (folder := getattr(self, "local_dir", "")) and not (
+            stage.recipe.policy.is_diffusers or is_user_code(self.name)
+        ):
+            yield f"{rows_key}.local_dir = {folder!r}: only diffusion models read it; name the rows in {rows_key}.name"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
             yield f"{rows_key}.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"
 
