@@ -340,8 +340,9 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     from cosmos_core.config.unread import unread_key_notices
     from tasks.kinds import all_kinds
 
-    pipeline = resolve_gpu_settings(load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
-    print_notices([*unique_notices(pipeline), *unread_key_notices(pipeline)])
+    loaded_pipeline = load_pipeline(configs[0], overrides, all_kinds(), configs[1:])
+    pipeline = resolve_gpu_settings(loaded_pipeline)
+    print_notices([*unique_notices(pipeline), *unread_key_notices(pipeline, loaded_pipeline.recipes)])
     return pipeline
 
 

@@ -1,7 +1,7 @@
 """Find recipe keys without effect: keys that a setting disables, and keys that no stage of a pipeline reads."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import referenced_stage
@@ -67,9 +67,10 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
 
 
-def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
+def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe]) -> Iterator[str]:
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
-    pipeline must contain all its stages, unlike that of a running Python flow."""
+    pipeline must contain all its stages, unlike that of a running Python flow. `loaded_recipes` are its recipes with
+    the values of the user, some of which `resolve_gpu_settings` has replaced in the stages that read them."""
     if any(stage.entry for stage in pipeline.stages):  # report no key, because a user function may read any
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
@@ -78,7 +79,7 @@ def unread_key_notices(pipeline: Pipeline) -> Iterator[str]:
     for stage in pipeline.stages:
         stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
         reasons_and_disabled_keys = [*disabled_keys(pipeline, stage), *_disabled_keys_in_fingerprint(recipe)]
-        for key, field, setting_value, is_set in active_fields(recipe):
+        for key, field, setting_value, is_set in active_fields(loaded_recipes[stage.name]):
             if not is_set or not affects_result(field) or isinstance(setting_value, dict):
                 continue
             if is_at_or_below(key, _IMPLICITLY_READ_KEYS):

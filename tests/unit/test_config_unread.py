@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.unread import unread_key_notices
 from tests.unit.test_config_compose import stages
 from tests.unit.test_config_load import GRPO, SFT, load
@@ -39,7 +40,8 @@ def test_what_no_stage_of_a_pipeline_reads_is_said(
     recipe: str, settings: tuple[str, ...], unread: str, reason: str, tmp_path: Path
 ) -> None:
     verb = "have" if ", " in unread else "has"
-    assert [*unread_key_notices(load(tmp_path, recipe, *settings))] == [f"{unread} {verb} no effect here: {reason}"]
+    pipeline = load(tmp_path, recipe, *settings)
+    assert [*unread_key_notices(pipeline, pipeline.recipes)] == [f"{unread} {verb} no effect here: {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -49,10 +51,12 @@ def test_what_no_stage_of_a_pipeline_reads_is_said(
         (SFT + stages(FIT), ("rollout.n_generation=4", "fit.kind='custom'", "fit.entry='json:loads'")),
         (GRPO, (f"{P}.reward_function=['judge']", "judge.model='m'")),
         (GRPO, (f"{P}.datasets=[{{name='a', split='b'}}, {{name='c'}}]", f"{P}.dataset.name=''")),
+        (GRPO, ("policy.parallelism.dp_shard_size=-1", "redis='12800'", "rollout.parallelism.tp_size=4")),
         (SFT + stages(FIT), ("fit.sweep={grid={'train.optm_lr'=[1e-3, 2e-3]}, metric='validation/loss'}",)),
     ],
 )
 def test_what_a_stage_reads_is_not_said_to_have_no_effect(
     recipe: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert [*unread_key_notices(load(tmp_path, recipe, *settings))] == []
+    pipeline = load(tmp_path, recipe, *settings, "pipeline.gpus=2")
+    assert [*unread_key_notices(resolve_gpu_settings(pipeline), pipeline.recipes)] == []

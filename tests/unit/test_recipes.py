@@ -111,7 +111,7 @@ def is_accepted(pipeline: Pipeline, without_keys: Sequence[str], folder: Path) -
 def test_no_key_is_old_or_without_effect_and_some_stage_reads_each(file: str) -> None:
     pipeline = load(file)
     assert pipeline.notices == () and [notice for notice in unique_notices(pipeline) if "no effect" in notice] == []
-    assert [*unread_key_notices(pipeline)] == []
+    assert [*unread_key_notices(pipeline, pipeline.recipes)] == []
 
 
 @pytest.mark.parametrize("file", RECIPES)
