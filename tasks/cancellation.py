@@ -121,7 +121,7 @@ def stop_on_signals(
         on_stop()
         if signal_number == signal.SIGINT:
             raise KeyboardInterrupt
-        _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
+        _set_signal_handler((signal.SIGTERM, *_SCHEDULER_SIGNALS), signal.SIG_IGN)
         raise TerminationSignal(signal=signal_number)
 
     _set_signal_handler((signal.SIGTERM, signal.SIGINT, *_SCHEDULER_SIGNALS), handle_signal)
@@ -134,13 +134,18 @@ def terminate_on_signals(run: Run) -> None:
     def handle_signal(signal_number: int, stack_frame: object) -> None:
         raise TerminationSignal(signal=signal_number)
 
-    signal_names = {name for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
-    _set_signal_handler((signal.Signals[name] for name in signal_names), handle_signal)
+    _set_signal_handler(_list_stop_signals(run), handle_signal)
+
+
+def _list_stop_signals(run: Run) -> set[signal.Signals]:
+    recipes = run.pipeline.recipes.values()
+    return {signal.Signals[name] for recipe in recipes for name in recipe.train.signal_to_handle}
 
 
 def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> None:
-    """Ignore SIGTERM, ask the workers of this process to save a checkpoint and exit, and wait for the stages to end."""
-    _set_signal_handler([signal.SIGTERM], signal.SIG_IGN)
+    """Ask the workers of this process to save a checkpoint and exit, and wait for the stages to end, whatever repeated
+    signal except SIGINT arrives meanwhile."""
+    _set_signal_handler({signal.SIGTERM, *_list_stop_signals(run)} - {signal.SIGINT}, signal.SIG_IGN)
     worker.stop_all()
     grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace_seconds())
     # Wait for the wrapped futures, because `prefect.futures.wait` does not wait in a suspended flow run.

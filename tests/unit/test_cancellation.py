@@ -43,8 +43,15 @@ from cosmos_core.run.lock import FileLock
 from cosmos_core.run.process import identify_process, read_start_time
 from cosmos_core.run.state import update_state
 from cosmos_core.upload.file import FileTarget
-from tasks.cancellation import is_cancelled, make_publication_check, stop_on_signals
+from tasks.cancellation import (
+    is_cancelled,
+    make_publication_check,
+    stop_on_signals,
+    stop_stages,
+    terminate_on_signals,
+)
 from tests.conftest import one_certificate
+from tests.unit.run_folder import counting_run
 
 OWN, PARENT, TASK = (str(uuid.uuid4()) for _ in range(3))
 
@@ -303,6 +310,27 @@ def test_a_flow_in_python_stops_its_workers_on_the_signals_of_a_scheduler(number
             os.kill(os.getpid(), number)
             time.sleep(5)
         assert worker.is_stopping() and stops == [0]
+        os.kill(os.getpid(), number)  # a scheduler may repeat it: the save goes on
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        with worker.register_active_run():
+            assert not worker.is_stopping(), "the next run begins without the request"
+
+
+def test_a_repeated_signal_does_not_cut_the_stop_of_a_pipeline_short(tmp_path: Path) -> None:
+    run = counting_run(tmp_path, 'train.signal_to_handle=["SIGUSR1", "SIGHUP"]')
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {each: signal.getsignal(each) for each in numbers}
+    try:
+        terminate_on_signals(run)
+        with pytest.raises(TerminationSignal):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(5)
+        with worker.register_active_run():
+            stop_stages(run, [])
+        for number in numbers:
+            os.kill(os.getpid(), number)
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
