@@ -37,6 +37,7 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
     upload_kind = next((name for name, kind in pipeline.stage_kinds.items() if kind.makes == "publication"), "")
     for model_stage, training_name, is_last_training in _list_published_stages(pipeline):
         dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
+        dependent_stages = [stage for stage in dependent_stages if not _is_merge(pipeline, stage)]
         stages_and_kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]
         export_stages = [stage for stage, kind in stages_and_kinds if kind.makes == "model" and not kind.trains_model]
         uploaded_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training_name].train.ckpt
@@ -57,15 +58,25 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
 
 
 def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
-    """Yield each stage whose model may be published, the training whose recipe requests it, and whether no training
-    follows. The stage is the training itself or, for a training in a sweep, the stage that selects the best branch."""
-    trainings = [stage for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model]
-    for training in trainings:
-        if pipeline.find_branch_selector(training.name) is None:
-            dependents = pipeline.stage_and_dependents(training.name)
-            yield training, training.name, not any(other.name in dependents for other in trainings if other != training)
+    """Yield each stage whose model may be published, the training whose recipe requests it, and whether no training and
+    no merge follows. The stage is the training itself or, for a training in a sweep, the stage that selects the best
+    branch; a merge is published as requested by the last training before it."""
+    trainings = {stage.name for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model}
+    makers = trainings | {stage.name for stage in pipeline.stages if _is_merge(pipeline, stage)}
+    training_by_stage: dict[str, str] = {}
     for stage in pipeline.stages:
+        training_names = [training_by_stage[name] for name in stage.after if name in training_by_stage]
+        training_names = [stage.name] if stage.name in trainings else training_names
+        if training_names:
+            training_by_stage[stage.name] = training_names[-1]
         if stage.sweep is not None and stage.sweep.branches:
-            branch_stages = map(pipeline.stage, stage.sweep.branches[0].stages)
-            training_names = [each.name for each in branch_stages if pipeline.stage_kind(each).trains_model]
-            yield from ((stage, name, True) for name in training_names[-1:])
+            training_names = [name for name in stage.sweep.branches[0].stages if name in trainings]
+        elif stage.name not in makers:
+            continue
+        if training_names and pipeline.find_branch_selector(stage.name) is None:
+            later_stages = pipeline.stage_and_dependents(stage.name) - {stage.name}
+            yield stage, training_names[-1], later_stages.isdisjoint(makers)
+
+
+def _is_merge(pipeline: Pipeline, stage: StageConfig) -> bool:
+    return "after" in pipeline.stage_kind(stage).required_keys

@@ -108,3 +108,29 @@ def test_a_flow_merges_a_model_with_the_one_that_it_started_from(tmp_path: Path)
         stage, recipe = pipeline.stage("soup"), pipeline.recipes["soup"]
         assert (stage.model or recipe.policy.model_name_or_path, stage.after) == ("org/base", tuple(names))
         assert (recipe.merge.method, recipe.merge.weights) == ("linear", ()), "not those of another merge"
+
+
+UPLOADED = '[train.ckpt]\nupload_hf = true\nhf_repo_name = "org/published"\nupload_s3 = "final"\ns3_bucket = "b"\n'
+
+
+def uploads(pipeline: Pipeline, scheme: str) -> set[str]:
+    """The models that are published at targets of a scheme."""
+    return {each.model for each in pipeline.stages if each.kind == "upload" and each.target.startswith(f"{scheme}://")}
+
+
+@pytest.mark.parametrize("base", ["", "stage:a"])
+def test_the_hub_gets_the_model_that_is_merged_last_and_not_those_that_were_merged(tmp_path: Path, base: str) -> None:
+    more = [f'name = "{name}"\nkind = "sft"\nrecipe = "sft.toml"\nafter = "a"\nmodel = "stage:a"' for name in "cd"]
+    joined = f'name = "joined"\nkind = "merge"\nafter = ["c", "d", "b"]\nmodel = "{base}"'
+    pipeline = chain(tmp_path, *more, joined, AFTER[1], sft=f"{UPLOADED}")
+    assert uploads(pipeline, "hub") == {"stage:export"}
+    assert uploads(pipeline, "s3") == {"stage:a", "stage:b", "stage:c", "stage:d", "stage:export"}
+
+
+@pytest.mark.parametrize("has_grid", [True, False])
+def test_the_hub_gets_no_choice_that_a_later_training_continues(tmp_path: Path, has_grid: bool) -> None:
+    grid = 'name = "joined"\nkind = "sft"\nrecipe = "sft.toml"\nsweep = { grid = { "train.seed" = [1] }, metric = "m" }'
+    joined = grid if has_grid else JOINED["select"]
+    pipeline = chain(tmp_path, joined, AFTER[0].replace("dpo.toml", "sft.toml"), sft=UPLOADED)
+    assert "stage:dpo" in uploads(pipeline, "hub") and "stage:joined" not in uploads(pipeline, "hub")
+    assert uploads(pipeline, "s3") >= {"stage:joined", "stage:dpo"}
