@@ -122,7 +122,10 @@ class ToolResultTokens:
         """Determine the template's text between turns; `stop_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
-        escaped_special_tokens = [re.escape(token) for token in tokenizer.all_special_tokens if len(token) > 2]
+        # `all_special_tokens` has only those with a role; a model's marks of turns and images are often not among them.
+        added_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special_tokens = {*tokenizer.all_special_tokens, *added_tokens}
+        escaped_special_tokens = [re.escape(token) for token in special_tokens if len(token) > 2]
         self._escape_regex = re.compile("|".join(sorted(escaped_special_tokens, key=len, reverse=True)) or "(?!)")
         with limit_resources(f"{_CONFIG_KEY}: the chat template"):
             self._example_assistant_turn = self._select_assistant_turn()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_core.algorithms.grpo import make_sample
 from cosmos_core.config.schema.rollout import RolloutConfig
@@ -318,6 +318,16 @@ def test_only_what_the_template_writes_behind_a_turn_is_put_there(tokenizer: Any
     assert text_of(tokenizer, CHATML, add_generation_prompt=False) == both
     assert text_of(tokenizer, QWEN3) == both + "<|im_start|>assistant\n"
     assert text_of(tokenizer, QWEN3, enable_thinking=False) == both + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_a_tool_writes_no_special_token_that_has_no_role(folder: Path) -> None:
+    """As <|start_header_id|> of Llama 3 and <|image|> of its vision models."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens([AddedToken("<|image|>", special=True), AddedToken("<answer>")])
+    assert "<|image|>" not in tokenizer.all_special_tokens
+    results = ToolResultTokens(tokenizer, PromptRendering(template=CHATML), [tokenizer.eos_token_id])
+    said = decoded(tokenizer, results.tokenise_results([("add", ToolResult("<|image|><answer><|im_start|>"))]))
+    assert said.startswith("\n<|im_start|>tool\n< |image|><answer>< |im_start|><|im_end|>")
 
 
 @pytest.mark.parametrize(
