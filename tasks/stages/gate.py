@@ -38,13 +38,18 @@ def run(stage: Stage) -> Outcome:
         GateFailed: a condition does not hold; the message contains the measured value.
         ConfigError: a condition names a metric that no stage in `after` reported.
     """
+    conditions = list(map(parse_condition, stage.config.require))
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    published_record = _read_published_record(stage, metrics) if stage.config.target else None
-    published_metrics: dict[str, float] = (published_record or {}).get("metrics", {})
+    latest_record = _read_published_record(stage, metrics) if stage.config.target else None
+    # Forward the metrics of a stage that is compared by name too, since another stage may report the same metrics.
+    for name in {each.metric.partition(".")[0] for each in conditions if each.needs_published_model} & {*stage.inputs}:
+        metrics |= {f"{name}.{key}": value for key, value in stage.inputs[name]["metrics"].items()}
     all_verdicts: list[dict[str, Any]] = []
     failure_messages: list[str] = []
-    compared_metrics = None if published_record is None else published_metrics
-    for condition in map(parse_condition, stage.config.require):
+    for condition in conditions:
+        published_record = latest_record and _select_stage_metrics(latest_record, condition)
+        published_metrics: dict[str, float] = (published_record or {}).get("metrics", {})
+        compared_metrics = None if published_record is None else published_metrics
         verdicts: list[dict[str, Any]] = []
         for metric_name, stage_metrics in _find_measured_metrics(condition, stage, compared_metrics):
             paired_differences, noise_margin = None, 0.0
@@ -86,6 +91,14 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
         version_history = version_history[:-1]
         record = publication_target.record_of(version_history[-1]) if version_history else None
     return record
+
+
+def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCondition) -> dict[str, Any]:
+    """Return the record of the published model with the metrics of the stage that a condition `STAGE.METRIC` names in
+    place of those of other stages; unchanged if the record has none of that stage."""
+    metrics, prefix = published_record["metrics"], f"{condition.metric.partition('.')[0]}."
+    stage_metrics = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return published_record | {"metrics": metrics | stage_metrics}
 
 
 def _has_metrics(published_record: dict[str, Any], metrics: dict[str, float]) -> bool:

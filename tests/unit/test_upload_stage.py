@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_core.errors import ConfigError, UploadError
+from cosmos_core.errors import ConfigError, GateFailed, UploadError
 from cosmos_core.run.directory import supersede_stage
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.run.state import update_state
 from cosmos_core.types import Outcome
 from cosmos_core.upload.file import FileTarget
-from tasks.stages import upload
+from tasks.stages import gate, upload
+from tests.unit.test_gate import gate_stage
 from tests.unit.test_upload import model, record_of, tree, upload_stage
 
 
@@ -166,3 +167,24 @@ def test_a_published_model_is_published_to_a_second_target(tmp_path: Path) -> No
     assert record is not None and set(record["files"]) == {"model.safetensors", "sub/config.json"}
     assert (record["stage"], record["metrics"]) == (str(stage.path), {}), "it is its own record"
     assert tree(second).keys() == tree(first).keys()
+
+
+@pytest.mark.parametrize("order", [("mine", "other"), ("other", "mine")])
+def test_a_gate_compares_the_stage_that_it_names_with_what_the_same_stage_measured_of_the_published_model(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    name, target = "validation/reward", FileTarget(str(tmp_path / "published"))
+    (tmp_path / "model").mkdir()
+
+    def judge(run: str, mine: float, other: float) -> dict[str, float]:
+        stage = gate_stage(tmp_path / run, (f"mine.{name} > published",))
+        stage.config = stage.config.model_copy(update={"target": str(target.folder), "confidence": 0.5})
+        rewards = {"mine": mine, "other": other}
+        stage.inputs = {each: {"metrics": {name: rewards[each], f"{name}_stderr": 0.01}} for each in order}
+        return dict(gate.run(stage).metrics)
+
+    for run, mine, other in (("first", 0.3, 0.8), ("second", 0.4, 0.1)):
+        target.publish(tmp_path / "model", run, {"run_id": run, "metrics": judge(run, mine, other), "files": {}})
+    with pytest.raises(GateFailed, match=r"= 0\.35, bound 0\.4"):
+        judge("third", 0.35, 0.9)
+    assert judge("second", 0.4, 0.1)[f"mine.{name}"] == 0.4, "a resumed run is not compared with itself"
