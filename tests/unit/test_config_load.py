@@ -342,3 +342,17 @@ def test_the_fields_that_change_no_result_are_these() -> None:
         "LoggingConfig.logger", "LoggingConfig.report_mfu", "LoggingConfig.multi_modal_log_interval",
         "LoggingConfig.project_name", "LoggingConfig.group_name", "LoggingConfig.experiment_name",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "algorithm"),
+    [
+        ({}, ("diffusion_sft", "diffusion_sft")), ({"type": "sft"}, ("diffusion_sft", "diffusion_sft")),
+        ({"trainer_type": "mine.py:Own"}, ("diffusion_sft", "mine.py:Own")), ({"kl_beta": 0.1}, ("grpo", "grpo")),
+    ],
+)  # fmt: skip
+def test_a_diffusion_model_is_fine_tuned_where_the_type_is_left_out_as_where_it_is_named(
+    policy: dict[str, Any], algorithm: tuple[str, str]
+) -> None:
+    recipe = Recipe.model_validate({"policy": {"is_diffusers": True}, "train": {"train_policy": policy}})
+    assert (recipe.train.train_policy.algorithm, recipe.train.train_policy.trainer_type) == algorithm

@@ -21,7 +21,7 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.sample import SampleStageConfig
 from cosmos_core.config.schema.table import Table, add_notice
-from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.schema.train import TrainConfig, infer_training_type
 from cosmos_core.config.schema.validation import ValidationConfig
 
 if TYPE_CHECKING:
@@ -233,8 +233,13 @@ class Recipe(Table):
         if not isinstance(policy_table, dict):
             return recipe_values
         name = policy_table.get("trainer_type", "sft")
-        if policy_table.get("type") != "sft" or not isinstance(name, str) or not (name == "sft" or ":" in name):
+        if (
+            infer_training_type(policy_table) != "sft"
+            or not isinstance(name, str)
+            or not (name == "sft" or ":" in name)
+        ):
             return recipe_values
+        policy_table = {**policy_table, "type": "sft"}
         algorithm_table: Any = {**policy_table, "trainer_type": "diffusion_sft"}
         if name != "sft":  # for a user's class `find_algorithm_name` would select `SftConfig`
             with suppress(ValidationError):  # ignore an error: validation of `train` reports it with the full key
