@@ -111,16 +111,26 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
 
 
 def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
-    """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's work pool."""
+    """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's pool or queue."""
+    if not flow_run_id:
+        return
     with suppress(ObjectNotFound):  # the server lost its database, or a deployment is missing: its start reports that
-        pool = prefect_client.read_flow_run(UUID(flow_run_id)).work_pool_name if flow_run_id else None
-        if not pool or prefect_client.read_deployment_by_name(f"stage/{stage.work_pool}").work_pool_name != pool:
+        parent = prefect_client.read_flow_run(UUID(flow_run_id))
+        if not (pool := parent.work_pool_name):
             return
-        if prefect_client.read_work_pool(pool).concurrency_limit == 1:
+        deployment = prefect_client.read_deployment_by_name(f"stage/{stage.work_pool}")
+        if deployment.work_pool_name != pool:
+            return
+        limit, limited_text = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
+        limit_command = f"cosmos bootstrap --pool {pool} --limit 2"
+        if limit != 1 and parent.work_queue_id and parent.work_queue_id == deployment.work_queue_id:
+            queue = prefect_client.read_work_queue(parent.work_queue_id)
+            limit, limited_text = queue.concurrency_limit, f"queue {queue.name!r} of pool {pool!r}"
+            limit_command = f"prefect work-queue set-concurrency-limit {queue.name} 2 --pool {pool}"
+        if limit == 1:
             raise ConfigError(
-                f"stage {stage.name!r}: work_pool = {stage.work_pool!r}: pool {pool!r} runs one flow run at a time, "
-                "which is the one that waits for the stage; leave work_pool out, or raise the limit: "
-                f"cosmos bootstrap --pool {pool} --limit 2"
+                f"stage {stage.name!r}: work_pool = {stage.work_pool!r}: {limited_text} runs one flow run at a time, "
+                f"which is the one that waits for the stage; leave work_pool out, or raise the limit: {limit_command}"
             )
 
 
@@ -213,8 +223,9 @@ def compute_backoff_seconds(num_failures: int) -> float:
 
 
 def report_worker_wait(
-    prefect_client: SyncPrefectClient, path: Path, report_line: Callable[[str], None], work_pool: str, last_message: str
-) -> str:
+    prefect_client: SyncPrefectClient, path: Path, report_line: Callable[[str], None], work_pool: str,
+    work_queue_id: UUID | None, last_message: str,
+) -> str:  # fmt: skip
     """Report why a stage waits for a worker of a work pool, in the flow's log and in `state.json`, unless
     `last_message` has the same reason; return the message."""
     num_workers = sum(map(is_worker_online, prefect_client.read_workers_for_work_pool(work_pool)))
@@ -222,6 +233,8 @@ def report_worker_wait(
     message = f"waits for a worker of pool {work_pool}: {worker_text}"
     if prefect_client.read_work_pool(work_pool).is_paused:
         message = f"waits for work pool {work_pool}, which is paused"
+    elif work_queue_id and (queue := prefect_client.read_work_queue(work_queue_id)).is_paused:
+        message = f"waits for queue {queue.name} of work pool {work_pool}, which is paused"
     if message != last_message:
         report_line(f"stage {path.name}: {message}")
         update_state(path, state="waiting", error=message)
@@ -233,7 +246,7 @@ def _poll_child(
     stage: StageConfig,
     flow_run_id: UUID,
     mirror_progress: Callable[[], None],
-    report_wait_reason: Callable[[str, str], str],
+    report_wait_reason: Callable[[str, UUID | None, str], str],
     budget_check: BudgetCheck,
 ) -> FlowRun:
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
@@ -243,10 +256,11 @@ def _poll_child(
             if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
                 next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
                 # The deployment may have another work pool than the one after which it is named.
-                last_message = report_wait_reason(child_flow_run.work_pool_name or stage.work_pool, last_message)
+                work_pool = child_flow_run.work_pool_name or stage.work_pool
+                last_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_message)
             last_response_time = time.monotonic()
-        except ObjectNotFound as error:  # the flow run was deleted
-            error_message = f"{_describe_stage(stage)}: its flow run {flow_run_id} is gone from the server"
+        except ObjectNotFound as error:  # the flow run or its pool was deleted
+            error_message = f"{_describe_stage(stage)}: its flow run {flow_run_id} or its pool is gone from the server"
             raise StageFailed(error_message) from error
         except httpx.HTTPError:  # ignore a short outage, as the child flow run continues
             if time.monotonic() - last_response_time > _MAX_UNREACHABLE_SECONDS:

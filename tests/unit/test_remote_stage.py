@@ -71,13 +71,14 @@ def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exce
 def test_what_a_flow_run_without_a_process_waits_for_is_told(state: StateType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that was lost after it took the flow run starts none."""
     monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
-    waiting, ended = (SimpleNamespace(state_type=each, work_pool_name="big") for each in (state, StateType.CRASHED))
+    flow_run = partial(SimpleNamespace, work_pool_name="big", work_queue_id="1")
+    waiting, ended = (flow_run(state_type=each) for each in (state, StateType.CRASHED))
     found: list[Any] = [waiting, waiting, waiting, ended]
     server: Any = SimpleNamespace(read_flow_run=lambda _: found.pop(0))
-    told: list[tuple[str, str]] = []
+    told: list[tuple[str, str, str]] = []
     report: Any = lambda *words: told.append(words) or "none is live"  # noqa: E731
     remote_stage._poll_child(server, STAGE, uuid.uuid4(), lambda: None, report, BUDGET)
-    assert told == [("big", "")], "once in ten seconds, of the pool that the deployment stage/gpu has"
+    assert told == [("big", "1", "")], "once in ten seconds, of the pool that the deployment stage/gpu has"
 
 
 class Deployments:
@@ -327,51 +328,6 @@ def test_an_error_of_this_machine_replaces_the_one_that_an_earlier_attempt_left(
         assert stage._run_on_work_pool(run, "first").is_failed()
         state = read_state(run.stage_path("first"))
         assert (state.state, state.exit_code, state.error_type) == ("failed", 64, "ConfigError")
-
-
-class Pool:
-    """A work pool as a server tells of it."""
-
-    def __init__(self) -> None:
-        self.is_paused = False
-        self.workers: list[Any] = []
-
-    def read_workers_for_work_pool(self, name: str) -> Any:
-        return self.workers
-
-    def read_work_pool(self, name: str) -> Any:
-        return self
-
-
-def test_a_stage_whose_pool_has_one_slot_that_its_own_flow_run_takes_is_refused() -> None:
-    parent = str(uuid.uuid4())
-    for pool, limit, is_refused in (("big", 1, True), ("big", 2, False), ("big", None, False), ("cpu", 1, False)):
-        server: Any = SimpleNamespace(
-            read_deployment_by_name=lambda name: SimpleNamespace(work_pool_name={"stage/gpu": "big"}[name]),
-            read_flow_run=lambda _, pool=pool: SimpleNamespace(work_pool_name=pool),
-            read_work_pool=lambda _, limit=limit: SimpleNamespace(concurrency_limit=limit),
-        )
-        error = pytest.raises(ConfigError, match=r"work_pool = 'gpu': pool 'big' runs one .* big --limit 2")
-        with error if is_refused else nullcontext():
-            remote_stage.require_second_slot(server, STAGE, parent)
-
-
-def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(tmp_path: Path) -> None:
-    lines: list[str] = []
-    server: Any = Pool()
-    wait, said = partial(remote_stage.report_worker_wait, server, tmp_path / "first", lines.append, "gpu"), ""
-    live, dead = SimpleNamespace(status="ONLINE"), SimpleNamespace(status="OFFLINE")
-    for workers in ([], [dead], [live, dead], [live]):
-        server.workers = workers
-        said = wait(said)
-    server.is_paused = True
-    wait(said)
-    assert lines == [
-        "stage first: waits for a worker of pool gpu: none is live; start one: cosmos worker --pool gpu",
-        "stage first: waits for a worker of pool gpu: 1 live",
-        "stage first: waits for work pool gpu, which is paused",
-    ]
-    assert read_state(tmp_path / "first").error == "waits for work pool gpu, which is paused"
 
 
 def test_a_mirror_reads_again_only_what_has_changed(

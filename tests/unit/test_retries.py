@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect.exceptions import ObjectNotFound
 
 from cosmos_core.errors import ProgramError, StageFailed
 from cosmos_core.run.process import identify_process
@@ -87,12 +86,3 @@ def test_attempts_that_begin_no_flow_run_on_their_pool_are_counted_and_pause(
             stage._run_on_work_pool(run, "first")
     assert stage._run_on_work_pool(run, "first").is_failed() and pauses == [1.0, 2.0]
     assert read_state(run.stage_path("first")).failures == 3
-
-
-def test_a_flow_run_that_the_server_has_forgotten_takes_no_slot_of_a_pool() -> None:
-    def forgotten(*_: object) -> Any:
-        raise ObjectNotFound(Exception())
-
-    stage_config: Any = SimpleNamespace(name="first", work_pool="gpu")
-    server: Any = SimpleNamespace(read_flow_run=forgotten)
-    remote_stage.require_second_slot(server, stage_config, "2b9a4f0e-0000-4000-8000-000000000000")
