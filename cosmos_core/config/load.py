@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from cosmos_core.config.compat import trl
 from cosmos_core.config.schema.field_metadata import SupportedValues, find_metadata
 from cosmos_core.config.schema.table import Table, TableT, all_fields, find_table_classes
+from cosmos_core.config.schema.value_types import parse_reward_weights
 from cosmos_core.errors import ConfigError
 
 TomlTable = dict[str, Any]
@@ -111,6 +112,8 @@ def merge_tables(old_table: Mapping[str, Any], overriding_values: Mapping[str, A
     merged_values = type(old_table)(old_table) if isinstance(old_table, dict) else dict(old_table)
     for name, value in overriding_values.items():
         old_value, key = merged_values.get(name), f"{table_key}.{name}".removeprefix(".").removeprefix("overrides.")
+        if isinstance(value, OverrideTable) and key.endswith(".reward_function"):
+            old_value = parse_reward_weights(old_value)  # `--set KEY.NAME=WEIGHT` keeps the names of a list
         if isinstance(old_value, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old_value, value):
             merged_values[name] = merge_tables(old_value, value, key)
         else:

@@ -356,3 +356,14 @@ def test_a_diffusion_model_is_fine_tuned_where_the_type_is_left_out_as_where_it_
 ) -> None:
     recipe = Recipe.model_validate({"policy": {"is_diffusers": True}, "train": {"train_policy": policy}})
     assert (recipe.train.train_policy.algorithm, recipe.train.train_policy.trainer_type) == algorithm
+
+
+@pytest.mark.parametrize("rewards", ['["exact_match"]', '"exact_match"', "{ exact_match = 1.0 }"])
+def test_a_reward_that_is_set_by_its_name_is_one_more(tmp_path: Path, rewards: str) -> None:
+    text = GRPO.replace('["exact_match"]', rewards)
+    pipeline = load(
+        tmp_path, text, "train.train_policy.reward_function.format=0.5", "validation.reward_function.gsm8k=2"
+    )
+    recipe = pipeline.recipes["rl"]
+    assert recipe.train.train_policy.rewards == {"exact_match": 1.0, "format": 0.5}
+    assert recipe.validation.reward_function == {"gsm8k": 2.0}

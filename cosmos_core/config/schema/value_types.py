@@ -72,7 +72,8 @@ StringList = Annotated[tuple[str, ...], Field(strict=False)]
 """List of strings."""
 
 
-def _parse_reward_weights(rewards: Any) -> Any:
+def parse_reward_weights(rewards: Any) -> Any:
+    """Return the weights of reward functions by name: 1 for each name of a list; any other value is unchanged."""
     if isinstance(rewards, str):
         return {rewards: 1.0}
     if isinstance(rewards, list | tuple) and all(isinstance(name, str) for name in rewards):
@@ -84,7 +85,7 @@ def _parse_reward_weights(rewards: Any) -> Any:
 
 RewardWeights = Annotated[
     dict[str, float],
-    BeforeValidator(_parse_reward_weights, json_schema_input_type=str | list[str] | dict[str, float]),
+    BeforeValidator(parse_reward_weights, json_schema_input_type=str | list[str] | dict[str, float]),
     ReferenceKind.CODE,
 ]
 """Weight of each reward function by its name or import path `module:function`; a string or list means weight 1."""
