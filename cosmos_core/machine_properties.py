@@ -188,8 +188,10 @@ def git_commit() -> str:
     """Return the commit hash of the git clone whose code this process runs; empty if the code is not in a clone."""
     if shutil.which("git") is None:
         return ""
-    git_command, code_folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
-    return subprocess.run(git_command, cwd=code_folder, capture_output=True, text=True, check=False).stdout.strip()
+    # The second object exists only if the repository around this file has this file: a wheel may lie in a project's.
+    git_command, code_file = ["git", "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"], Path(__file__)
+    git_process = subprocess.run(git_command, cwd=code_file.parent, capture_output=True, text=True, check=False)
+    return git_process.stdout.split()[0] if git_process.returncode == 0 else ""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import pickle
 import socket
 import subprocess
@@ -231,3 +231,27 @@ def test_a_container_uses_no_more_cores_than_its_quota_of_cpu_time(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(Path, "read_text", lambda path: {"/sys/fs/cgroup/cpu.max": quota}[str(path)])
     assert measure_machine().threads == num_cores
+
+
+def test_code_in_the_repository_of_somebody_else_has_no_commit(tmp_path: Path) -> None:
+    """As a wheel has that is installed into the `.venv` of a project."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    copy = tmp_path / ".venv" / "properties.py"
+    copy.parent.mkdir()
+    copy.write_bytes(Path(str(machine_properties.__file__)).read_bytes())
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    for arguments in (["init", "-q"], ["add", ".gitignore"], ["commit", "-qm", "theirs"]):
+        subprocess.run([*git, *arguments], check=True)
+    specification = importlib.util.spec_from_file_location("copied_properties", copy)
+    assert specification is not None and specification.loader is not None
+    module = sys.modules["copied_properties"] = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+        assert module.git_commit() == ""
+        subprocess.run([*git, "add", "-f", str(copy)], check=True)
+        subprocess.run([*git, "commit", "-qm", "a copy of the code"], check=True)
+        module.git_commit.cache_clear()
+        head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+        assert module.git_commit() == head.strip()
+    finally:
+        del sys.modules["copied_properties"]
