@@ -7,6 +7,7 @@ from typing import Any
 
 from cosmos_core.config.compose import Pipeline, collect_chat_templates
 from cosmos_core.config.inputs import is_s3_url, referenced_stage, stage_inputs
+from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.modality import DATA_FILE_PATTERNS
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -77,8 +78,19 @@ def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info
             rejection_reason = rejection_reason or check_info.get("no_held_out")
         if check_info.get("has_images"):
             rejection_reason = rejection_reason or recipe.explain_missing_image_support(stage_kind)
+            limits, row_limits = (_find_pixel_limits(pipeline, name) for name in (stage.name, data_stage_name))
+            if limits != row_limits and not rejection_reason:
+                problem_text = f"custom.vision here and in stages before gives {limits}, and in its rows {row_limits}"
+                rejection_reason = f"{problem_text}; set the same in the recipes of all these stages"
         if rejection_reason:
             raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {rejection_reason}")
+
+
+def _find_pixel_limits(pipeline: Pipeline, name: str) -> dict[str, int]:
+    """Return the `min_pixels` and `max_pixels` with which a stage reads images; exports pass on those of a training."""
+    source_name = referenced_stage(pipeline.initial_model(pipeline.stage(name)))
+    inherited_limits = _find_pixel_limits(pipeline, source_name) if source_name else {}
+    return inherited_limits | dict(image_settings(pipeline.recipes[name]).pixels)
 
 
 def check_first_rows(pipeline: Pipeline) -> None:

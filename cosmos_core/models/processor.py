@@ -153,7 +153,7 @@ class ImageReader:
         processed_image_mask_BT = self._mark_image_tokens(processed_ids_BT)
         image_mask_BT = self._mark_image_tokens(input_ids_BT)
         if not torch.equal(processed_image_mask_BT.sum(-1), image_mask_BT.sum(-1)):
-            raise DataError("the processor makes another number of tokens of an image than when its row was prepared")
+            raise DataError("an image has another number of tokens than its row; set one custom.vision in all recipes")
         for name in ("mm_token_type_ids", "token_type_ids"):
             token_type_ids = inputs.pop(name, None)
             if token_type_ids is not None and torch.equal(token_type_ids, processed_image_mask_BT):

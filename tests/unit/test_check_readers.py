@@ -39,6 +39,36 @@ def test_a_stage_that_cannot_read_images_is_refused_rows_that_have_some(tmp_path
         check_downstream_stages(pipeline, "prepare", {"has_images": True})
 
 
+def test_a_stage_is_refused_images_that_were_prepared_with_other_limits_than_its_model_has(tmp_path: Path) -> None:
+    """The export of a training has its limits; the next rows are prepared with the processor of the base model."""
+    limits = "[custom.vision]\nmax_pixels = 65536\n"
+    (tmp_path / "sft.toml").write_text(RECIPE + limits)
+    stages = """
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+recipe = "sft.toml"
+[[pipeline.stages]]
+name = "dpo"
+kind = "sft"
+model = "stage:sft"
+after = ["sft"]
+recipe = "dpo.toml"
+"""
+    (tmp_path / "flow.toml").write_text(stages)
+    for more in ("", limits):
+        (tmp_path / "dpo.toml").write_text(RECIPE + 'trainer_type = "dpo"\n' + more)
+        pipeline = load_pipeline(tmp_path / "flow.toml", [], all_kinds())
+        check_downstream_stages(pipeline, "sft-data", {"has_images": True})
+        check_downstream_stages(pipeline, "dpo-data", {})
+        if not more:
+            with pytest.raises(
+                DataError, match=r"stage 'dpo': custom\.vision .* gives {'max_pixels': 65536}, and .* rows {}"
+            ):
+                check_downstream_stages(pipeline, "dpo-data", {"has_images": True})
+    check_downstream_stages(pipeline, "dpo-data", {"has_images": True})
+
+
 def test_a_check_has_its_compiled_kernels_in_its_own_folder_and_not_where_other_users_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
