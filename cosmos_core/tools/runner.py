@@ -158,12 +158,19 @@ def _make_tool_schemas(tool_paths: Sequence[str]) -> list[dict[str, Any]]:
     return tool_schemas
 
 
+def _encode_object(value: object) -> str:
+    """Return the text of an object that a tool returned; raise TypeError if it is an address, as of an image."""
+    if (text := str(value)).startswith("<") and " at 0x" in text:
+        raise TypeError(f"it returned an object of type {type(value).__name__}, which is neither text nor JSON")
+    return text
+
+
 def _call_tool(tool_path: str, arguments: dict[str, Any]) -> ToolResult:
     try:
-        tool_result = _load_cached_tool(tool_path)(**arguments)
-        if inspect.iscoroutine(tool_result):
-            tool_result = wait_for_result(tool_result)
-        text = tool_result if isinstance(tool_result, str) else json.dumps(tool_result, ensure_ascii=False, default=str)
+        result = _load_cached_tool(tool_path)(**arguments)
+        if inspect.iscoroutine(result):
+            result = wait_for_result(result)
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_encode_object)
         is_error = False
     except BaseException as error:  # noqa: BLE001 - the user's tool may raise any error; the policy receives its text
         text, is_error = f"Error: {error_on_one_line(error)}", True
