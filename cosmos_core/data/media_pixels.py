@@ -104,7 +104,7 @@ def is_upscaled(media_content: MediaContent, frame_settings: FrameSettings) -> b
         return False
     with pillow.open(BytesIO(media_content.read())) as image:
         width, height = image.size
-        if image.getexif().get(Base.Orientation, 1) >= 5:  # EXIF orientations from 5 on swap the image's sides
+        if image.getexif().get(Base.Orientation) in range(5, 9):  # these EXIF orientations swap the image's sides
             width, height = height, width
     return any(map(int.__lt__, (height, width), frame_settings.target_size(height, width)))
 

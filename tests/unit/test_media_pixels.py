@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 
 import av
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_core.data.media_pixels import FrameSettings, decode_media
+from cosmos_core.data.media_pixels import FrameSettings, decode_media, is_upscaled
 from cosmos_core.data.media_source import MediaContent
 from cosmos_core.errors import DataError
 
@@ -114,3 +115,12 @@ def test_a_clip_has_the_proportions_that_a_player_shows(tmp_path):
     is_disc = pixels.mean(-1) > 128
     assert abs(is_disc.any(0).sum() - is_disc.any(1).sum()) <= 2
     assert abs(is_disc.sum() - np.pi * 24**2) < 60
+
+
+@pytest.mark.parametrize(("orientation", "is_rotated"), [(b"\3\0\1\0\0\0\6", True), (b"\1\0\1\0\0\0\6", False)])
+def test_an_orientation_of_another_type_is_none_as_for_the_decoder(orientation: bytes, is_rotated: bool) -> None:
+    """Some writers store it as a byte, where EXIF has a short."""
+    exif = b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1" + orientation + b"\0" * 7
+    Image.new("RGB", (40, 20)).save(file := BytesIO(), "jpeg", exif=exif)
+    content, settings = MediaContent(False, None, content_bytes=file.getvalue()), FrameSettings((32, 16), multiple=16)
+    assert is_upscaled(content, settings) == (not is_rotated)
