@@ -42,7 +42,8 @@ _VALIDATION_METRICS = (
     "tool_calls", "tool_errors", *_LOSS_METRICS
 )  # fmt: skip
 """Metrics that validation may report: those of completions, then those of the loss. User algorithms may report more."""
-_MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
+MODEL_REFERENCE_KEYS = ("model", "distillation.model_name_or_path")
+"""Keys of `stage_references` that name a model; all others name rows."""
 
 
 def check_capabilities(pipeline: Pipeline) -> None:
@@ -194,7 +195,7 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
     does not save, and for a merge of fewer than two models or with a wrong number of weights."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     for key, reference in stage_references(stage, recipe, stage_kind):
-        name, output_type = referenced_stage(reference), "model" if key in _MODEL_REFERENCE_KEYS else "data"
+        name, output_type = referenced_stage(reference), "model" if key in MODEL_REFERENCE_KEYS else "data"
         if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
             source_kind = pipeline.stage(name).kind
             yield f"{key} = {reference!r}: a stage of kind {source_kind!r} makes no {output_type}; name another stage"

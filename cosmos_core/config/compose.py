@@ -41,7 +41,6 @@ from cosmos_core.config.override import (
     parse_override,
     recipe_overrides,
 )
-from cosmos_core.config.schema.clean import BENCHMARKS_KEY
 from cosmos_core.config.schema.field_metadata import ReferenceKind
 from cosmos_core.config.schema.pipeline import MAX_STAGE_NAME_LENGTH, PipelineConfig, StageConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -304,8 +303,7 @@ def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) 
 def _dataset_references(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield pairs of a key and a value for the settings of a recipe's data sets that may refer to a stage."""
     for key, dataset in recipe.datasets.items():
-        if key.startswith(BENCHMARKS_KEY):
-            yield f"{key}.name", dataset.name
+        yield f"{key}.name", dataset.name
         yield f"{key}.pass_rates", dataset.pass_rates
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.config.compose import Pipeline, collect_chat_templates
+from cosmos_core.config.capabilities import MODEL_REFERENCE_KEYS
+from cosmos_core.config.compose import Pipeline, collect_chat_templates, stage_references
 from cosmos_core.config.inputs import is_s3_url, referenced_stage, stage_inputs
 from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.modality import DATA_FILE_PATTERNS
@@ -40,9 +41,12 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
         if not pipeline.stage_kind(stage).reads_model:
             continue
         base_stage, data_stage_name = _find_base_stage(pipeline, stage), referenced_stage(stage.data)
-        has_unknown_rows = data_stage_name and pipeline.stage_kind(pipeline.stage(data_stage_name)).makes != "data"
-        if base_stage is None or has_unknown_rows:
-            unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else data_stage_name
+        references = stage_references(stage, pipeline.recipes[stage.name], pipeline.stage_kind(stage))
+        row_stages = [referenced_stage(value) for key, value in references if key not in MODEL_REFERENCE_KEYS]
+        row_kinds = {name: pipeline.stage_kind(pipeline.stage(name)) for name in filter(None, row_stages)}
+        unknown_rows = [name for name, row_kind in row_kinds.items() if row_kind.makes != "data"]
+        if base_stage is None or unknown_rows:
+            unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else unknown_rows[0]
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
         check_arguments: dict[str, Any] = {

@@ -94,8 +94,8 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
 
 
 def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCondition) -> dict[str, Any]:
-    """Return the record of the published model with the metrics of the stage that a condition `STAGE.METRIC` names in
-    place of those of other stages; unchanged if the record has none of that stage."""
+    """Return the record of the published model with the metrics of the stage that a condition `STAGE.METRIC` names, not
+    those of other stages; unchanged if the record has none of that stage."""
     metrics, prefix = published_record["metrics"], f"{condition.metric.partition('.')[0]}."
     stage_metrics = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     return published_record | {"metrics": metrics | stage_metrics}

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.errors import ConfigError
 from cosmos_core.launch import check
 from cosmos_core.run.directory import Run
 from cosmos_core.run.lineage import find_model_origin
@@ -134,3 +136,41 @@ def test_the_hub_gets_no_choice_that_a_later_training_continues(tmp_path: Path, 
     pipeline = chain(tmp_path, joined, AFTER[0].replace("dpo.toml", "sft.toml"), sft=UPLOADED)
     assert "stage:dpo" in uploads(pipeline, "hub") and "stage:joined" not in uploads(pipeline, "hub")
     assert uploads(pipeline, "s3") >= {"stage:joined", "stage:dpo"}
+
+
+SAMPLED = """name = "sample"
+kind = "sample"
+overrides.train.train_policy = { type = "grpo", dataset.name = "org/prompts", reward_function = "gsm8k" }"""
+MIXED = '{ type = "sft", datasets = [{ name = "org/rows" }, { name = "stage:sample" }] }'
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        MIXED,
+        '{ type = "sft", dataset.name = "org/rows", clean.decontaminate_against = ["stage:sample"] }',
+        '{ type = "grpo", reward_function = "gsm8k", '
+        'dataset = { name = "org/prompts", pass_rates = "stage:sample", keep = "pass_rate < 1" } }',
+    ],
+)
+def test_a_check_leaves_out_rows_that_need_a_stage_which_has_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str
+) -> None:
+    kind = "rl" if "grpo" in rows else "sft"
+    text = stages(SAMPLED, f'name = "more"\nkind = "{kind}"\noverrides.train.train_policy = {rows}')
+    pipeline = load(tmp_path, f'[policy]\nmodel_name_or_path = "org/base"\n{text}')
+    assert pipeline.stage("more-data").after == ("sample",)
+    assert [each for each in pipeline.inputs(pipeline.stage("more-data")) if each.role == "data_code"] == []
+    monkeypatch.setattr(check, "run_check", lambda _, stage, *__, **___: {"info": {"found": stage.name}})
+    lines = list(check.check_stages_in_worker(pipeline))
+    assert "more-data: not looked at: it starts from what stage 'sample' will make" in lines
+    assert "sample-data: sample-data" in lines and "more: more" in lines
+
+
+def test_a_mixture_names_stages_of_the_pipeline_that_make_rows(tmp_path: Path) -> None:
+    mixed = f'name = "more"\nkind = "sft"\noverrides.train.train_policy = {MIXED}'
+    with pytest.raises(ConfigError, match=r"datasets.1.name = 'stage:sample' is no stage of this pipeline"):
+        load(tmp_path, stages(mixed))
+    made = 'name = "sample"\nkind = "rl"'
+    with pytest.raises(ConfigError, match=r"datasets.1.name = 'stage:sample': a stage of kind 'rl' makes no data"):
+        check_capabilities(load(tmp_path, stages(made, mixed)))
