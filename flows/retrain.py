@@ -28,9 +28,10 @@ from cosmos_core.config.inputs import referenced_stage
 from cosmos_core.config.mesh import resolve_gpu_settings
 from cosmos_core.config.schema.export import UNQUANTIZED_FORMAT
 from cosmos_core.config.schema.pipeline import StageConfig
-from cosmos_core.errors import ConfigError, DataError, ModelError
+from cosmos_core.errors import ConfigError, DataError, ModelError, UploadError
+from cosmos_core.launch.clean import find_publication_targets
 from cosmos_core.run import liveness
-from cosmos_core.run.directory import Run, claim_run, open_run, replace_budget
+from cosmos_core.run.directory import PIPELINE_FILE, Run, claim_run, open_run, replace_budget
 from cosmos_core.run.files import read_document
 from cosmos_core.run.hub import failed_hub_requests, pin_hub_revisions
 from cosmos_core.run.manifest import find_output_damage, read_result
@@ -257,7 +258,7 @@ def make_start_overrides(pipeline: Pipeline) -> list[str]:
         if hasattr(open_target(stage.target), "where"):  # check the settings even if nothing is published
             for training_name in sorted(first_trainings):
                 _check_initial_weights(pipeline, pipeline.stage(training_name), stage.target)
-        if (published_address := _find_published_address(stage.target)) is not None:
+        if (published_address := _find_published_address(pipeline, stage.target)) is not None:
             addresses_by_training |= dict.fromkeys(first_trainings, published_address)
     overrides = []
     for stage in pipeline.stages:
@@ -292,11 +293,22 @@ def _check_initial_weights(pipeline: Pipeline, stage: StageConfig, target: str) 
             )
 
 
-def _find_published_address(target: str) -> tuple[str, str] | None:
-    """Return the address of the published version of a target and its revision on a Hub; None if there is none."""
+def _find_published_address(pipeline: Pipeline, target: str) -> tuple[str, str] | None:
+    """Return the address of the published version of a target and its revision on a Hub; None if there is none. Raises
+    `UploadError` if none is there although a run has published to the target: its disk may not be mounted."""
     publication_target = open_target(target)
     published_record, locate_version = publication_target.published(), getattr(publication_target, "where", None)
-    if published_record is None or locate_version is None or "version" not in published_record:
+    if locate_version is None:
+        return None
+    if published_record is None:
+        run_paths = [file.parent for file in sorted(pipeline.output_dir.expanduser().glob(f"*/{PIPELINE_FILE}"))]
+        if published_runs := find_publication_targets(run_paths).get(target):
+            raise UploadError(
+                f"start = 'published': {target} has no published version, but run {published_runs[-1].name} has "
+                "published there; mount its disk, set its credentials, or take start = 'base'"
+            )
+        return None
+    if "version" not in published_record:
         return None
     model_address = str(locate_version(str(published_record["version"])))
     if not model_address.startswith("hub://"):

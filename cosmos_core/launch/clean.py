@@ -141,7 +141,7 @@ def _find_needed_runs(output_dir: Path, run_paths: list[Path]) -> Iterator[tuple
         retrain_state = read_json_object(state_file)
         if not retrain_state.get("outcome"):
             yield output_dir / str(retrain_state.get("run_id")), "the next retraining goes on with it"
-    for target, published_runs in _find_publication_targets(run_paths).items():
+    for target, published_runs in find_publication_targets(run_paths).items():
         try:
             published_records = _read_published_records(target)
         except (CosmosError, OSError) as error:
@@ -152,7 +152,7 @@ def _find_needed_runs(output_dir: Path, run_paths: list[Path]) -> Iterator[tuple
                 yield path, f"its model is published at {target}"
 
 
-def _find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
+def find_publication_targets(run_paths: list[Path]) -> dict[str, list[Path]]:
     """Return the publication targets to which models were published, each with the runs that published there. A new
     attempt of an upload stage removes the result of the stage, so the record of the publication counts as well."""
     runs_by_target: dict[str, list[Path]] = {}

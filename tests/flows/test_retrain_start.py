@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError
+from cosmos_core.errors import ConfigError, UploadError
 from cosmos_core.run.directory import create_run
+from cosmos_core.run.files import write_json
 from cosmos_core.run.retrain_state import compute_retrain_digest
+from cosmos_core.upload.base import PUBLICATION_FILE
 from cosmos_core.upload.file import FileTarget
 from flows.retrain import make_start_overrides
 from tasks.kinds import all_kinds
@@ -88,6 +90,26 @@ def test_only_the_first_training_starts_from_what_is_published(tmp_path: Path) -
     assert compute_retrain_digest(begun.pipeline) == compute_retrain_digest(pipeline), (
         "the content of the run that begins so is the same"
     )
+
+
+def test_no_training_starts_from_the_base_because_the_disk_of_the_target_is_away(tmp_path: Path) -> None:
+    """The gate would let anything pass, too."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n')
+    (tmp_path / "c.toml").write_text(CHAIN.replace("FOLDER", str(tmp_path)))
+    settings = [f"pipeline.output_dir={tmp_path}/outputs"]
+    model, target = save_tiny_model(tmp_path / "model"), tmp_path / "published"
+    FileTarget(str(target)).publish(model, "v1", {"version": "v1", "metrics": {}, "files": {}})
+    pipeline = load_pipeline(tmp_path / "c.toml", settings, all_kinds())
+    settings += make_start_overrides(pipeline)
+    run = create_run(load_pipeline(tmp_path / "c.toml", settings, all_kinds()), run_id="first")
+    target.rename(tmp_path / "elsewhere")
+    assert make_start_overrides(pipeline) == [], "no run has published there"
+    run.stage_path("publish").mkdir()
+    write_json(run.stage_path("publish") / PUBLICATION_FILE, {"version": "v1"})
+    with pytest.raises(UploadError, match=r"^start = 'published': .*/published has no .*, but run first has published"):
+        make_start_overrides(pipeline)
+    (tmp_path / "elsewhere").rename(target)
+    assert make_start_overrides(pipeline) == settings[1:]
 
 
 @pytest.mark.parametrize("key", ["policy.lora.lora_path", "policy.model_safetensor_path", "train.resume"])
