@@ -328,7 +328,10 @@ def _check_stages(pipeline: Pipeline) -> None:
         model_stage_name = referenced_stage(stage.model)
         if stage.checkpoint and model_stage_name not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        export_formats = pipeline.recipes[model_stage_name].export.formats if model_stage_name in export_names else ()
+        choices = [each for each in stages_of_known_kind if stage_kinds[each.kind].selects_branch]
+        choices = [each for each in choices if stage.format and each.name == model_stage_name]
+        export_name = referenced_stage(pipeline.initial_model(choices[0])) if choices else model_stage_name
+        export_formats = pipeline.recipes[export_name].export.formats if export_name in export_names else ()
         if stage.format and stage.format not in export_formats:
             raise ConfigError(
                 f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"

@@ -50,13 +50,15 @@ def run(stage: Stage) -> Outcome:
         source_path = Path(source_result["path"]) / str(result_info["model"])
         if not source_path.resolve().is_relative_to(Path(source_result["path"]).resolve()):
             result_info["model"] = "model"
-        output_paths = (str(result_info["model"]),)
-        linked_model_path = stage.path / output_paths[0]
-        for file in list_files_below(source_path):
-            link_path = linked_model_path / file.relative_to(source_path) if file != source_path else linked_model_path
-            link_path.parent.mkdir(parents=True, exist_ok=True)
-            link_path.unlink(missing_ok=True)
-            link_or_copy(file, link_path)
+        sources = {str(result_info["model"]): source_path}
+        sources |= {path: Path(source_result["path"]) / path for path in result_info.get("formats", {}).values()}
+        output_paths = tuple(sources)
+        for output_path, source_path in sources.items():
+            for file in list_files_below(source_path):
+                link_path = stage.path / output_path / file.relative_to(source_path)
+                link_path.parent.mkdir(parents=True, exist_ok=True)
+                link_path.unlink(missing_ok=True)
+                link_or_copy(file, link_path)
     result_info["chosen"] = Path(source_result["path"]).name
     return Outcome(outputs=output_paths, metrics=_merge_branch_metrics(stage, best_branch), info=result_info)
 

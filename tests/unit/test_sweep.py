@@ -26,6 +26,7 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.upload.base import open_target
 from flows.retrain import make_start_overrides
 from tasks.kinds import all_kinds
+from tasks.layout import resolve_output
 from tasks.stage import run_stage
 from tasks.stages import select
 from tests.conftest import PROGRAMS
@@ -229,6 +230,20 @@ def test_the_best_branch_hands_on_its_model_and_its_metrics(
     assert outcome.outputs == ("safetensors/step_3",)
 
 
+def test_the_best_branch_hands_on_each_format_of_its_export(tmp_path: Path) -> None:
+    stage = choice(tmp_path, "max", 1.0, 2.0)
+    folder = Path(stage.inputs["sft-1"]["path"])
+    (folder / "int8/step_3").mkdir(parents=True)
+    (folder / "int8/step_3/model.safetensors").write_text("small weights")
+    formats = {"bf16": "safetensors/step_3", "int8": "int8/step_3"}
+    stage.inputs["sft-1"]["info"]["formats"] = formats
+    outcome = select.run(stage)
+    assert (outcome.info["formats"], outcome.outputs) == (formats, ("safetensors/step_3", "int8/step_3"))
+    chosen = {"sft": {"info": outcome.info, "path": str(stage.path)}}
+    published = resolve_output("upload", "model", "stage:sft", chosen, "int8")
+    assert (Path(published) / "model.safetensors").read_text() == "small weights"
+
+
 @pytest.mark.parametrize("where", ["/published", "../../published", "s3://bucket/v1"])
 def test_a_model_outside_of_the_folder_of_its_stage_stays_where_it_is(tmp_path: Path, where: str) -> None:
     stage = choice(tmp_path, "max", 1.0)
@@ -244,6 +259,15 @@ def test_a_model_outside_of_the_folder_of_its_stage_stays_where_it_is(tmp_path: 
     else:
         assert outcome.outputs == ("model",) and outcome.info["model"] == "model"
         assert (tmp_path / "stages/sft/model/model.safetensors").read_text() == "published"
+
+
+def test_a_run_can_publish_a_format_of_the_best_export(tmp_path: Path) -> None:
+    upload = f'name = "upload"\nkind = "upload"\nafter = "export"\nmodel = "stage:export"\ntarget = "{tmp_path}/new"\n'
+    more = f'{EXPORT}overrides.export.formats = ["int8"]\n[[pipeline.stages]]\n{upload}format = "int8"\n'
+    pipeline = swept(tmp_path, f'grid = {{ {RATES} }}, metric = "validation/loss", through = "export"', more=more)
+    (tmp_path / "saved.toml").write_text(tomli_w.dumps(pipeline.as_toml()))
+    again = load_pipeline(tmp_path / "saved.toml", (), all_kinds()).stage("upload")
+    assert (again.model, again.format) == ("stage:sft", "int8") and graph(pipeline)["upload"] == ("sft",)
 
 
 def test_branches_without_a_number_or_without_the_metric_are_not_chosen_among(tmp_path: Path) -> None:
