@@ -51,6 +51,23 @@ def test_an_adapter_of_peft_s_own_is_gone_on_with(folder: Path, tmp_path: Path) 
     assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path)})), logits(model))
 
 
+@pytest.mark.filterwarnings("error:Unexpected keyword")
+@pytest.mark.parametrize("pattern", [{}, {"r_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 4.0}}])
+def test_an_adapter_that_cosmos_rl_exported_is_gone_on_with(
+    folder: Path, tmp_path: Path, pattern: dict[str, Any]
+) -> None:
+    model = ours(folder, {"target_modules": ["q_proj", "v_proj"], **pattern})
+    disturb(model)
+    save_adapter(model, tmp_path / "lora")
+    config = tmp_path / "lora/adapter_config.json"
+    saved = json.loads(config.read_text())
+    kept = {key: saved[key] for key in ("r", "lora_alpha", "lora_dropout", "target_modules", "peft_type", "use_rslora")}
+    nothing = dict.fromkeys(("lora_names", "lora_path", "primary_adapter", "modules_to_save"))
+    patterns = {"r_pattern": None, "alpha_pattern": None, **pattern}
+    config.write_text(json.dumps({**kept, **nothing, **patterns}))
+    assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path / "lora")})), logits(model))
+
+
 def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
     tied = save_tiny_model(tmp_path / "tied")
     theirs(tied, {"target_modules": ["q_proj", "lm_head"]}).save_pretrained(tmp_path / "lora")
@@ -116,7 +133,8 @@ def test_an_adapter_of_transposed_layers_is_gone_on_with(tmp_path: Path) -> None
     [
         ({"r": 16}, "", "policy.lora.r = 16, but the adapter in lora_path has 8; leave it out"),
         ({"target_modules": ["o_proj"]}, "", r"target_modules = \['o_proj'\], but .* has \['q_proj', 'v_proj'\]"),
-        ({}, "none", "Can't find 'adapter_config.json'"),
+        ({}, "none", "No such file or directory: '.*adapter_config.json'"),
+        ({}, "list", "'list' object has no attribute"),
         ({}, "dora", "its use_dora = True is not trained here; merge it into the model"),
         ({}, "pissa", "began with a part of the base weights"),
         ({}, "cut", "adapter_model.safetensors cannot be read"),
@@ -147,6 +165,8 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         weights.write_bytes(weights.read_bytes()[:100])
     elif harm == "none":
         config.unlink()
+    elif harm == "list":
+        config.write_text("[]")
     elif harm == "bin":
         torch.save(state, weights.with_suffix(".bin"))
         weights.unlink()
