@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from functools import lru_cache
 from typing import Any
@@ -21,10 +21,11 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.context import SyncClientContext
+from prefect.context import SettingsContext, SyncClientContext, get_settings_context
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.futures import PrefectConcurrentFuture
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
 from prefect.states import Cancelled as CancelledState
 
 from cosmos_core.errors import Cancelled, StageFailed
@@ -41,6 +42,8 @@ _POLL_SECONDS = 1.0
 _MAX_REQUEST_SECONDS = 5.0
 _SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # signals that cluster schedulers send before they end a job
 _executed_flow_run_ids: set[UUID] = set()
+_single_request_settings: list[Settings] = []
+"""Settings of Prefect, and their copy in which a client sends each request once."""
 
 
 def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> bool:
@@ -52,14 +55,14 @@ def wait_unless_cancelled(pending_futures: Collection[futures.Future[Any]]) -> b
     return False
 
 
-def is_cancelled() -> bool | None:
+def is_cancelled(*, repeats_requests: bool = False) -> bool | None:
     """Return True if the current flow run, or the parent flow run whose stage it executes, was cancelled or suspended,
-    for example with the Pause button of Prefect's UI; None if the server does not respond. Return False outside of a
-    flow run, and if the flow run was deleted."""
+    for example with the Pause button of Prefect's UI; None if the server does not respond, with `repeats_requests` for
+    minutes. Return False outside of a flow run, and if the flow run was deleted."""
     if not flow_run.id:
         return False
     try:
-        with _open_client() as prefect_client:
+        with _open_client() as prefect_client, nullcontext() if repeats_requests else _request_once():
             prefect_run = prefect_client.read_flow_run(UUID(flow_run.id))
             if not _is_cancelled_or_suspended(prefect_run) and prefect_run.parent_task_run_id is not None:
                 prefect_run = prefect_client.read_flow_run(_find_parent_flow_run(prefect_run.parent_task_run_id))
@@ -183,6 +186,18 @@ def _open_client() -> Iterator[SyncPrefectClient]:
         return
     with get_client(sync_client=True) as client:
         yield client
+
+
+@contextmanager
+def _request_once() -> Iterator[None]:
+    """Let Prefect's client not repeat a failed request in the block: it would wait for minutes between two attempts,
+    during which a flow would see neither the end of a stage nor a cancellation."""
+    context = get_settings_context()
+    if not _single_request_settings or _single_request_settings[0] is not context.settings:  # a copy takes 40 ms
+        updated_settings = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
+        _single_request_settings[:] = context.settings, updated_settings
+    with SettingsContext(profile=context.profile, settings=_single_request_settings[1]):
+        yield
 
 
 @lru_cache

@@ -108,7 +108,8 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
     # A stage may have noticed the cancellation first; the server then accepts only the final state Cancelled.
-    final_state = derive_flow_state(run, futures, is_cancelled=was_cancelled or bool(is_cancelled()))
+    was_cancelled = was_cancelled or bool(is_cancelled(repeats_requests=True))
+    final_state = derive_flow_state(run, futures, is_cancelled=was_cancelled)
     if not is_local:
         publish_run_report(run.path)
         events.emit_run_over_budget(run)

@@ -28,6 +28,7 @@ from prefect.settings import (
     PREFECT_API_SSL_CERT_FILE,
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
     PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
     temporary_settings,
 )
@@ -120,6 +121,20 @@ def test_it_is_cancelled_where_it_or_the_flow_run_that_began_it_is(server: Serve
         server.words = {OWN: [own]} | ({PARENT: [parent]} if parent else {})
         found[own, parent] = is_cancelled()
     assert found == expected
+
+
+def test_a_busy_server_is_asked_again_at_the_next_look_and_not_after_minutes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect's client waits twice as long after each response 503, and the flow would not see its cancellation."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    server.words = {OWN: ["503", "429", "CANCELLING"]}
+    settings = {PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 8}
+    with temporary_settings(settings), SyncClientContext.get_or_create():
+        assert [is_cancelled() for _ in range(3)] == [None, None, True]
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 8
+    assert sum(pauses) < 10.0
 
 
 def test_polling_leaves_no_client_behind_and_uses_that_of_the_flow(
