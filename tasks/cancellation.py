@@ -62,7 +62,7 @@ def is_cancelled(*, repeats_requests: bool = False) -> bool | None:
     if not flow_run.id:
         return False
     try:
-        with _open_client() as prefect_client, nullcontext() if repeats_requests else _request_once():
+        with _open_client() as prefect_client, nullcontext() if repeats_requests else request_once():
             prefect_run = prefect_client.read_flow_run(UUID(flow_run.id))
             if not _is_cancelled_or_suspended(prefect_run) and prefect_run.parent_task_run_id is not None:
                 prefect_run = prefect_client.read_flow_run(_find_parent_flow_run(prefect_run.parent_task_run_id))
@@ -189,7 +189,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 
 @contextmanager
-def _request_once() -> Iterator[None]:
+def request_once() -> Iterator[None]:
     """Let Prefect's client not repeat a failed request in the block: it would wait for minutes between two attempts,
     during which a flow would see neither the end of a stage nor a cancellation."""
     context = get_settings_context()

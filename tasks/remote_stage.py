@@ -32,6 +32,7 @@ from cosmos_core.run.files import JsonDocument, read_document, write_json
 from cosmos_core.run.manifest import Result, find_output_damage
 from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, update_state
 from tasks.budget import BudgetCheck
+from tasks.cancellation import request_once
 from tasks.reuse import find_result_of_pool
 from tasks.store_sync import StageSync
 
@@ -252,12 +253,13 @@ def _poll_child(
     last_mirror_time, last_response_time, next_report_time, last_message = 0.0, time.monotonic(), 0.0, ""
     while True:
         try:
-            child_flow_run = prefect_client.read_flow_run(flow_run_id)
-            if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
-                next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
-                # The deployment may have another work pool than the one after which it is named.
-                work_pool = child_flow_run.work_pool_name or stage.work_pool
-                last_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_message)
+            with request_once():
+                child_flow_run = prefect_client.read_flow_run(flow_run_id)
+                if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
+                    next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
+                    # The deployment may have another work pool than the one after which it is named.
+                    work_pool = child_flow_run.work_pool_name or stage.work_pool
+                    last_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_message)
             last_response_time = time.monotonic()
         except ObjectNotFound as error:  # the flow run or its pool was deleted
             error_message = f"{_describe_stage(stage)}: its flow run {flow_run_id} or its pool is gone from the server"

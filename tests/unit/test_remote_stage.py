@@ -15,6 +15,7 @@ import httpx
 import pytest
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
@@ -65,6 +66,23 @@ def test_a_flow_run_that_somebody_deleted_is_one_failed_attempt() -> None:
 def test_a_stage_that_is_stopped_is_stopped_whatever_the_server_says(error: Exception) -> None:
     server: Any = Server(error)
     remote_stage._cancel_child(server, remote_stage.ChildFlowRun(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+
+
+def test_a_request_to_a_busy_server_is_not_repeated_for_minutes_in_which_a_stop_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_stage, "_POLL_SECONDS", 0.0)
+    retries: list[int] = []
+
+    def read_flow_run(_: uuid.UUID) -> Any:
+        retries.append(PREFECT_CLIENT_MAX_RETRIES.value())
+        if len(retries) < 3:
+            raise httpx.ConnectError("away")
+        return SimpleNamespace(state_type=StateType.COMPLETED)
+
+    server: Any = SimpleNamespace(read_flow_run=read_flow_run)
+    remote_stage._poll_child(server, STAGE, uuid.uuid4(), lambda: None, server, BUDGET)
+    assert retries == [0, 0, 0] and PREFECT_CLIENT_MAX_RETRIES.value() > 0
 
 
 @pytest.mark.parametrize("state", [StateType.SCHEDULED, StateType.PENDING])
