@@ -110,6 +110,11 @@ def load_stage(path: Path) -> Stage:
     another version of this package made the stage."""
     try:
         stage_table = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
+        for name, result in stage_table.get("inputs", {}).items():
+            old_folder, new_folder = f"{result['path']}/", path.parent / name
+            for key in ("model", "data"):  # the run may have been moved or copied since
+                if stage_table.get(key, "").startswith(old_folder) and new_folder.is_dir():
+                    stage_table[key] = str(new_folder / stage_table[key].removeprefix(old_folder))
         return Stage(
             path=path,
             config=StageConfig.model_validate(stage_table["stage"]),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_core.checkpoint import export
+from cosmos_core.checkpoint.load_checkpoint_model import find_train_stage
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, ModelError
@@ -132,6 +133,22 @@ def test_a_reused_training_has_its_checkpoints_and_settings_in_the_run_that_made
         with pytest.raises(ConfigError, match=r"another machine or version made stage 'sft' \(.* --from-stage sft"):
             _find_benchmarks(stage)
         (third / "stage.toml").write_text(text)
+
+
+def test_a_training_of_a_run_that_was_moved_has_the_model_and_the_rows_of_the_run(tmp_path: Path) -> None:
+    old, new = (tmp_path / name / "stages" for name in ("old", "new"))
+    result = {"kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "info": {}, "inputs": {}}
+    stage = stage_of(old / "sft", recipe(STEPS), model=old / "first/safetensors/step_6", data=old / "rows/data")
+    stage.config = stage.config.model_copy(update={"model": "stage:first", "data": "stage:rows"})
+    stage.inputs = {name: {**result, "path": str(old / name)} for name in ("first", "rows")}
+    stage.save()
+    for folder in ("rows/data", "first"):
+        (old / folder).mkdir(parents=True)
+    (tmp_path / "old").rename(tmp_path / "new")
+    exported = exporting(new / "export", {**result, "path": str(new / "sft"), "info": {"model": "m"}}, "6")
+    training = find_train_stage(exported)
+    assert (training.model, training.data) == (str(new / "first/safetensors/step_6"), new / "rows/data")
+    assert _find_prepared_rows(exported) == new / "rows/data"
 
 
 def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:
