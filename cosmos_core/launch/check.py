@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.capabilities import MODEL_REFERENCE_KEYS
-from cosmos_core.config.compose import Pipeline, collect_chat_templates, stage_references
+from cosmos_core.config.compose import Pipeline, stage_references
+from cosmos_core.config.inherited import collect_chat_templates
 from cosmos_core.config.inputs import is_s3_url, referenced_stage, stage_inputs
 from cosmos_core.config.media import image_settings
 from cosmos_core.config.schema.modality import DATA_FILE_PATTERNS

@@ -1,0 +1,68 @@
+"""Settings that a stage takes from the stages before it: dtype of exports, base model of merges, template of rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cosmos_core.config.inputs import referenced_stage
+
+if TYPE_CHECKING:
+    from cosmos_core.config.compose import Pipeline
+
+
+def with_inherited_settings(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline, whose stages are in topological order, with the settings that recipes leave out."""
+    return _inherit_chat_templates(_inherit_model_settings(pipeline))
+
+
+def _inherit_model_settings(pipeline: Pipeline) -> Pipeline:
+    """Set `train.param_dtype` of export stages that leave it out to that of the stage whose model is exported, and
+    `policy.model_name_or_path` of merges that leave it out to the model from which the first merged model descends."""
+    recipes = dict(pipeline.recipes)
+    for stage in pipeline.stages:
+        stage_kind, recipe, source_stage = pipeline.stage_kind(stage), recipes[stage.name], stage
+        exported_stage_name = referenced_stage(pipeline.initial_model(stage))
+        is_export_stage = stage_kind.makes == "model" and not stage_kind.trains_model
+        if is_export_stage and exported_stage_name and "param_dtype" not in recipe.train.model_fields_set:
+            exported_param_dtype = recipes[exported_stage_name].train.param_dtype
+            recipe = recipe.copy_with(train=recipe.train.copy_with(param_dtype=exported_param_dtype))
+        if not stage.model and exported_stage_name and "model_name_or_path" not in recipe.policy.model_fields_set:
+            while (name := referenced_stage(pipeline.initial_model(source_stage))) is not None:
+                source_stage = pipeline.stage(name)
+            policy = recipes[source_stage.name].policy
+            model = {"model_name_or_path": source_stage.model or policy.model_name_or_path}
+            recipe = recipe.copy_with(policy=recipe.policy.copy_with(**model, model_revision=policy.model_revision))
+        recipes[stage.name] = recipe
+    return replace(pipeline, recipes=recipes)
+
+
+def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
+    """Return the `policy.chat_template` of each stage or, if its recipe sets none, of the newest stage from which its
+    model descends, because the export of that stage has the template; None if no recipe of them sets it."""
+    templates: dict[str, str | None] = {}
+    for stage in pipeline.stages:
+        # A merged model has the templates of the first of its models, not those of `model`.
+        is_merge = "after" in pipeline.stage_kind(stage).required_keys
+        model = pipeline.initial_model(stage.model_copy(update={"model": ""}) if is_merge else stage)
+        own_template = pipeline.recipes[stage.name].policy.chat_template
+        inherited_template = templates.get(referenced_stage(model) or "")
+        templates[stage.name] = inherited_template if own_template is None else own_template
+    return templates
+
+
+def _inherit_chat_templates(pipeline: Pipeline) -> Pipeline:
+    """Set `policy.chat_template` of stages that prepare rows for models that earlier stages have given a chat template:
+    the tokenizer of the base model, with which rows are prepared before these stages run, has another one."""
+    recipes, templates, readers_by_rows = dict(pipeline.recipes), collect_chat_templates(pipeline), defaultdict(list)
+    for stage in pipeline.stages:
+        if pipeline.stage_kind(stage).reads_data == "prepared" and (rows_stage_name := referenced_stage(stage.data)):
+            readers_by_rows[rows_stage_name].append(stage.name)
+    for name, readers in readers_by_rows.items():
+        has_own_template = any(recipes[each].policy.chat_template is not None for each in (name, *readers))
+        reader_templates = {templates[reader] for reader in readers}
+        if len(reader_templates) == 1 and not (has_own_template or referenced_stage(pipeline.stage(name).model)):
+            policy = recipes[name].policy.copy_with(chat_template=reader_templates.pop())
+            recipes[name] = recipes[name].copy_with(policy=policy)
+    return replace(pipeline, recipes=recipes)
