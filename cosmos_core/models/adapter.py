@@ -82,6 +82,8 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
     """Load the weights in `lora_path` into the adapter of a model; if the model is on the meta device, only check them.
     Raise ModelError if they are missing or damaged, or belong to another model or adapter."""
     file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
+    if not file.exists() and (cosmos_rl_file := file.with_name("model.safetensors")).exists():
+        file = cosmos_rl_file  # the adapter of a diffusion model of Cosmos-RL
     try:
         saved_tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -89,7 +91,8 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
         remedy = "save the adapter as safetensors" if is_adapter_pickled else "copy it again"
         raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
     model_tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    if saved_tensors.keys() != {PEFT_PREFIX + name for name in model_tensors}:  # tensor names of older transformers
+    saved_names = {name.removeprefix(PEFT_PREFIX) for name in saved_tensors}
+    if saved_names != model_tensors.keys():  # tensor names of older transformers
         problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
         with convert_errors(lambda e: ModelError(f"{problem}: {str(e)[:200]}; it is of another model or damaged")):
             saved_tensors = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_tensors)

@@ -65,7 +65,7 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
         ConfigError: a name matches no module, or PEFT cannot adapt the model with these settings.
         ModelError: the adapter in `lora_path` is missing, or belongs to another model.
     """
-    if lora.target_modules is None and targets:
+    if lora.target_modules is None and lora.lora_path is None and targets:
         lora = lora.copy_with(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
     modules_to_save = tuple(lora.modules_to_save or ())

@@ -16,6 +16,8 @@ from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.lora import add_adapter, save_adapter
+from tests import tiny_pipelines
+from tests.unit.test_diffusion_models import opened
 from tests.unit.test_lora import EVERY, TAKING, disturb, logits, ours, theirs
 from tests.unit.tiny_families import FAMILIES
 from tests.unit.tiny_model import save_tiny_model
@@ -66,6 +68,21 @@ def test_an_adapter_that_cosmos_rl_exported_is_gone_on_with(
     patterns = {"r_pattern": None, "alpha_pattern": None, **pattern}
     config.write_text(json.dumps({**kept, **nothing, **patterns}))
     assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path / "lora")})), logits(model))
+
+
+@pytest.mark.parametrize("name", ["sd3", "cosmos_predict"])
+def test_an_adapter_of_a_diffusion_model_that_cosmos_rl_exported_is_gone_on_with(tmp_path: Path, name: str) -> None:
+    family = opened(tiny_pipelines.save(name, tmp_path / name))
+    first, found = family.load_denoiser(torch.float32), family.load_denoiser(torch.float32)
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_k"]}
+    first.add_adapter(peft.LoraConfig(**settings, init_lora_weights=False), adapter_name="default")
+    tensors = {key: tensor.clone() for key, tensor in peft.get_peft_model_state_dict(first).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    written = {**settings, "peft_type": "LORA", "lora_names": ["default"], "alpha_pattern": None, "r_pattern": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
+    add_adapter(found, LoraConfig(lora_path=str(tmp_path)), family.lora_targets)
+    again = peft.get_peft_model_state_dict(found)
+    assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
 
 
 def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
