@@ -302,7 +302,7 @@ class _TransferDigest:
 def translate_errors(url: str, error_class: type[CosmosError] = UploadError, message_hint: str = "") -> Iterator[None]:
     """Translate errors of boto3 into errors of this package with a message of one line: wrong credentials and names are
     permanent (`ConfigError`), all other errors may be transient. Raises `ConfigError` if the store refuses the
-    credentials or has no such bucket, and `error_class` for any other error."""
+    credentials, has no such bucket or lacks conditional writes, and `error_class` for any other error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     hint_suffix = f"; {message_hint}" if message_hint else ""
@@ -316,6 +316,9 @@ def translate_errors(url: str, error_class: type[CosmosError] = UploadError, mes
             raise ConfigError(f"{url}: {problem_text}{hint_suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
             raise error_class(f"{url}: what lies there was changed meanwhile{hint_suffix}") from error
+        if error_code == "NotImplemented":
+            problem_text = f"the store lacks a kind of {error.operation_name}, such as a write on a condition"
+            raise ConfigError(f"{url}: {problem_text}; take another store{hint_suffix}") from error
         if error_code == "NoSuchKey":
             raise error_class(f"{url}: an object of it is gone{hint_suffix}") from error
         if error_code in {*_NOT_FOUND_CODES, "NoSuchBucket"}:

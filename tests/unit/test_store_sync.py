@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import ConfigError
 from cosmos_core.run.directory import create_run
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
@@ -15,6 +16,7 @@ from tasks.stage import run_stage
 from tasks.store_sync import OUTPUT_DIR_VARIABLE, StageSync, open_run_from_store
 from tests.conftest import PROGRAMS
 from tests.store import Proxy
+from tests.unit.test_artifact_store import begun
 
 LAST_STAGES = {
     "select": 'sweep = { metric = "size", branches = [{ stages = ["first"] }, { stages = ["second"] }] }',
@@ -51,3 +53,13 @@ def test_models_that_a_stage_names_only_in_after_are_fetched(
         result, _ = run_stage(there, "last")
         assert result["info"]["chosen"] == "second"
         assert (there.stage_path("last") / "model" / "size.txt").read_text() == "1"
+
+
+def test_a_store_without_conditional_writes_is_told_at_once(tmp_path: Path, here: Proxy) -> None:
+    """Leases need them, and no attempt would pass."""
+    run = begun(tmp_path, f"s3://models/{tmp_path.name}", "here")
+    here.reset(lambda request: "501" if request.method == "PUT" else "")
+    with pytest.raises(
+        ConfigError, match=r": the store lacks a kind of PutObject, such as a write on a condition; take"
+    ):
+        StageSync(run, run.pipeline.stage("first")).send_run()
