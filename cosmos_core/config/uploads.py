@@ -42,9 +42,8 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
         export_stages = [stage for stage, kind in stages_and_kinds if kind.makes == "model" and not kind.trains_model]
         uploaded_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training_name].train.ckpt
         for source_stage in uploaded_stages:
-            predecessors = dict.fromkeys(
-                (source_stage.name, training_name) if training_name == model_stage.name else (source_stage.name,)
-            )
+            sources = (source_stage.name, training_name) if training_name == model_stage.name else (source_stage.name,)
+            predecessors = dict.fromkeys((*sources, *_list_gates(pipeline, {model_stage.name, source_stage.name})))
             uploads_to_hub = is_last_training and source_stage == uploaded_stages[-1]
             target_urls = checkpoint_config.upload_urls(
                 pipeline.config.name, source_stage.name, is_last_model=uploads_to_hub
@@ -55,6 +54,18 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
                     name=name, kind=upload_kind, recipe=pipeline.stage(training_name).recipe, after=tuple(predecessors),
                     model=f"{STAGE_PREFIX}{source_stage.name}", target=target_url
                 )  # fmt: skip
+
+
+def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
+    """Return the names of the gates that judge the model of one of the stages: by its metrics, or by those of a stage
+    that measures the model."""
+    measurements = {
+        stage.name
+        for stage in pipeline.stages
+        if pipeline.stage_kind(stage).makes == "metrics" and referenced_stage(stage.model) in model_stage_names
+    }
+    judged_names = model_stage_names | measurements
+    return [stage.name for stage in pipeline.stages if stage.require and not judged_names.isdisjoint(stage.after)]
 
 
 def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:

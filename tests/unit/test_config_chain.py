@@ -138,6 +138,17 @@ def test_the_hub_gets_no_choice_that_a_later_training_continues(tmp_path: Path, 
     assert uploads(pipeline, "s3") >= {"stage:joined", "stage:dpo"}
 
 
+@pytest.mark.parametrize("measured", ["a", "export"])
+def test_a_model_that_a_gate_refuses_is_not_published_as_its_recipe_asks(tmp_path: Path, measured: str) -> None:
+    export = 'name = "export"\nkind = "export"\nafter = "a"\nmodel = "stage:a"'
+    measure = f'name = "measure"\nkind = "validate"\nafter = "{measured}"\nmodel = "stage:{measured}"'
+    gate = 'name = "gate"\nkind = "gate"\nafter = "measure"\nrequire = "validation/loss < 1"'
+    later = 'name = "later"\nkind = "sft"\nrecipe = "sft.toml"\nafter = "a"\nmodel = "stage:a"'
+    pipeline = chain(tmp_path, export, measure, gate, later, sft=UPLOADED)
+    assert set(pipeline.stage("export-s3").after) == {"export", "a", "gate"}
+    assert pipeline.stage("later-hub").after == ("later",), "the gate judges another model"
+
+
 SAMPLED = """name = "sample"
 kind = "sample"
 overrides.train.train_policy = { type = "grpo", dataset.name = "org/prompts", reward_function = "gsm8k" }"""
