@@ -36,12 +36,12 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Return True if memory, disk space or file descriptors were exhausted, or if a disk did not respond."""
+    """Return True if memory, disk space, processes or descriptors were exhausted, or if a disk did not respond."""
     return any(
         not _MACHINE_ERROR_NAMES.isdisjoint(_list_class_names(cause))
         or (isinstance(cause, OSError) and cause.errno in _MACHINE_ERRNOS)
-        # torch raises an error with these words if it cannot allocate host memory.
-        or (isinstance(cause, RuntimeError) and "allocate memory" in str(cause))
+        # Messages of torch if it cannot allocate host memory, and of Python at the limit on processes (`ulimit -u`).
+        or (isinstance(cause, RuntimeError) and re.search("allocate memory|can't start new thread", str(cause)))
         for cause in _iterate_causes(error)
     )
 

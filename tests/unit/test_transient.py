@@ -35,6 +35,7 @@ def of_s3(code: int) -> botocore.exceptions.ClientError:
         MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(errno.EIO, "input/output error"),
         OSError(errno.ESTALE, "stale file handle"), OSError(errno.ENOSPC, "no space"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory: you tried to allocate 8 bytes"),
+        BlockingIOError(errno.EAGAIN, "no process can be forked"), RuntimeError("can't start new thread"),
     ],
 )  # fmt: skip
 def test_memory_and_disks_may_be_well_again(error: Exception) -> None:
