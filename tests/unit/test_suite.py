@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests import schedule
-from tests.conftest import wait_until
+from tests.conftest import MOST_SECONDS, wait_until
 from tests.warm import spawner
 from tests.warm.programs import READ, read_on_import
 
@@ -77,6 +77,33 @@ print(sorted(map(int, signal.pthread_sigmask(0, ()))), "torch" in sys.modules, f
     with open(reader) as answer:
         assert answer.read() == "[10, 15] True\n"
     assert os.waitpid(pid, 0)[1] == 0
+
+
+RAY_WORKER = """
+import json, os, sys, time
+print(json.dumps([os.getpid(), sys.argv[1:], "torch" in sys.modules]), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("is_worker_killed", [True, False])
+def test_a_worker_of_ray_is_forked_and_ends_with_the_process_that_stands_for_it(
+    tmp_path: Path, is_worker_killed: bool
+) -> None:
+    look(tmp_path)  # opens the fork server of this process
+    file = tmp_path / "ray/_private/workers/default_worker.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(RAY_WORKER)
+    command = [sys.executable, str(Path(spawner.__file__).with_name("ray_worker.py")), str(file)]
+    options = ["--language=PYTHON", "--serialized-runtime-env-context={}", "--node-id=7"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE) as stand_in:
+        assert stand_in.stdout is not None
+        pid, arguments, is_forked = json.loads(stand_in.stdout.readline())
+        assert (arguments, is_forked) == (["--node-id=7"], True)
+        worker = psutil.Process(pid)
+        os.kill(pid if is_worker_killed else stand_in.pid, signal.SIGKILL)
+        assert stand_in.wait(MOST_SECONDS) == (0 if is_worker_killed else -signal.SIGKILL)
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 30, "the worker ends")
 
 
 def test_a_variable_that_a_library_has_set_does_not_stop_the_forking_of_later_files(

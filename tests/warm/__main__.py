@@ -11,9 +11,12 @@ import signal
 import socket
 import sys
 import weakref
+from contextlib import suppress
+from pathlib import Path
 
 from pydantic import BaseModel
 from sqlalchemy.orm import configure_mappers
+from transformers import PreTrainedConfig
 
 from cosmos_core.observe.report import open_template_environment
 from tests.warm import spawner  # noqa: F401
@@ -43,13 +46,19 @@ def _take_large_pages() -> None:
 
 def _prepare() -> None:
     """Do once what programs do at first: build the models of the configuration, those of Prefect's database, and the
-    pages of the report."""
+    pages of the report. Let Ray start its workers by `ray_worker.py`."""
     configure_mappers()
     classes: list[type[BaseModel]] = [BaseModel]
     for each in classes:
         classes += each.__subclasses__()
         if not each.__pydantic_complete__ and each.__module__.startswith(("cosmos_core.", "prefect.")):
             each.model_rebuild(raise_errors=False, _types_namespace={})
+    with suppress(ImportError):
+        from ray._private import ray_constants
+
+        ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("ray_worker.py"))
+    # `from_dict` writes each configuration into a message that nobody reads: 2 % of the time of `make test`.
+    PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
     templates = open_template_environment()
     for page in templates.list_templates(extensions=["html", "svg", "css"]):
         templates.get_template(page)
@@ -70,6 +79,7 @@ def _end_quickly() -> None:
 def main() -> None:
     """Be a fork server."""
     READ.update(os.environ)
+    os.environ |= {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}  # Ray reads them when it is imported
     gc.disable()
     import_all()
     _prepare()
@@ -78,10 +88,10 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     _take_large_pages()
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection.sendall(b"ready")
-    serve(connection)
+    serve(connection, listener)
 
 
 if __name__ == "__main__":

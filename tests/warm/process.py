@@ -10,6 +10,7 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -19,11 +20,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NoReturn
 
-from tests.warm.programs import ENVIRONMENT, PROGRAMS, deferred, program_of
+from tests.warm.programs import ENVIRONMENT, PROGRAMS, READ, deferred, program_of, read_on_import
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
 READY = 900
@@ -50,11 +51,19 @@ class SpawnRequest:
     umask: int
     blocked: list[int] = field(default_factory=list)
     """Signals that the process blocks from its start."""
+    companion: int = -1
+    """A socket, if not -1, whose other end a process holds that ends with this one, and this one with it."""
 
 
-def serve(connection: socket.socket) -> NoReturn:
-    """Fork processes until the other side is gone."""
-    while head := _received(connection):
+def serve(connection: socket.socket, listener: socket.socket | None = None) -> NoReturn:
+    """Fork processes until the other side is gone: those that `connection` asks for as children of the caller, those of
+    clients of `listener` as children of this process."""
+    while True:
+        if listener is not None and listener in select.select([connection, listener], [], [])[0]:
+            _fork_child(listener)
+            continue
+        if not (head := _received(connection)):
+            break
         length, descriptors = head
         request = SpawnRequest(**json.loads(_exactly(connection, length)))
         (reader, writer), (begun, ready) = os.pipe(), os.pipe()
@@ -73,6 +82,28 @@ def serve(connection: socket.socket) -> NoReturn:
         os.close(begun)
         connection.sendall(answer)
     os._exit(0)
+
+
+def _fork_child(listener: socket.socket) -> None:
+    """Fork what the next client asks for. The client has no answer where libraries would have read other variables."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    client, _ = listener.accept()
+    with client, client.makefile("rb") as stream:
+        length, descriptors = _received(client) or (0, [])
+        with suppress(ValueError):  # the client was killed
+            request = replace(SpawnRequest(**json.loads(stream.read(length))), parent=os.getpid())
+            if read_on_import(request.environment) == read_on_import(READ):
+                begun, ready = os.pipe()
+                if not os.fork():
+                    become(request, descriptors, None, ready)
+                os.close(ready)
+                os.read(begun, 1)
+                os.close(begun)
+                client.sendall(b"forked")
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _received(connection: socket.socket) -> tuple[int, list[int]] | None:
@@ -109,8 +140,13 @@ def become(
                 os._exit(1)
         _tell_libraries(request)
         program = str(program_of(request.argv))
+        if request.companion >= 0:
+            threading.Thread(target=_end_with, args=(request.companion,), daemon=True).start()
         if program in PROGRAMS:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
+        elif program.endswith(".py"):
+            importlib.import_module("cosmos_core.cluster.group")._restrict_ray_access()  # reads variables again
+            runpy.run_path(program, run_name="__main__")
         else:
             sys.modules["__main__"] = ModuleType("__main__")
             exec(program, vars(sys.modules["__main__"]))
@@ -130,6 +166,11 @@ def become(
         with suppress(OSError, ValueError):
             stream.flush()  # type: ignore[union-attr]
     os._exit(code)
+
+
+def _end_with(companion: int) -> None:
+    socket.socket(fileno=companion).recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _take(request: SpawnRequest, descriptors: Sequence[int]) -> None:
@@ -194,9 +235,10 @@ def _open_streams(request: SpawnRequest) -> None:
 def _tell_libraries(request: SpawnRequest) -> None:
     """Let the interpreter and its libraries be as if this command line had started them in this environment."""
     program = str(program_of(request.argv))
-    is_code, arguments = program not in PROGRAMS, request.argv[request.argv.index(program) :]
+    is_file, arguments = program.endswith(".py"), request.argv[request.argv.index(program) :]
+    is_code = program not in PROGRAMS and not is_file
     sys.argv, sys.orig_argv = ["-c", *arguments[1:]] if is_code else arguments, request.argv
-    sys.path[0] = "" if is_code else request.cwd
+    sys.path[0] = os.path.dirname(program) if is_file else "" if is_code else request.cwd
     tempfile.tempdir = None
     time.tzset()
     importlib.invalidate_caches()

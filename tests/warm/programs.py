@@ -17,6 +17,9 @@ PROGRAMS = (
     "prefect.engine", "cosmos_core.machine_properties", "cosmos_core.models.check_model", "cosmos_core.rewards.service",
     "cosmos_core.train.propose", "cosmos_core.models.try_models", "tests.distributed.killed",
 )  # fmt: skip
+ADDRESS_VARIABLE = "COSMOS_TEST_FORK_SERVER"
+"""Names the socket of the fork server to which Ray's workers connect (`ray_worker.py`)."""
+RAY_WORKER = "ray/_private/workers/default_worker.py"
 MULTIPROCESSING_FORK_SERVER = "from multiprocessing.forkserver"
 _MULTIPROCESSING_SPAWN = "from multiprocessing.spawn"
 _XDIST = "import sys;exec(eval(sys.stdin.readline()))"
@@ -50,7 +53,7 @@ IMPORTED = (
     "cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export", "ray",
     "diffusers.models.transformers", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
 )  # fmt: skip
-LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage", "prefect.server.database.orm_models")
+LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage", "prefect.server.api.server")
 """What reads Prefect's settings when it is imported, as a program does once it has chosen them."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
@@ -70,12 +73,15 @@ deferred: dict[str, ModuleType] = {}
 
 
 def program_of(command: Sequence[Any]) -> str | None:
-    """What a command line runs, if it is one of `PROGRAMS`, or code that imports the project; None: something else."""
+    """What a command line runs, if it is one of `PROGRAMS`, the file of a Ray worker, or code that imports the project;
+    None: something else."""
     python, *words = (os.fsdecode(word) for word in command)
     while words[:1] in (["-u"], ["-B"]):
         words.pop(0)
     if python != sys.executable or len(words) < 2:
         return None
+    if words[0].endswith(RAY_WORKER):
+        return words[0]
     if words[0] == "-m":
         return words[1] if words[1] in PROGRAMS else None
     is_ours = any(each in words[1] for each in _CODE)

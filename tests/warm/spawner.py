@@ -32,6 +32,7 @@ from typing import Any
 from cosmos_core.parent import kill_with_parent
 from tests.warm.process import SpawnRequest, become, serve, show
 from tests.warm.programs import (
+    ADDRESS_VARIABLE,
     ENVIRONMENT,
     MULTIPROCESSING_FORK_SERVER,
     READ,
@@ -156,6 +157,7 @@ def install() -> None:
     is_installed = isinstance(subprocess._fork_exec, Spawner)  # type: ignore[attr-defined]
     is_known = sys.platform == "linux" and sys.version_info[:2] in {(3, 11), (3, 12)}
     if is_known and not is_installed and _can_show():
+        os.environ[ADDRESS_VARIABLE] = f"cosmos-tests-{os.getpid()}"
         READ.update(os.environ)
         use(Spawner(_start_fork_server))
 
@@ -247,15 +249,19 @@ def _can_show() -> bool:
 def _start_fork_server() -> ForkServer | None:
     """Start one that imports everything by itself."""
     ours, theirs = socket.socketpair()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{os.environ[ADDRESS_VARIABLE]}")  # a name that is no file
+    listener.listen(64)
     environment = {k: v for k, v in READ.items() if not k.startswith("PREFECT")} | ENVIRONMENT
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the other one starts a thread
-    command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+    sockets = [theirs.fileno(), listener.fileno()]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "tests.warm", *map(str, sockets)], cwd=Path(__file__).parents[2], env=environment,
+        pass_fds=sockets, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     _started.append(process)
     theirs.close()
+    listener.close()
     return ForkServer(ours) if ours.recv(5) == b"ready" else None
 
 
