@@ -43,6 +43,7 @@ _KNOWN_SUFFIXES = (*_MEDIA_SUFFIXES, *CAPTION_SUFFIXES, *EMBEDDING_SUFFIXES, ".j
 _MEDIA_KEYS = ("image", "img", "jpg", "png", "webp", "video", "mp4", "file_name")
 _PATH_KEYS = ("image_path", "img_path", "images", "video_path")
 """Columns that contain the media of a row if it has no column of `_MEDIA_KEYS`; otherwise they are metadata."""
+_VIDEO_COLUMNS = ("video", "mp4", "video_path")
 _METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _EMBEDDING_FOLDERS = ("text_embeddings", "t5_xxl", "t5")
 
@@ -99,20 +100,20 @@ ReadItemsFn = Callable[[], Iterator[MediaItem]]
 """Function that reads the items of a data set from its beginning."""
 
 
-def open_media_items(dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
+def open_media_items(dataset: DatasetConfig, config_key: str, *, for_clips: bool = False) -> ReadItemsFn:
     """Return a function that iterates over the items of all splits of a data set, in order; `config_key` names the data
-    set's table in messages. Raise DataError if the data set is missing, or its format is not supported."""
+    set's table in messages, `for_clips` prefers videos to images. Raise DataError if it is missing or unsupported."""
     dataset_name = dataset.local_dir or dataset.name
     if not dataset_name.strip():
         raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; give a folder of media, or prompts")
     path = Path(os.path.expanduser(dataset_name))
     if not os.path.exists(path):
         path = find_prompt_set(dataset_name, f"{config_key}.name") or path
-    item_readers = [_make_item_reader(path, split, dataset, config_key) for split in dataset.split]
+    item_readers = [_make_item_reader(path, split, dataset, config_key, for_clips) for split in dataset.split]
     return lambda: (item for reader in item_readers for item in reader())
 
 
-def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str) -> ReadItemsFn:
+def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key: str, for_clips: bool) -> ReadItemsFn:
     tar_split, subset = split, dataset.subset
     parents = [each for each in (path, path / split) if (each / subset).is_dir() or _list_metadata_files(each)]
     if not parents and subset != "default" and path.is_dir() and _is_media_folder(path):
@@ -143,7 +144,7 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     elif path.is_dir() and _is_media_folder(path):
         return lambda: _read_media_folder(path)
     rows = load_rows(dataset.copy_with(name=str(path) if path.exists() else dataset.name, split=(split,)), config_key)
-    return lambda: (_make_media_item(location_and_row, rows.folder) for location_and_row in rows)
+    return lambda: (_make_media_item(location_and_row, rows.folder, for_clips) for location_and_row in rows)
 
 
 def _list_metadata_files(folder: Path) -> list[Path]:
@@ -284,11 +285,10 @@ def _find_tar_files(path: Path, split: str = "") -> list[Path]:
     is empty. Files whose names contain no held-out split are of the split `train`."""
     if not path.is_dir():
         return [path] if path.suffix.lower() == ".tar" else []
-    tar_files = (file for file in path.iterdir() if file.suffix.lower() == ".tar" and file.is_file())
-    visible_tar_files = sorted(file for file in tar_files if not file.name.startswith("."))
+    tar_files = sorted(f for f in path.iterdir() if f.suffix.lower() == ".tar" and f.is_file() and f.name[0] != ".")
     if split == "train":
-        return [file for file in visible_tar_files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
-    return [file for file in visible_tar_files if not split or has_split_word(file, split)]
+        return [file for file in tar_files if not any(has_split_word(file, name) for name in HELD_OUT_SPLITS)]
+    return [file for file in tar_files if not split or has_split_word(file, split)]
 
 
 def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
@@ -364,18 +364,18 @@ def _read_prompt_lines(prompt_paths: Iterable[Path], dataset_path: Path) -> Iter
                     yield _make_item(json_value, location, None, None)
 
 
-def _make_media_item(location_and_row: LocatedRow, folder: Path) -> MediaItem:
+def _make_media_item(location_and_row: LocatedRow, folder: Path, for_clips: bool) -> MediaItem:
     location, row = location_and_row
-    media_column = next((name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])), None)
+    media_columns = (*_VIDEO_COLUMNS * for_clips, *_MEDIA_KEYS, *_PATH_KEYS)
+    media_column = next((name for name in media_columns if row.get(name) not in (None, "", [])), None)
     if media_column is None:
         no_media_reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         return replace(_make_item(row, location, None, None), missing_media_reason=no_media_reason)
-    media_source = row[media_column]
-    media_source = media_source[0] if isinstance(media_source, list) and len(media_source) == 1 else media_source
+    [media_source] = value if isinstance(value := row[media_column], list) and len(value) == 1 else [value]
     content, media_problem = None, ""
     try:
         local_path, content_bytes = locate_image(media_source, location)
-        is_video = media_column in {"video", "mp4", "video_path"} or str(local_path).lower().endswith(VIDEO_SUFFIXES)
+        is_video = media_column in _VIDEO_COLUMNS or str(local_path).lower().endswith(VIDEO_SUFFIXES)
         media_path = None if local_path is None else folder / os.path.expanduser(local_path)
         content = MediaContent(is_video, media_path, content_bytes=content_bytes or b"")
     except DataError as error:

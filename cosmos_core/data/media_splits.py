@@ -135,7 +135,7 @@ def _read_split(
 ) -> MediaSplit:
     """Read a data set once and compute the cache keys of its texts. If the algorithm learns from media, compute the
     cache keys of media too, and leave out rows without media if `needs_media` is set."""
-    read_items = open_media_items(config, config_key)
+    read_items = open_media_items(config, config_key, for_clips=encoders.is_video)
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
     frame_settings = make_frame_settings(stage.recipe, config, encoders) if has_media else None
     max_conditional_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames if encoders.is_video else 0

@@ -12,6 +12,7 @@ import pytest
 
 from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_source import MediaContent
+from cosmos_core.data.media_splits import read_splits
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import Encoders, preview
 from cosmos_core.errors import ConfigError, DataError, ModelError
@@ -27,6 +28,16 @@ __all__ = ["runs"]
 
 def fake_source(**given) -> Encoders:
     return Encoders(FakeEncoders(), "encoders", size_multiple=4, **given)
+
+
+@pytest.mark.parametrize("is_video", [False, True])
+def test_a_row_with_its_first_frame_and_its_clip_gives_a_video_model_the_clip(tmp_path, runs, is_video):
+    (tmp_path / "1.png").write_bytes(png(size=(16, 16)))
+    write_clip(tmp_path / "1.mp4")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"image": "1.png", "video": "1.mp4", "prompt": "one"}) + "\n")
+    source = fake_source(is_video=is_video)
+    [item] = read_splits(make_stage(stage_path(runs), tmp_path / "rows.jsonl"), source)["train"].read_items()
+    assert item.content.is_video == is_video and item.metadata == {}
 
 
 def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
