@@ -99,8 +99,9 @@ class PipelineFolder:
             return cls.from_config(cls.load_config(str(self.path), subfolder=name, local_files_only=True))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """Return the configuration of the component `name` without building it; empty if it has no configuration."""
+        """Return the configuration of the component `name` without building it; raise ModelError if it has none."""
         for file_name in (f"{name}_config.json", "config.json"):
             if settings := read_json(self.path / name / file_name, self.model):
                 return settings
-        return {}
+        remedy = "copy its config.json from the model that was trained, as Cosmos-RL exports weights alone"
+        raise model_error(self.model, f"{name!r} has no configuration; {remedy}")
