@@ -16,6 +16,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ import pytest
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
 from tests import schedule
+from tests.compiled import compile_tests
 from tests.warm import spawner
 
 Found = TypeVar("Found")
@@ -61,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("numprocesses", None):
             _start_reaper(config)
     if not config.getoption("--fast"):
-        spawner.install()
+        has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+        spawner.install(partial(compile_tests, config) if has_workers else None)
 
 
 class ImmediateFailures:

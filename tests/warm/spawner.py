@@ -152,14 +152,15 @@ def request_of(given: Sequence[Any]) -> tuple[SpawnRequest, list[int]]:
     return request, list(pairs.values())
 
 
-def install() -> None:
-    """Let this process fork programs where it can; the fork server is started with the first of them."""
+def install(meanwhile: Callable[[], None] | None = None) -> None:
+    """Let this process fork programs where it can; the fork server is started with the first of them. While it imports
+    everything, this process calls `meanwhile`."""
     is_installed = isinstance(subprocess._fork_exec, Spawner)  # type: ignore[attr-defined]
     is_known = sys.platform == "linux" and sys.version_info[:2] in {(3, 11), (3, 12)}
     if is_known and not is_installed and _can_show():
         os.environ[ADDRESS_VARIABLE] = f"cosmos-tests-{os.getpid()}"
         READ.update(os.environ)
-        use(Spawner(_start_fork_server))
+        use(Spawner(partial(_start_fork_server, meanwhile)))
 
 
 def restore_environment() -> None:
@@ -246,7 +247,7 @@ def _can_show() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _start_fork_server() -> ForkServer | None:
+def _start_fork_server(meanwhile: Callable[[], None] | None = None) -> ForkServer | None:
     """Start one that imports everything by itself."""
     ours, theirs = socket.socketpair()
     listener = socket.socket(socket.AF_UNIX)
@@ -262,6 +263,8 @@ def _start_fork_server() -> ForkServer | None:
     _started.append(process)
     theirs.close()
     listener.close()
+    if meanwhile is not None:
+        meanwhile()
     return ForkServer(ours) if ours.recv(5) == b"ready" else None
 
 
