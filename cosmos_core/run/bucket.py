@@ -25,10 +25,7 @@ S3_SCHEME = "s3://"
 CREDENTIAL_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
 _COSMOS_VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
 _ENDPOINT_URL_VARIABLES = (f"{_COSMOS_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_DENIED_CODES = {
-    "400",  # response to HEAD, which has no body, with an expired session token
-    "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
-}  # fmt: skip
+_DENIED_CODES = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _NOT_FOUND_CODES = {"404", "NoSuchKey", "NotFound"}
 _WRITE_CONFLICT_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey"}
 """Codes of errors with which a store refuses a conditional write because the object has changed or is missing."""
@@ -314,6 +311,10 @@ def translate_errors(url: str, error_class: type[CosmosError] = UploadError, mes
             remedy_text = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
             problem_text = f"the store refuses the credentials ({error_code}); {remedy_text}"
             raise ConfigError(f"{url}: {problem_text}{hint_suffix}") from error
+        if error_code == "400":  # response to HEAD, which has no body
+            problem_text = "the session token has expired, or the store has another region or address (400)"
+            remedy_text = f"set {CREDENTIAL_VARIABLES}, or AWS_REGION, or AWS_ENDPOINT_URL"
+            raise ConfigError(f"{url}: {problem_text}; {remedy_text}{hint_suffix}") from error
         if error_code in {"PreconditionFailed", "412"}:
             raise error_class(f"{url}: what lies there was changed meanwhile{hint_suffix}") from error
         if error_code == "NotImplemented":

@@ -239,7 +239,7 @@ def test_a_store_that_alters_every_object_gets_no_pointer(tmp_path: Path, target
     ("fault", "error", "said"),
     [
         ("403", ConfigError, "the store refuses the credentials (403); set AWS_ACCESS_KEY_ID and"),
-        ("400", ConfigError, "the store refuses the credentials (400); set AWS_ACCESS_KEY_ID and"),  # they expired
+        ("400", ConfigError, "has another region or address (400); set AWS_ACCESS_KEY_ID and"),
         ("503", UploadError, "the store responds with 503; the pointer was not moved"),
     ],
 )
