@@ -93,7 +93,12 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
     stage_path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
     last_child, stage_state = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun), read_state(stage_path)
     num_failures = last_child.failures if last_child and last_child.flow_run else stage_state.failures
-    if stage_state.state == "failed" and num_failures:
+    if task_run.run_count == 1:  # a new flow run, such as one that resumes the run, has all retries and does not wait
+        if last_child:
+            write_json(stage_path / CHILD_RUN_FILE, last_child.model_copy(update={"failures": 0}).model_dump())
+        if stage_state.state == "failed":
+            update_state(stage_path, failures=0)
+    elif stage_state.state == "failed" and num_failures:
         sleep_unless_stopping(compute_backoff_seconds(num_failures))
     mirror_progress = stage_sync.make_progress_mirror()
     with get_client(sync_client=True) as prefect_client:
@@ -182,7 +187,7 @@ def _find_running_child(
             if time.monotonic() > deadline:
                 raise StageFailed(f"{message}; without a live worker it is not, start one of its pool: cosmos worker")
             sleep_unless_stopping(_POLL_SECONDS)
-            with suppress(httpx.HTTPError):  # ignore a short outage of the server
+            with suppress(httpx.HTTPError), request_once():  # ignore a short outage of the server
                 state_type = prefect_client.read_flow_run(UUID(child.flow_run)).state_type
     except ObjectNotFound:  # the child flow run was started on another Prefect server
         return None
@@ -285,8 +290,9 @@ def _cancel_child(prefect_client: SyncPrefectClient, child: ChildFlowRun, grace_
         prefect_client.set_flow_run_state(flow_run_id, Cancelling())
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline:
-            if prefect_client.read_flow_run(flow_run_id).state_type in TERMINAL_STATES:
-                break
+            with suppress(httpx.HTTPError), request_once():
+                if prefect_client.read_flow_run(flow_run_id).state_type in TERMINAL_STATES:
+                    break
             time.sleep(_POLL_SECONDS)
 
 

@@ -193,7 +193,7 @@ def _run_locally(run: Run, stage_name: str) -> State[Any] | Result:
 def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
     """Run a stage on its work pool. If the child flow run ended without recording an error, count a failed attempt."""
     stage, stage_path = run.pipeline.stage(stage_name), run.stage_path(stage_name)
-    earlier_state = read_state(stage_path)
+    earlier_end = read_state(stage_path).ended
     try:
         if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may lack the approval file
             check_models_approved(run)
@@ -203,7 +203,7 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
         stage_state = read_state(stage_path)
         has_same_error = stage_state.state == "failed" and stage_state.error == str(stage_error)
-        is_failure_recorded = has_same_error and stage_state != earlier_state
+        is_failure_recorded = has_same_error and stage_state.ended != earlier_end
         is_stop_recorded = stage_state.state == "stopped" and isinstance(stage_error, Preempted)
         must_record_error = isinstance(stage_error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
         if must_record_error:

@@ -83,6 +83,10 @@ def test_a_request_to_a_busy_server_is_not_repeated_for_minutes_in_which_a_stop_
     server: Any = SimpleNamespace(read_flow_run=read_flow_run)
     remote_stage._poll_child(server, STAGE, uuid.uuid4(), lambda: None, server, BUDGET)
     assert retries == [0, 0, 0] and PREFECT_CLIENT_MAX_RETRIES.value() > 0
+    retries.clear()
+    server.set_flow_run_state = lambda *_: None
+    remote_stage._cancel_child(server, remote_stage.ChildFlowRun(flow_run=str(uuid.uuid4()), attempt=1), 5.0)
+    assert retries == [0, 0, 0], "a stop waits for the checkpoint, and not longer than its grace period"
 
 
 @pytest.mark.parametrize("state", [StateType.SCHEDULED, StateType.PENDING])
@@ -305,7 +309,10 @@ def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(
     run = pooled(tmp_path, "one", "[pipeline]", "[pipeline]\ngrace_seconds = 0.2")
     states: list[Any] = [StateType.RUNNING]
 
+    retries: list[int] = []
+
     def read_flow_run(_: uuid.UUID) -> Any:
+        retries.append(PREFECT_CLIENT_MAX_RETRIES.value())
         state = states.pop(0) if len(states) > 1 else states[0]
         if isinstance(state, Exception):
             raise state
@@ -325,9 +332,11 @@ def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(
         patch.setattr(remote_stage, "_MAX_UNREACHABLE_SECONDS", -1.0)
         supersede_stages(run, "first", "parent")
     caplog.clear()
+    retries.clear()
     states[:] = [StateType.CANCELLING, httpx.ConnectError("away"), StateType.CANCELLING, StateType.CANCELLED]
     supersede_stages(run, "first", "parent")
     assert not note.is_file() and read_state(note.parent).forced and states == [StateType.CANCELLED]
+    assert retries[0] > 0 and retries[1:] == [0, 0, 0], "a stop is seen while the server is away"
     assert caplog.text.count(f"'first': waits until its flow run {child} is cancelled") == 1
 
 
