@@ -241,12 +241,12 @@ def run_stage(
     with open_stage_lock(run.path, name) as stage_lock:
         stage_lock.acquire(on_poll=kill_orphaned_worker)
         try:
-            stage_sync.receive_inputs()
             is_finished = read_state(stage_path).state in FINISHED_STATES
             if not is_finished:
                 worker.reap_attempt(stage_path)
                 worker.mask_log_of_killed_launcher(stage_path, run.pipeline.secret_env_names(stage))
                 _record_launcher(stage_path)
+            stage_sync.receive_inputs()
             expected_fingerprint = compute_local_fingerprint(run, stage)
             local_result = read_result(stage_path) if read_state(stage_path).holds else None
             if local_result and not (local_result["reused_from"] or "attempts" in local_result):

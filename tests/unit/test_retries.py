@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from cosmos_core.errors import ProgramError, StageFailed
+from cosmos_core.errors import ProgramError, StageFailed, UploadError
 from cosmos_core.run.files import write_json
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, record_failure, update_state
@@ -93,6 +93,24 @@ def test_attempts_that_begin_no_flow_run_on_their_pool_are_counted_and_pause(
     with pytest.raises(StageFailed, match=r"401$"):
         stage._run_on_work_pool(run, "first")
     assert pauses == [1.0, 2.0] and read_state(run.stage_path("first")).failures == 1, "`cosmos resume` begins anew"
+
+
+def test_attempts_whose_store_is_away_pause_and_begin_anew_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, pauses, failures = counting_run(tmp_path), list[float](), list[int]()
+
+    def refuse(_: object) -> None:
+        raise UploadError("s3://models: the store responds with 503")
+
+    monkeypatch.setattr(stage.StageSync, "receive_inputs", refuse)
+    monkeypatch.setattr(stage.worker, "sleep_unless_stopping", pauses.append)
+    update_state(run.stage_path("first"), state="failed", failures=3)
+    for _ in range(3):
+        with pytest.raises(UploadError):
+            stage.run_stage(run, "first")
+        failures.append(read_state(run.stage_path("first")).failures)
+    assert failures == [1, 2, 3] and pauses == [1.0, 2.0]
 
 
 def test_a_run_that_is_resumed_has_all_retries_for_machines_that_are_lost(
