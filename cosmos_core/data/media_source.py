@@ -103,8 +103,7 @@ ReadItemsFn = Callable[[], Iterator[MediaItem]]
 def open_media_items(dataset: DatasetConfig, config_key: str, *, for_clips: bool = False) -> ReadItemsFn:
     """Return a function that iterates over the items of all splits of a data set, in order; `config_key` names the data
     set's table in messages, `for_clips` prefers videos to images. Raise DataError if it is missing or unsupported."""
-    dataset_name = dataset.local_dir or dataset.name
-    if not dataset_name.strip():
+    if not (dataset_name := dataset.local_dir or dataset.name).strip():
         raise DataError(f"{config_key}.local_dir and {config_key}.name are empty; give a folder of media, or prompts")
     path = Path(os.path.expanduser(dataset_name))
     if not os.path.exists(path):
@@ -138,7 +137,7 @@ def _make_item_reader(path: Path, split: str, dataset: DatasetConfig, config_key
     if path.is_dir() and (path / "metas").is_dir():
         return lambda: _read_metas_folder(path)
     if tar_files:
-        return lambda: (item for path in tar_files for item in _iterate_tar_items(path))
+        return lambda: (item for path in tar_files for item in _iterate_tar_items(path, for_clips))
     if metadata_file:
         path, split = metadata_file, "train" + split[split.find("[") :] if "[" in split else "train"
     elif path.is_dir() and _is_media_folder(path):
@@ -291,7 +290,7 @@ def _find_tar_files(path: Path, split: str = "") -> list[Path]:
     return [file for file in tar_files if not split or has_split_word(file, split)]
 
 
-def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
+def _iterate_tar_items(path: Path, for_clips: bool) -> Iterator[MediaItem]:
     """Yield the items of a webdataset shard: consecutive members whose names agree up to the first dot. A damaged file
     raises DataError, because the number of rows after the damage, which `max_skipped_fraction` limits, is unknown."""
     members_by_suffix: dict[str, tarfile.TarInfo] = {}
@@ -304,12 +303,12 @@ def _iterate_tar_items(path: Path) -> Iterator[MediaItem]:
                     continue
                 item_stem, _, member_suffix = file_name.partition(".")
                 if members_by_suffix and (folder, item_stem) != item_folder_and_stem:
-                    yield _make_item_from_members(path, members_by_suffix)
+                    yield _make_item_from_members(path, members_by_suffix, for_clips)
                     members_by_suffix = {}
                 item_folder_and_stem = folder, item_stem
                 members_by_suffix[member_suffix.lower()] = member
             if members_by_suffix:
-                yield _make_item_from_members(path, members_by_suffix)
+                yield _make_item_from_members(path, members_by_suffix, for_clips)
             _check_tar_end(path, archive.offset)
     except (tarfile.TarError, OSError) as error:
         reason = describe_error(error)
@@ -328,13 +327,14 @@ def _check_tar_end(tar_path: Path, end_offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {end_offset} is damaged, and nothing behind it can be read")
 
 
-def _make_item_from_members(tar_file: Path, members_by_suffix: dict[str, tarfile.TarInfo]) -> MediaItem:
+def _make_item_from_members(tar_file: Path, members_by_suffix: dict[str, Any], for_clips: bool) -> MediaItem:
     location = f"{tar_file.name}:{next(iter(members_by_suffix.values())).name}"
     content_by_suffix = {
         f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, tar_file, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
-    content = next((content for suffix, content in content_by_suffix.items() if suffix in _MEDIA_SUFFIXES), None)
+    contents = [content for suffix, content in content_by_suffix.items() if suffix in _MEDIA_SUFFIXES]
+    content = max(contents, key=lambda content: for_clips and content.is_video, default=None)
     try:
         json_value = json.loads(content_by_suffix[".json"].read()) if ".json" in content_by_suffix else {}
         caption_suffix = next((suffix for suffix in CAPTION_SUFFIXES if suffix in content_by_suffix), None)
@@ -366,8 +366,9 @@ def _read_prompt_lines(prompt_paths: Iterable[Path], dataset_path: Path) -> Iter
 
 def _make_media_item(location_and_row: LocatedRow, folder: Path, for_clips: bool) -> MediaItem:
     location, row = location_and_row
-    media_columns = (*_VIDEO_COLUMNS * for_clips, *_MEDIA_KEYS, *_PATH_KEYS)
-    media_column = next((name for name in media_columns if row.get(name) not in (None, "", [])), None)
+    columns = [name for name in (*_MEDIA_KEYS, *_PATH_KEYS) if row.get(name) not in (None, "", [])]
+    clip_files = [n for n in columns if isinstance(row[n], str) and row[n][-9:].lower().endswith(VIDEO_SUFFIXES)]
+    media_column = max(columns, key=lambda name: for_clips and name in (*_VIDEO_COLUMNS, *clip_files), default=None)
     if media_column is None:
         no_media_reason = f"it has no column {', '.join(_MEDIA_KEYS)} with an image or a video, but {', '.join(row)}"
         return replace(_make_item(row, location, None, None), missing_media_reason=no_media_reason)
@@ -388,8 +389,7 @@ def _make_item(json_object: Any, location: str, content: MediaContent | None, em
     if not isinstance(json_object, dict):
         return _make_error_item(location, 'it must be an object such as {"prompt": "..."}; name a file of rows itself')
     # The prompt is the first non-empty text of `PROMPT_KEYS`, or the first text if all are empty.
-    present_prompt_keys = [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]
-    if not present_prompt_keys:
+    if not (present_prompt_keys := [name for name in PROMPT_KEYS if isinstance(json_object.get(name), str)]):
         return _make_error_item(location, f"it has no text {', '.join(PROMPT_KEYS)}")
     prompt_key = next((name for name in present_prompt_keys if json_object[name].strip()), present_prompt_keys[0])
     metadata = {name: field_value for name, field_value in json_object.items() if name != prompt_key}

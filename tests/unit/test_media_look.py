@@ -31,13 +31,34 @@ def fake_source(**given) -> Encoders:
 
 
 @pytest.mark.parametrize("is_video", [False, True])
-def test_a_row_with_its_first_frame_and_its_clip_gives_a_video_model_the_clip(tmp_path, runs, is_video):
+@pytest.mark.parametrize(
+    ("layout", "columns"),
+    [
+        ("rows.jsonl", {"image": "1.png", "video": "1.mp4"}), ("rows.jsonl", {"image": "1.png", "video_path": "1.mp4"}),
+        ("metadata.jsonl", {"file_name": "1.mp4", "image": "1.png"}), ("1.tar", {}),
+    ],
+)  # fmt: skip
+def test_a_row_with_its_first_frame_and_its_clip_gives_a_video_model_the_clip(
+    tmp_path, runs, layout, columns, is_video
+):
     (tmp_path / "1.png").write_bytes(png(size=(16, 16)))
     write_clip(tmp_path / "1.mp4")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"image": "1.png", "video": "1.mp4", "prompt": "one"}) + "\n")
-    source = fake_source(is_video=is_video)
-    [item] = read_splits(make_stage(stage_path(runs), tmp_path / "rows.jsonl"), source)["train"].read_items()
-    assert item.content.is_video == is_video and item.metadata == {}
+    (tmp_path / layout).write_text(json.dumps({**columns, "prompt": "one"}) + "\n")
+    if layout == "1.tar":
+        tar_of(
+            tmp_path / layout, {name: (tmp_path / name).read_bytes() for name in ("1.png", "1.mp4")} | {"1.txt": b"one"}
+        )
+    source, path = fake_source(is_video=is_video), tmp_path if layout == "metadata.jsonl" else tmp_path / layout
+    [item] = read_splits(make_stage(stage_path(runs), path), source)["train"].read_items()
+    assert item.content.is_video == is_video
+
+
+def test_a_video_model_learns_the_clip_that_a_list_of_media_names_and_not_where_it_came_from(tmp_path, runs):
+    write_clip(tmp_path / "1.mp4")
+    row = {"file_name": "1.mp4", "video_path": "s3://raw/77.mp4", "prompt": "one"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(row) + "\n")
+    [item] = read_splits(make_stage(stage_path(runs), tmp_path), fake_source(is_video=True))["train"].read_items()
+    assert item.content.path == tmp_path / "1.mp4" and item.metadata == {"video_path": row["video_path"]}
 
 
 def test_a_look_refuses_what_preparing_would_refuse_and_says_how_many_rows_are_left(tmp_path, runs):
