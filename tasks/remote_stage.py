@@ -116,15 +116,18 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
             raise
 
 
-def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str) -> None:
-    """Raise ConfigError if the flow run of the pipeline itself occupies the only slot of the stage's pool or queue."""
+def require_second_slot(
+    prefect_client: SyncPrefectClient, stage: StageConfig, flow_run_id: str, key: str = "work_pool"
+) -> None:
+    """Raise ConfigError if this flow run itself occupies the only slot of the pool, or its queue, that `key` names."""
+    pool_setting, deployment_flow = getattr(stage, key), "stage" if key == "work_pool" else "reward-service"
     if not flow_run_id:
         return
     with suppress(ObjectNotFound):  # the server lost its database, or a deployment is missing: its start reports that
         parent = prefect_client.read_flow_run(UUID(flow_run_id))
         if not (pool := parent.work_pool_name):
             return
-        deployment = prefect_client.read_deployment_by_name(f"stage/{stage.work_pool}")
+        deployment = prefect_client.read_deployment_by_name(f"{deployment_flow}/{pool_setting}")
         if deployment.work_pool_name != pool:
             return
         limit, limited_text = prefect_client.read_work_pool(pool).concurrency_limit, f"pool {pool!r}"
@@ -135,8 +138,8 @@ def require_second_slot(prefect_client: SyncPrefectClient, stage: StageConfig, f
             limit_command = f"prefect work-queue set-concurrency-limit {queue.name} 2 --pool {pool}"
         if limit == 1:
             raise ConfigError(
-                f"stage {stage.name!r}: work_pool = {stage.work_pool!r}: {limited_text} runs one flow run at a time, "
-                f"which is the one that waits for the stage; leave work_pool out, or raise the limit: {limit_command}"
+                f"stage {stage.name!r}: {key} = {pool_setting!r}: {limited_text} runs one flow run at a time, "
+                f"which is the one that waits for it; leave {key} out, or raise the limit: {limit_command}"
             )
 
 

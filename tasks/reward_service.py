@@ -29,6 +29,7 @@ from cosmos_core.launch.managed_service import managed_reward_service
 from cosmos_core.launch.service_health import write_health
 from cosmos_core.launch.worker import sleep_unless_stopping
 from cosmos_core.run.directory import Run
+from tasks.remote_stage import require_second_slot
 
 _POLL_SECONDS = 1.0
 _SERVICE_LOAD_TIMEOUT_SECONDS = 1800.0
@@ -56,8 +57,9 @@ def reward_service(run: Run, stage: StageConfig) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def _run_remote_service(stage: StageConfig, stage_path: Path) -> Iterator[dict[str, str]]:
     block_name = f"run-{uuid.uuid4().hex}"
-    service_run_id, uncancelled_states = _start_service_run(stage, block_name), TERMINAL_STATES
     with get_client(sync_client=True) as prefect_client:
+        require_second_slot(prefect_client, stage, str(flow_run.id or ""), "reward_service_pool")
+        service_run_id, uncancelled_states = _start_service_run(stage, block_name), TERMINAL_STATES
         try:
             service_variables = _wait_for_service(prefect_client, stage, service_run_id, block_name)
             # The service has created its Prefect block; it ends when the block is deleted, and needs no cancellation.

@@ -15,7 +15,7 @@ from prefect.exceptions import ObjectNotFound
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.state import read_state
-from tasks import remote_stage
+from tasks import remote_stage, reward_service
 
 STAGE = StageConfig(name="first", kind="custom", entry="x:y", work_pool="gpu")
 
@@ -56,6 +56,25 @@ def test_a_stage_whose_pool_or_queue_has_one_slot_that_its_own_flow_run_takes_is
         error = pytest.raises(ConfigError, match=f"work_pool = 'gpu': {said}") if said else nullcontext()
         with error:
             remote_stage.require_second_slot(server, STAGE, str(uuid.uuid4()))
+
+
+def test_a_reward_service_that_waits_for_the_slot_of_its_own_stage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for half an hour while the stage held its GPUs, and was tried again."""
+    deployments = {"reward-service/gpu": SimpleNamespace(work_pool_name="gpu")}
+    server = SimpleNamespace(
+        read_deployment_by_name=deployments.__getitem__,
+        read_flow_run=lambda _: SimpleNamespace(work_pool_name="gpu", work_queue_id=None),
+        read_work_pool=lambda _: SimpleNamespace(concurrency_limit=1),
+    )
+    monkeypatch.setattr(reward_service, "get_client", lambda sync_client: nullcontext(server))
+    monkeypatch.setattr(reward_service, "_start_service_run", lambda *_: pytest.fail("it is begun"))
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(uuid.uuid4()))
+    served = STAGE.model_copy(update={"reward_service_pool": "gpu"})
+    said = r"reward_service_pool = 'gpu': pool 'gpu' runs one .*; leave reward_service_pool out, or .* gpu --limit 2$"
+    with pytest.raises(ConfigError, match=said), reward_service._run_remote_service(served, tmp_path):
+        pass
 
 
 def test_what_a_stage_waits_for_is_said_once_in_the_log_and_by_status(tmp_path: Path) -> None:
