@@ -122,7 +122,14 @@ def metrics(stage: Stage) -> list[dict[str, Any]]:
 
 def actors(tree: psutil.Process, name: str) -> list[psutil.Process]:
     """The processes of Ray that run an actor of this name."""
-    return [each for each in tree.children(recursive=True) if f"ray::{name}" in " ".join(each.cmdline())]
+    return [each for each in tree.children(recursive=True) if f"ray::{name}" in _title(each)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also one that has ended and was not waited for
+        return ""
 
 
 def kill(name: str) -> Callable[[psutil.Process], None]:

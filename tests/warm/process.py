@@ -55,12 +55,18 @@ class SpawnRequest:
     """A socket, if not -1, whose other end a process holds that ends with this one, and this one with it."""
 
 
-def serve(connection: socket.socket, listener: socket.socket | None = None) -> NoReturn:
+def serve(connection: socket.socket, listener: socket.socket) -> NoReturn:
     """Fork processes until the other side is gone: those that `connection` asks for as children of the caller, those of
     clients of `listener` as children of this process."""
+    seconds = None  # until the first child
     while True:
-        if listener is not None and listener in select.select([connection, listener], [], [])[0]:
+        readable, _, _ = select.select([connection, listener], [], [], seconds)
+        if listener in readable:
             _fork_child(listener)
+            seconds = 0.2
+        if seconds is not None:
+            _reap()
+        if connection not in readable:
             continue
         if not (head := _received(connection)):
             break
@@ -84,11 +90,14 @@ def serve(connection: socket.socket, listener: socket.socket | None = None) -> N
     os._exit(0)
 
 
-def _fork_child(listener: socket.socket) -> None:
-    """Fork what the next client asks for. The client has no answer where libraries would have read other variables."""
+def _reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def _fork_child(listener: socket.socket) -> None:
+    """Fork what the next client asks for. The client has no answer where libraries would have read other variables."""
     client, _ = listener.accept()
     with client, client.makefile("rb") as stream:
         length, descriptors = _received(client) or (0, [])

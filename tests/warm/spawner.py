@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -158,7 +159,6 @@ def install(meanwhile: Callable[[], None] | None = None) -> None:
     is_installed = isinstance(subprocess._fork_exec, Spawner)  # type: ignore[attr-defined]
     is_known = sys.platform == "linux" and sys.version_info[:2] in {(3, 11), (3, 12)}
     if is_known and not is_installed and _can_show():
-        os.environ[ADDRESS_VARIABLE] = f"cosmos-tests-{os.getpid()}"
         READ.update(os.environ)
         use(Spawner(partial(_start_fork_server, meanwhile)))
 
@@ -250,9 +250,7 @@ def _can_show() -> bool:
 def _start_fork_server(meanwhile: Callable[[], None] | None = None) -> ForkServer | None:
     """Start one that imports everything by itself."""
     ours, theirs = socket.socketpair()
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{os.environ[ADDRESS_VARIABLE]}")  # a name that is no file
-    listener.listen(64)
+    listener = _listen()
     environment = {k: v for k, v in READ.items() if not k.startswith("PREFECT")} | ENVIRONMENT
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the other one starts a thread
     sockets = [theirs.fileno(), listener.fileno()]
@@ -268,25 +266,34 @@ def _start_fork_server(meanwhile: Callable[[], None] | None = None) -> ForkServe
     return ForkServer(ours) if ours.recv(5) == b"ready" else None
 
 
+def _listen() -> socket.socket:
+    """Return a socket at which a fork server waits for workers of Ray; what this process starts is told its name."""
+    name = f"cosmos-tests-{os.getpid()}-{time.monotonic_ns()}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name}")  # a name that is no file
+    listener.listen(64)
+    os.environ[ADDRESS_VARIABLE] = name
+    return listener
+
+
 def split_fork_server() -> ForkServer | None:
     """Fork one off this process, which has run nothing yet. It ends with this process, and nobody takes it for what
     this process started: its command line and environment are empty."""
     ours, theirs = socket.socketpair()
-    me = os.getpid()
+    listener, me = _listen(), os.getpid()
     if os.fork():
         theirs.close()
+        listener.close()
         return ForkServer(ours)
     kill_with_parent(me)
     ours.close()
-    connection = os.dup(theirs.fileno())
-    theirs.close()
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number < 3:
             os.dup2(nothing, number)
-        elif number != connection:
+        elif number not in {theirs.fileno(), listener.fileno()}:
             with suppress(OSError):
                 os.close(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show(["fork server"], {})
-    serve(socket.socket(fileno=connection))
+    serve(theirs, listener)
