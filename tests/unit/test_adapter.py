@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cosmos_core.config.schema.lora import LoraConfig
+from cosmos_core.config.schema.table import StageContext
 from cosmos_core.errors import ConfigError, ModelError
 from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.lora import add_adapter, save_adapter
+from tasks.kinds import all_kinds
 from tests import tiny_pipelines
+from tests.effects.change import recipe
 from tests.unit.test_diffusion_models import opened
 from tests.unit.test_lora import EVERY, TAKING, disturb, logits, ours, theirs
 from tests.unit.tiny_families import FAMILIES
@@ -83,6 +86,10 @@ def test_an_adapter_of_a_diffusion_model_that_cosmos_rl_exported_is_gone_on_with
     add_adapter(found, LoraConfig(lora_path=str(tmp_path)), family.lora_targets)
     again = peft.get_peft_model_state_dict(found)
     assert again.keys() == tensors.keys() and all(torch.equal(again[key], tensors[key]) for key in tensors)
+    config = recipe(
+        {"policy.is_diffusers": True, "policy.lora.lora_path": str(tmp_path), "train.train_policy.type": "sft"}
+    )
+    assert [*config.policy.unsupported_setting_errors(StageContext(config, all_kinds()["sft"]))] == []
 
 
 def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:

@@ -312,7 +312,6 @@ def test_check_refuses_ranks_that_cannot_share_a_clip(
         ({"policy.enable_liger_kernel": True}, "Liger has no kernels for diffusion models"),
         ({"policy.lora.modules_to_save": ["proj_out"]}, "diffusers loads adapters alone"),
         ({"policy.lora.init_lora_weights": "pissa"}, "moves a part of the base weights"),
-        ({"policy.lora.lora_path": "here"}, "this version begins diffusion adapters anew"),
         ({"policy.is_diffusers": False, "train.train_policy.trainer_type": "diffusion_sft"}, "set it to true"),
         ({"train.train_policy.trainer_type": "dpo"}, "trainer_type = 'dpo' does not train such models; give one"),
         ({"policy.model_safetensor_path": "here"}, "policy.model_safetensor_path"),

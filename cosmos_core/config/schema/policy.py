@@ -117,8 +117,6 @@ class PolicyConfig(Table):
             yield f"{key} = true is for language models; leave it out with policy.is_diffusers = true"
         if stage.kind.trains_model and stage.recipe.train.fp8.enable_fp8:
             yield "train.fp8.enable_fp8 = true: this version trains diffusion models without fp8; leave it out"
-        if self.lora and self.lora.lora_path:
-            yield "policy.lora.lora_path: this version begins diffusion adapters anew; leave it out"
         if self.lora and str(self.lora.init_lora_weights).startswith(("pissa", "olora")):
             yield (
                 f"policy.lora.init_lora_weights = {self.lora.init_lora_weights!r} moves a part of the base weights, "
