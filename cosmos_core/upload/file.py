@@ -130,7 +130,8 @@ class FileTarget:
             temporary_link.unlink(missing_ok=True)
             temporary_link.symlink_to(version)
             os.replace(temporary_link, self.folder / "latest")
-            write_json(self.folder / HISTORY_FILE, new_history)
+            if history is None:
+                write_json(self.folder / HISTORY_FILE, new_history)
             sync_folder(self.folder)
         finally:
             os.close(folder_fd)
