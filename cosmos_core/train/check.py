@@ -109,7 +109,8 @@ def run(stage: Stage) -> Outcome:
         report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
             rollout, refused_keys = stage.recipe.rollout, find_refused_generation_settings(stage.model, revision)
-            if refused_keys and rollout.checks_generation_config and find_spec(rollout.backend):
+            is_external_model = referenced_stage(stage.config.model) is None  # exports leave out what vLLM refuses
+            if refused_keys and is_external_model and rollout.checks_generation_config and find_spec(rollout.backend):
                 refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
                 raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,7 @@ def test_what_vllm_refuses_of_a_generation_config_is_told_wherever_it_generates(
     asked = recipe(SFT if kind == "sft" else GRPO)
     held_out = asked.validation.copy_with(enable=True, reward_function={"exact_match": 1.0} if kind == "sft" else {})
     asked = asked.copy_with(rollout=asked.rollout.copy_with(backend="vllm"), validation=held_out)
-    assert "vLLM refuses to load num_return_sequences" in line(
-        lambda: check.run(make_stage(tmp_path / "stage", kind, asked, folder))
-    )
+    stage = make_stage(tmp_path / "stage", kind, asked, folder)
+    assert "vLLM refuses to load num_return_sequences" in line(lambda: check.run(stage))
+    following = replace(stage, config=stage.config.copy_with(model="stage:first"))
+    assert check.run(following).info["found"], "the export of the stage before it has no such setting"
