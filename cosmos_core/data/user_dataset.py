@@ -92,8 +92,9 @@ class UserDatasetLoader:
         if not hasattr(user_object, "setup"):
             return
         parameters = list(inspect.signature(user_object.setup).parameters.values())[1:]
-        positional_parameters = (each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD))
-        needs_tokenizer = any(each.name == "tokenizer" or each.default is each.empty for each in positional_parameters)
+        named_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}  # without *args
+        named_parameters = (each for each in parameters if each.kind in named_kinds)
+        needs_tokenizer = any(each.name == "tokenizer" or each.default is each.empty for each in named_parameters)
         user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + needs_tokenizer])
 
 

@@ -59,7 +59,7 @@ class Sized(Talks):
 class Chosen(Talks):
     """As the examples of Cosmos-RL choose a split; a second parameter with a default is the user's own."""
 
-    def setup(self, config, part=None, **others):
+    def setup(self, config, part=None, *rest, **others):
         assert isinstance(config.train.train_policy.dataset.split, list) and part is None, (config, part)
         self.split = config.train.train_policy.dataset.split[0]
         assert config.validation.dataset.split == ["train"] == [self.split], config
