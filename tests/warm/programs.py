@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -136,6 +137,13 @@ def import_all() -> None:
         found = {name for name in ours - aside if not aside.isdisjoint(_homes(sys.modules[name]))}
     for name in aside:
         deferred[name] = sys.modules.pop(name)
+    for logger in (
+        logging.root,
+        *logging.Logger.manager.loggerDict.values(),
+    ):  # a program that imports Prefect gets them
+        for handler in getattr(logger, "handlers", [])[:]:
+            if type(handler).__module__.startswith("prefect."):
+                logger.removeHandler(handler)  # type: ignore[union-attr]
     sys.meta_path.insert(0, _DeferredImports())
 
 
