@@ -8,6 +8,7 @@ spawned, without torch, each in its own process group, with an environment witho
 import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -160,7 +161,7 @@ def _make_tool_schemas(tool_paths: Sequence[str]) -> list[dict[str, Any]]:
 
 def _encode_object(value: object) -> str:
     """Return the text of an object that a tool returned; raise TypeError if it is an address, as of an image."""
-    if (text := str(value)).startswith("<") and " at 0x" in text:
+    if re.fullmatch("<.* at 0x[0-9a-fA-F]+>+", text := str(value), re.DOTALL):
         raise TypeError(f"it returned an object of type {type(value).__name__}, which is neither text nor JSON")
     return text
 

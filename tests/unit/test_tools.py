@@ -62,6 +62,8 @@ def act(how: str) -> str:
     if how == "image":
         from PIL import Image
         return [Image.new("RGB", (2, 2))]
+    if how == "markup":
+        return type("Tag", (), {"__str__": lambda _: "<p>a fault at 0x0</p>"})()
     return os.environ.get(how, "not there")
 
 def plain(a: int) -> int:
@@ -151,7 +153,7 @@ def test_tools_are_called_beside_each_other_and_answer_in_order(runner: ToolRunn
 
 
 def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> None:
-    ways = ["raise", "exit", "sys.exit", "kill", "image"]
+    ways = ["raise", "exit", "sys.exit", "kill", "image", "markup"]
     calls = [ToolCall("act", {"how": how}) for how in ways]
     calls += [
         ToolCall("nobody"),
@@ -160,15 +162,16 @@ def test_what_goes_wrong_is_the_text_of_its_call_alone(runner: ToolRunner) -> No
         ToolCall("add", {"a": 1, "b": 1}),
     ]
     texts = [result.text for result in runner.run_tool_calls(calls)]
-    assert texts[:5] == [
+    assert texts[:6] == [
         "Error: KeyError: 'no such\\nthing'",
         "Error: its process exited with code 3",
         "Error: SystemExit: enough",
         "Error: its process was killed by signal 9",
         "Error: TypeError: it returned an object of type Image, which is neither text nor JSON",
+        '"<p>a fault at 0x0</p>"',
     ]
-    assert texts[5:7] == ["Error: there is no tool 'nobody'; there are: add, later, act", "Error: no JSON"]
-    assert "missing 1 required positional argument: 'b'" in texts[7] and texts[8] == "2"
+    assert texts[6:8] == ["Error: there is no tool 'nobody'; there are: add, later, act", "Error: no JSON"]
+    assert "missing 1 required positional argument: 'b'" in texts[8] and texts[9] == "2"
 
 
 def test_a_call_that_hangs_is_ended(file: Path) -> None:
