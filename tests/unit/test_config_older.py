@@ -70,7 +70,10 @@ def test_a_system_prompt_beside_annotations_is_that_of_their_rows(tmp_path: Path
     policy = pipeline.recipes["sft"].train.train_policy
     assert isinstance(policy, SftConfig) and policy.system_prompt == prompt
     told = "custom.dataset.system_prompt is today's train.train_policy.system_prompt"
-    assert (told in pipeline.notices) == bool(prompt) != ("system_prompt" in pipeline.recipes["sft"].custom["dataset"])
+    assert (told in pipeline.notices) == bool(prompt)
+    assert pipeline.recipes["sft"].custom["dataset"]["system_prompt"] == "Be brief.", (
+        "for packers and rewards of the user"
+    )
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,9 @@ def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) ->
         for old_key, new_key in _KEY_TRANSLATIONS["moved_in_dpo"].items():
             _rename_key(recipe_tables, old_key, new_key, notices)
     annotation_table, _ = _find_parent_table(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS)
-    if annotation_table.get("annotation_path") and annotation_table.get("system_prompt"):
+    if annotation_table.get("annotation_path") and (system_prompt := annotation_table.get("system_prompt")):
         _rename_key(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS, f"{_TRAIN_POLICY_KEY}.system_prompt", notices)
+        annotation_table["system_prompt"] = system_prompt  # packers and rewards of the user may read it in `custom`
     if infer_training_type(policy_table) == "grpo":
         _remove_ineffective_keys(recipe_tables, _INEFFECTIVE_GRPO_KEYS, notices)
     return recipe_tables
