@@ -169,13 +169,16 @@ def test_weights_of_a_variant_alone_are_refused(tmp_path: Path) -> None:
     assert PipelineFolder(str(tmp_path)).components == ("vae",)
 
 
-@pytest.mark.parametrize(("name", "part"), [("sd3", "transformer"), ("sd3", "vae"), ("cosmos_predict", "transformer")])
+@pytest.mark.parametrize(
+    ("name", "part"), [("sd3", "transformer"), ("sd3", "vae"), ("cosmos_predict", "transformer"), ("sd3", "scheduler")]
+)
 def test_a_component_without_its_configuration_is_refused(tmp_path: Path, name: str, part: str) -> None:
     """As Cosmos-RL exports the transformer of a pipeline."""
     family = opened(tiny_pipelines.save(name, tmp_path))
-    (tmp_path / part / "config.json").unlink()
-    with pytest.raises(ModelError, match=f"'{part}' has no configuration; copy its config.json from the model"):
-        family.latent_shape(32, 32)
+    file_name = "scheduler_config.json" if part == "scheduler" else "config.json"
+    (tmp_path / part / file_name).unlink()
+    with pytest.raises(ModelError, match=f"'{part}' has no configuration; copy its {file_name} from the model"):
+        assert family.latent_shape(32, 32) and family.schedule
 
 
 def test_a_scheduler_that_is_no_flow_is_refused(tmp_path: Path) -> None:
