@@ -111,9 +111,11 @@ def load_stage(path: Path) -> Stage:
     try:
         stage_table = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
         for name, result in stage_table.get("inputs", {}).items():
-            old_folder, new_folder = f"{result['path']}/", path.parent / name
-            for key in ("model", "data"):  # the run may have been moved or copied since
-                if stage_table.get(key, "").startswith(old_folder) and new_folder.is_dir():
+            if not (new_folder := path.parent / name).is_dir():  # the run may have been moved or copied since
+                continue
+            old_folder, result["path"] = f"{result['path']}/", str(new_folder)
+            for key in ("model", "data"):
+                if stage_table.get(key, "").startswith(old_folder):
                     stage_table[key] = str(new_folder / stage_table[key].removeprefix(old_folder))
         return Stage(
             path=path,

@@ -151,6 +151,20 @@ def test_a_training_of_a_run_that_was_moved_has_the_model_and_the_rows_of_the_ru
     assert _find_prepared_rows(exported) == new / "rows/data"
 
 
+def test_formats_of_a_merge_in_a_run_that_was_moved_are_compared_on_the_rows_of_the_run(tmp_path: Path) -> None:
+    result = {"kind": "sft", "digest": "d", "fingerprint": "f", "metrics": {}, "info": {"model": "m"}, "inputs": {}}
+    old, new = (tmp_path / name / "stages" for name in ("old", "new"))
+    results = {name: {**result, "path": str(old / name)} for name in ("rows", "first", "sft")}
+    for name, kind, source in (("first", "sft", "rows"), ("sft", "merge", "first")):
+        stage = stage_of(old / name, recipe(STEPS), kind=kind, model=tmp_path / "model", data=old / "rows/data")
+        stage.inputs, stage.data = {source: results[source]}, stage.data if kind == "sft" else None
+        stage.save()
+    (old / "rows/data").mkdir(parents=True)
+    (tmp_path / "old").rename(tmp_path / "new")
+    merged = exporting(new / "export", {**results["sft"], "path": str(new / "sft")}, "")
+    assert _find_prepared_rows(merged) == new / "rows/data"
+
+
 def test_what_is_not_there_is_said(inputs: Path, tmp_path: Path) -> None:
     upstream = trained(tmp_path / "run/stages/sft", inputs, **{"train.ckpt.max_keep": 2})
     with pytest.raises(ModelError) as caught:
