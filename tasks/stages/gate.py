@@ -40,7 +40,8 @@ def run(stage: Stage) -> Outcome:
     """
     conditions = list(map(parse_condition, stage.config.require))
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
-    latest_record = _read_published_record(stage, metrics) if stage.config.target else None
+    needs_record = stage.config.target and any(each.needs_published_model for each in conditions)
+    latest_record = _read_published_record(stage, metrics) if needs_record else None
     # Forward the metrics of a stage that is compared by name too, since another stage may report the same metrics.
     for name in {each.metric.partition(".")[0] for each in conditions if each.needs_published_model} & {*stage.inputs}:
         metrics |= {f"{name}.{key}": value for key, value in stage.inputs[name]["metrics"].items()}
@@ -96,7 +97,7 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
 def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCondition) -> dict[str, Any]:
     """Return the record of the published model with the metrics of the stage that a condition `STAGE.METRIC` names, not
     those of other stages; unchanged if the record has none of that stage."""
-    metrics, prefix = published_record["metrics"], f"{condition.metric.partition('.')[0]}."
+    metrics, prefix = published_record.get("metrics", {}), f"{condition.metric.partition('.')[0]}."
     stage_metrics = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     return published_record | {"metrics": metrics | stage_metrics}
 

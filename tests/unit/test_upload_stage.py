@@ -188,3 +188,19 @@ def test_a_gate_compares_the_stage_that_it_names_with_what_the_same_stage_measur
     with pytest.raises(GateFailed, match=r"= 0\.35, bound 0\.4"):
         judge("third", 0.35, 0.9)
     assert judge("second", 0.4, 0.1)[f"mine.{name}"] == 0.4, "a resumed run is not compared with itself"
+
+
+def test_a_gate_that_compares_with_numbers_reads_no_published_record(tmp_path: Path) -> None:
+    stage = gate_stage(tmp_path, ("accuracy >= 0.6",), {"accuracy": 0.9})
+    (Path(stage.config.target) / "v1/published.json").write_text("damaged")
+    assert gate.run(stage).metrics["accuracy"] == 0.7, "the next upload repairs the record"
+
+
+def test_a_users_target_that_records_no_metrics_is_told_what_a_gate_misses(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text(
+        "class Bare:\n    def __init__(self, _): ...\n    def published(self): return {'version': 'v1'}\n"
+    )
+    stage = gate_stage(tmp_path, ("accuracy >= published",))
+    stage.config = stage.config.model_copy(update={"target": f"{tmp_path}/bare.py:Bare"})
+    with pytest.raises(ConfigError, match="what is published has no 'accuracy'; compare with a number"):
+        gate.run(stage)
