@@ -233,6 +233,7 @@ def _make_call(
         source_stage = _find_merge_source(flow.run.pipeline, predecessors)
         settings["model"] = source_stage.model
         recipe_tables = flow.run.pipeline.recipes[source_stage.name].model_dump(mode="json", exclude_none=True)
+        recipe_tables.pop(kind.table if source_stage.kind == kind.name else "", None)  # weights of another merge
         predecessors += filter(None, [referenced_stage(settings["model"])])
     if isinstance(recipe, Mapping):
         recipe_tables = dict(recipe)

@@ -10,6 +10,7 @@ from cosmos_core.config.inputs import referenced_stage
 
 if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
+    from cosmos_core.config.schema.pipeline import StageConfig
 
 
 def with_inherited_settings(pipeline: Pipeline) -> Pipeline:
@@ -23,7 +24,7 @@ def _inherit_model_settings(pipeline: Pipeline) -> Pipeline:
     recipes = dict(pipeline.recipes)
     for stage in pipeline.stages:
         stage_kind, recipe, source_stage = pipeline.stage_kind(stage), recipes[stage.name], stage
-        exported_stage_name = referenced_stage(pipeline.initial_model(stage))
+        exported_stage_name = _find_source_stage(pipeline, stage)
         is_export_stage = stage_kind.makes == "model" and not stage_kind.trains_model
         if is_export_stage and exported_stage_name and "param_dtype" not in recipe.train.model_fields_set:
             exported_param_dtype = recipes[exported_stage_name].train.param_dtype
@@ -43,13 +44,19 @@ def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
     model descends, because the export of that stage has the template; None if no recipe of them sets it."""
     templates: dict[str, str | None] = {}
     for stage in pipeline.stages:
-        # A merged model has the templates of the first of its models, not those of `model`.
-        is_merge = "after" in pipeline.stage_kind(stage).required_keys
-        model = pipeline.initial_model(stage.model_copy(update={"model": ""}) if is_merge else stage)
         own_template = pipeline.recipes[stage.name].policy.chat_template
-        inherited_template = templates.get(referenced_stage(model) or "")
+        inherited_template = templates.get(_find_source_stage(pipeline, stage))
         templates[stage.name] = inherited_template if own_template is None else own_template
     return templates
+
+
+def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
+    """Return the name of the stage whose model has the tokenizer and dtype of that of `stage`: for a merge, that of
+    the first merged model, which the base model is not. Empty: no stage."""
+    if "after" in pipeline.stage_kind(stage).required_keys:
+        merged_names = tuple(name for name in stage.after if name != referenced_stage(stage.model))
+        stage = stage.model_copy(update={"model": "", "after": merged_names})
+    return referenced_stage(pipeline.initial_model(stage)) or ""
 
 
 def _inherit_chat_templates(pipeline: Pipeline) -> Pipeline:
