@@ -36,7 +36,7 @@ def is_user_code(name: str) -> bool:
     return _USER_CODE_PATTERN.fullmatch(name) is not None
 
 
-_USER_CODE_PATTERN = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_USER_CODE_PATTERN = re.compile(r"(?!stage:)(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def import_object(import_path: str) -> Any:

@@ -195,7 +195,8 @@ def _referenced_output_errors(pipeline: Pipeline, stage: StageConfig) -> Iterato
     does not save, and for a merge of fewer than two models or with a wrong number of weights."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     for key, reference in stage_references(stage, recipe, stage_kind):
-        name, output_type = referenced_stage(reference), "model" if key in MODEL_REFERENCE_KEYS else "data"
+        name = referenced_stage(reference)
+        output_type = "model" if key in MODEL_REFERENCE_KEYS else "data" if key == "data" else "rows"
         if name is not None and not key.endswith("pass_rates") and not _may_produce_output(pipeline, name, output_type):
             source_kind = pipeline.stage(name).kind
             yield f"{key} = {reference!r}: a stage of kind {source_kind!r} makes no {output_type}; name another stage"
@@ -251,11 +252,12 @@ def _unsupported_setting_errors(pipeline: Pipeline, stage: StageConfig) -> Itera
 
 
 def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -> bool:
-    """Return True if a stage may make an output of type `model` or `data`; a user's program may make both."""
+    """Return True if a stage may make an output of type `model`, `data` or `rows` (data that is not prepared); a
+    user's program may make all of them."""
     kind = pipeline.stage_kind(pipeline.stage(stage_name))
     if output_type == "model":
         return kind.makes in {"model", "publication"} or not kind.entry
-    return kind.makes == "data" or not kind.entry or (kind.completes_prompts and not kind.trains_model)
+    return kind.makes == output_type or not kind.entry or (kind.completes_prompts and not kind.trains_model)
 
 
 def unique_notices(pipeline: Pipeline) -> list[str]:

@@ -315,20 +315,21 @@ def _sample_source(recipe: Recipe) -> str:
 def _check_stages(pipeline: Pipeline) -> None:
     stage_kinds = pipeline.stage_kinds
     stage_names = [stage.name for stage in pipeline.stages]
-    stages_of_known_kind = [stage for stage in pipeline.stages if stage.kind in stage_kinds]
-    training_names = [stage.name for stage in stages_of_known_kind if stage_kinds[stage.kind].trains_model]
-    export_names = [stage.name for stage in stages_of_known_kind if stage_kinds[stage.kind].reads_key("export.formats")]
+    for stage in pipeline.stages:
+        if stage.kind not in stage_kinds:
+            suggestion = suggest_names(stage.kind, list(stage_kinds))
+            raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: unknown kind {stage.kind!r}{suggestion}")
+    training_names = [stage.name for stage in pipeline.stages if stage_kinds[stage.kind].trains_model]
+    export_names = [stage.name for stage in pipeline.stages if stage_kinds[stage.kind].reads_key("export.formats")]
     for stage in pipeline.stages:
         location = f"{pipeline.source_path}: stage {stage.name!r}"
         if stage_names.count(stage.name) > 1:
             raise ConfigError(f"{location}: the name is used twice; stage names are unique")
-        if stage.kind not in stage_kinds:
-            raise ConfigError(f"{location}: unknown kind {stage.kind!r}{suggest_names(stage.kind, list(stage_kinds))}")
         _check_stage_kind(location, stage, pipeline.recipes[stage.name], stage_kinds)
         model_stage_name = referenced_stage(stage.model)
         if stage.checkpoint and model_stage_name not in training_names:
             raise ConfigError(f'{location}: checkpoint = {stage.checkpoint!r} needs model = "stage:NAME" of a training')
-        choices = [each for each in stages_of_known_kind if stage_kinds[each.kind].selects_branch]
+        choices = [each for each in pipeline.stages if stage_kinds[each.kind].selects_branch]
         choices = [each for each in choices if stage.format and each.name == model_stage_name]
         export_name = referenced_stage(pipeline.initial_model(choices[0])) if choices else model_stage_name
         export_formats = pipeline.recipes[export_name].export.formats if export_name in export_names else ()

@@ -338,8 +338,7 @@ def _code_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> I
                 yield StageInput(f"custom.{name}.{custom_key}", "rewards", str(path), "folder")
     if stage_kind.reads_data == "source":
         dataset_names = [source.dataset.name for source in train_policy.tables_by_dataset.values()]
-        dataset_names = [n for n in (*dataset_names, recipe.validation.dataset.name) if referenced_stage(n) is None]
-        dataset_class_paths = filter(is_user_code, dataset_names)
+        dataset_class_paths = [name for name in (*dataset_names, recipe.validation.dataset.name) if is_user_code(name)]
         for name in (*dataset_class_paths, *filter(None, (train_policy.data_packer,))):
             yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data_code", name, "code")
 
