@@ -57,37 +57,43 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
 
 
 def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
-    """Return the names of the gates that judge the model of one of the stages: by its metrics, or by those of a stage
-    that measures the model."""
-    measurements = {
-        stage.name
-        for stage in pipeline.stages
-        if pipeline.stage_kind(stage).makes == "metrics" and referenced_stage(stage.model) in model_stage_names
-    }
-    judged_names = model_stage_names | measurements
-    return [stage.name for stage in pipeline.stages if stage.require and not judged_names.isdisjoint(stage.after)]
+    """Return the names of the gates that judge the model of one of the stages: by its metrics, by those of a stage that
+    measures the model, which may be a user's program, or by those that another of these gates passes on."""
+    judged_names, gate_names = set(model_stage_names), list[str]()
+    for stage in pipeline.stages:
+        may_measure, model_name = pipeline.stage_kind(stage).makes in {"", "metrics"}, referenced_stage(stage.model)
+        if stage.require and not judged_names.isdisjoint(stage.after):
+            gate_names.append(stage.name)
+        if stage.name in gate_names or (may_measure and model_name in model_stage_names):
+            judged_names.add(stage.name)
+    return gate_names
 
 
 def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, str, bool]]:
-    """Yield each stage whose model may be published, the training whose recipe requests it, and whether no training and
-    no merge follows. The stage is the training itself or, for a training in a sweep, the stage that selects the best
-    branch; a merge is published as requested by the last training before it."""
+    """Yield each stage whose model may be published, the training whose recipe requests it, and whether no training, no
+    merge and no choice follows. The stage is a training, a merge or a choice, but no branch of a choice; merges and
+    choices are published as requested by the last training of their models."""
     trainings = {stage.name for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model}
-    makers = trainings | {stage.name for stage in pipeline.stages if _is_merge(pipeline, stage)}
+    makers = trainings | {each.name for each in pipeline.stages if _is_merge(pipeline, each)}
+    makers |= {each.name for each in pipeline.stages if _find_chosen_stage(pipeline, each)}
     training_by_stage: dict[str, str] = {}
     for stage in pipeline.stages:
-        training_names = [training_by_stage[name] for name in stage.after if name in training_by_stage]
+        base_name = referenced_stage(stage.model) if _is_merge(pipeline, stage) else None
+        source_names = _find_chosen_stage(pipeline, stage) or [name for name in stage.after if name != base_name]
+        training_names = [training_by_stage[name] for name in source_names if name in training_by_stage]
         training_names = [stage.name] if stage.name in trainings else training_names
         if training_names:
             training_by_stage[stage.name] = training_names[-1]
-        if stage.sweep is not None and stage.sweep.branches:
-            training_names = [name for name in stage.sweep.branches[0].stages if name in trainings]
-        elif stage.name not in makers:
-            continue
-        if training_names and pipeline.find_branch_selector(stage.name) is None:
+        if training_names and stage.name in makers and pipeline.find_branch_selector(stage.name) is None:
             later_stages = pipeline.stage_and_dependents(stage.name) - {stage.name}
             yield stage, training_names[-1], later_stages.isdisjoint(makers)
 
 
 def _is_merge(pipeline: Pipeline, stage: StageConfig) -> bool:
     return "after" in pipeline.stage_kind(stage).required_keys
+
+
+def _find_chosen_stage(pipeline: Pipeline, stage: StageConfig) -> list[str]:
+    """Return the stage that makes the model of the first branch of a choice; empty if `stage` chooses no model."""
+    name = referenced_stage(pipeline.initial_model(stage)) if pipeline.stage_kind(stage).selects_branch else None
+    return [name] if name and pipeline.stage_kind(pipeline.stage(name)).makes == "model" else []

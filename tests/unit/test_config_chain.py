@@ -60,6 +60,23 @@ def test_what_follows_a_merge_or_a_choice_has_tokenizer_and_precision_of_the_mod
     assert models <= {"org/base", "stage:joined"}, "no other model is looked up on the Hub"
 
 
+def test_what_follows_a_merge_with_a_base_model_is_like_the_models_that_are_merged(tmp_path: Path) -> None:
+    more = [
+        f'name = "{name}"\nkind = "sft"\nafter = "a"\nmodel = "stage:a"\nrecipe = "sft.toml"\n'
+        'overrides.train.param_dtype = "float16"\noverrides.policy.chat_template = "chatml"\n'
+        f'overrides.train.train_policy.dataset.name = "{name}/rows"'
+        for name in "cd"
+    ]
+    for base in ("stage:a", "org/base"):
+        joined = f'name = "joined"\nkind = "merge"\nafter = ["a", "c", "d"]\nmodel = "{base}"'
+        pipeline = chain(tmp_path, *more, joined, *AFTER)
+        expected = ("float16", "chatml") if base == "stage:a" else ("float32", None)
+        found = pipeline.recipes["export"].train.param_dtype, pipeline.recipes["dpo-data"].policy.chat_template
+        assert found == expected, "those of the first model that is merged"
+        origin = find_model_origin(pipeline, pipeline.stage("export"))
+        assert origin == {"base_model": "org/base", "data": ["org/rows", "c/rows", "d/rows"]}
+
+
 @pytest.mark.parametrize("joined", [*JOINED.values(), JOINED["merge"] + '\nmodel = "org/base"'])
 def test_rows_are_rendered_by_the_template_of_the_model_that_learns_them(tmp_path: Path, joined: str) -> None:
     measured = 'name = "measured"\nkind = "validate"\nrecipe = "dpo.toml"\nafter = "dpo"\nmodel = "stage:dpo"'
@@ -98,9 +115,10 @@ def test_a_check_looks_at_the_base_model_with_the_template_that_its_export_will_
     assert list(check.check_stages_in_worker(pipeline)) and templates["measured"] == "chatml"
 
 
-def test_a_flow_merges_a_model_with_the_one_that_it_started_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["", '\nmodel = "org/base"'])
+def test_a_flow_merges_a_model_with_the_one_that_it_started_from(tmp_path: Path, base: str) -> None:
     more = 'name = "more"\nkind = "sft"\nrecipe = "dpo.toml"\nafter = "a"\nmodel = "stage:a"'
-    first = f'{JOINED["merge"]}\noverrides.merge = {{ method = "ties", weights = [0.9, 0.2], density = 0.1 }}'
+    first = f'{JOINED["merge"]}{base}\noverrides.merge = {{ method = "ties", weights = [0.9, 0.2], density = 0.1 }}'
     run = Run(tmp_path / "run", chain(tmp_path, more, first))
     flow = PythonFlowState("flow", "id", "run", f"{tmp_path}/flow.py:flow", {}, [], run=run)
     for names in (["more", "a", "b"], ["joined", "more"]):
@@ -138,14 +156,40 @@ def test_the_hub_gets_no_choice_that_a_later_training_continues(tmp_path: Path, 
     assert uploads(pipeline, "s3") >= {"stage:joined", "stage:dpo"}
 
 
+def test_the_hub_gets_a_merge_as_the_merged_models_ask_and_not_as_its_base_does(tmp_path: Path) -> None:
+    asked = 'overrides.train.ckpt = { upload_hf = true, hf_repo_name = "org/published" }'
+    more = [f'name = "{n}"\nkind = "sft"\nrecipe = "sft.toml"\nafter = "a"\nmodel = "stage:a"\n{asked}' for n in "cd"]
+    joined = 'name = "joined"\nkind = "merge"\nafter = ["c", "d"]\nmodel = "stage:a"'
+    assert uploads(chain(tmp_path, *more, joined), "hub") == {"stage:joined"}
+
+
+@pytest.mark.parametrize("kind", ["export", "merge"])
+def test_the_hub_gets_the_choice_of_merges_or_exports_and_not_what_was_chosen_from(tmp_path: Path, kind: str) -> None:
+    made = [f'name = "{n}{n}"\nkind = "export"\nafter = "{n}"\nmodel = "stage:{n}"' for n in "ab"]
+    if kind == "merge":
+        made = [f'name = "{n}{n}"\nkind = "merge"\nafter = ["a", "b"]\noverrides.train.seed = 1' for n in "ab"]
+    choice = JOINED["select"].replace('["a", "b"]', '["aa", "bb"]')
+    pipeline = chain(tmp_path, *made, choice, sft=UPLOADED)
+    assert uploads(pipeline, "hub") == {"stage:joined"}
+    measured = JOINED["select"].replace('["a", "b"]', '["va", "vb"]')
+    validated = [f'name = "v{n}"\nkind = "validate"\nafter = "{n}"\nmodel = "stage:{n}"' for n in "ab"]
+    # A choice of measurements has no model.
+    assert uploads(chain(tmp_path, *validated, measured, sft=UPLOADED), "hub") == {"stage:a", "stage:b"}
+
+
+@pytest.mark.parametrize("is_program", [True, False])
 @pytest.mark.parametrize("measured", ["a", "export"])
-def test_a_model_that_a_gate_refuses_is_not_published_as_its_recipe_asks(tmp_path: Path, measured: str) -> None:
+def test_a_model_that_a_gate_refuses_is_not_published_as_its_recipe_asks(
+    tmp_path: Path, measured: str, is_program: bool
+) -> None:
     export = 'name = "export"\nkind = "export"\nafter = "a"\nmodel = "stage:a"'
-    measure = f'name = "measure"\nkind = "validate"\nafter = "{measured}"\nmodel = "stage:{measured}"'
+    program = 'kind = "custom"\nentry = "mine.py:measure"' if is_program else 'kind = "validate"'
+    measure = f'name = "measure"\n{program}\nafter = "{measured}"\nmodel = "stage:{measured}"'
     gate = 'name = "gate"\nkind = "gate"\nafter = "measure"\nrequire = "validation/loss < 1"'
+    second = 'name = "second"\nkind = "gate"\nafter = "gate"\nrequire = "validation/loss < 0.5"'
     later = 'name = "later"\nkind = "sft"\nrecipe = "sft.toml"\nafter = "a"\nmodel = "stage:a"'
-    pipeline = chain(tmp_path, export, measure, gate, later, sft=UPLOADED)
-    assert set(pipeline.stage("export-s3").after) == {"export", "a", "gate"}
+    pipeline = chain(tmp_path, export, measure, gate, second, later, sft=UPLOADED)
+    assert set(pipeline.stage("export-s3").after) == {"export", "a", "gate", "second"}
     assert pipeline.stage("later-hub").after == ("later",), "the gate judges another model"
 
 
@@ -182,6 +226,21 @@ def test_a_mixture_names_stages_of_the_pipeline_that_make_rows(tmp_path: Path) -
     mixed = f'name = "more"\nkind = "sft"\noverrides.train.train_policy = {MIXED}'
     with pytest.raises(ConfigError, match=r"datasets.1.name = 'stage:sample' is no stage of this pipeline"):
         load(tmp_path, stages(mixed))
-    made = 'name = "sample"\nkind = "rl"'
-    with pytest.raises(ConfigError, match=r"datasets.1.name = 'stage:sample': a stage of kind 'rl' makes no data"):
-        check_capabilities(load(tmp_path, stages(made, mixed)))
+    for kind in ("rl", "prepare"):
+        made = f'name = "sample"\nkind = "{kind}"'
+        said = f"datasets.1.name = 'stage:sample': a stage of kind '{kind}' makes no rows"
+        with pytest.raises(ConfigError, match=said):
+            check_capabilities(load(tmp_path, stages(made, mixed)))
+
+
+def test_supervised_rows_beside_rollouts_may_be_those_of_a_stage(tmp_path: Path) -> None:
+    policy = '{ type = "grpo", dataset.name = "org/prompts", data_term = { name = "stage:sample", weight = 0.1 } }'
+    pipeline = load(tmp_path, stages(SAMPLED, f'name = "more"\nkind = "rl"\noverrides.train.train_policy = {policy}'))
+    check_capabilities(pipeline)
+    assert pipeline.stage("more-data").after == ("sample",)
+
+
+def test_an_unknown_kind_is_named_also_where_it_is_chosen_from(tmp_path: Path) -> None:
+    upload = 'name = "up"\nkind = "upload"\nafter = "joined"\nmodel = "stage:joined"\nformat = "int8"\ntarget = "t"'
+    with pytest.raises(ConfigError, match=r"stage 'b': unknown kind 'sftt'; did you mean 'sft'"):
+        load(tmp_path, stages(upload, JOINED["select"], 'name = "a"\nkind = "sft"', 'name = "b"\nkind = "sftt"'))
