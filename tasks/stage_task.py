@@ -276,9 +276,11 @@ def _make_call(
 
 def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> StageConfig:
     """Return the stage whose key `model` is the base model of a merge: the stage in `merged_names` from which the first
-    of these stages descends, because the base model is none of the merged models."""
+    of these stages descends, because the base model is none of the merged models, nor one of which they are exports."""
     stage = pipeline.stage(merged_names[0])
-    while (name := referenced_stage(pipeline.initial_model(stage))) and (name in merged_names or not stage.model):
+    while name := referenced_stage(pipeline.initial_model(stage)):
+        if name not in merged_names and stage.model and not pipeline.stage_kind(stage).reads_key("export.formats"):
+            break
         stage = pipeline.stage(name)
     return stage
 

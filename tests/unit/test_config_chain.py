@@ -119,9 +119,10 @@ def test_a_check_looks_at_the_base_model_with_the_template_that_its_export_will_
 def test_a_flow_merges_a_model_with_the_one_that_it_started_from(tmp_path: Path, base: str) -> None:
     more = 'name = "more"\nkind = "sft"\nrecipe = "dpo.toml"\nafter = "a"\nmodel = "stage:a"'
     first = f'{JOINED["merge"]}{base}\noverrides.merge = {{ method = "ties", weights = [0.9, 0.2], density = 0.1 }}'
-    run = Run(tmp_path / "run", chain(tmp_path, more, first))
+    export = 'name = "final"\nkind = "export"\nafter = "a"\nmodel = "stage:a"'
+    run = Run(tmp_path / "run", chain(tmp_path, more, first, export))
     flow = PythonFlowState("flow", "id", "run", f"{tmp_path}/flow.py:flow", {}, [], run=run)
-    for names in (["more", "a", "b"], ["joined", "more"]):
+    for names in (["more", "a", "b"], ["joined", "more"], ["final", "b"]):
         handles = [StageHandle(name, run.stage_path(name), {}, {}) for name in names]
         call, file = _make_call(flow, all_kinds()["merge"], "soup", {"after": handles}, {})
         pipeline = flow._compose_pipeline(run, call, file)
