@@ -229,7 +229,7 @@ def test_a_machine_outside_of_the_cluster_joins_it_with_its_token_and_leaves_it(
         return said.partition("Active:")[2].partition("Pending:")[0].count("node_")
 
     with join_cluster():
-        assert num_nodes() == 1, "the head is here"
+        wait_until(lambda: num_nodes() == 1, 60, "the head is here")
     with join_cluster(lambda address: False):
         wait_until(lambda: num_nodes() == 2, 60, "it is a node")
         assert measure_worker_machine(["torch"], may_use_ray=True).gpus == ("GPU", "GPU"), "it has none to offer"
