@@ -146,8 +146,8 @@ def _list_stop_signals(run: Run) -> set[signal.Signals]:
 
 
 def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> None:
-    """Ask the workers of this process to save a checkpoint and exit, and wait for the stages to end, whatever repeated
-    signal except SIGINT arrives meanwhile."""
+    """Ask the workers of this process to save a checkpoint and exit, and wait for the stages to end. Ignore repeated
+    stop signals, except SIGINT, during the wait."""
     _set_signal_handler({signal.SIGTERM, *_list_stop_signals(run)} - {signal.SIGINT}, signal.SIG_IGN)
     worker.stop_all()
     grace_seconds = max(run.pipeline.config.grace_seconds, worker.longest_grace_seconds())

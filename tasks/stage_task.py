@@ -275,8 +275,8 @@ def _make_call(
 
 
 def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> StageConfig:
-    """Return the stage whose key `model` is the base model of a merge: the stage in `merged_names` from which the first
-    of these stages descends, because the base model is none of the merged models, nor one of which they are exports."""
+    """Return the stage whose key `model` names the base model of a merge. The search goes back from the stage of the
+    first merged model while a stage only exports its model, or starts from a model that is merged too."""
     stage = pipeline.stage(merged_names[0])
     while name := referenced_stage(pipeline.initial_model(stage)):
         if name not in merged_names and stage.model and not pipeline.stage_kind(stage).reads_key("export.formats"):

@@ -57,8 +57,8 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
 
 
 def _list_gates(pipeline: Pipeline, model_stage_names: set[str]) -> list[str]:
-    """Return the names of the gates that judge the model of one of the stages: by its metrics, by those of a stage that
-    measures the model, which may be a user's program, or by those that another of these gates passes on."""
+    """Return the names of the gates that judge the model of one of the stages. A gate reads the metrics of that stage,
+    of a stage that measures the model (also a user's program), or of another of these gates."""
     judged_names, gate_names = set(model_stage_names), list[str]()
     for stage in pipeline.stages:
         may_measure, model_name = pipeline.stage_kind(stage).makes in {"", "metrics"}, referenced_stage(stage.model)
