@@ -383,7 +383,7 @@ after = "sampled"
         ('["bf16", "int8"]', '[train]\nparam_dtype = "float32"\n', "needs train.param_dtype = 'bfloat16'"),
         ('["bf16", "int8"]', STAGES, "no training comes before the stage"),
         ('["bf16", "int8"]', SAMPLED, "data = 'stage:sampled' has none; name a stage of kind prepare"),
-        ('["bf16"]', STAGES + 'format = "int8"\n[[pipeline.stages]]\nname = "x"\nkind = "x"\n', "'int8' is not among"),
+        ('["bf16"]', STAGES + 'format = "int8"\n', "'int8' is not among"),
         ('["bf16", "int4"]', "", "export.formats"),
     ],
 )
