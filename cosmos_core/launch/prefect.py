@@ -26,7 +26,7 @@ def keep_polling() -> None:
 
 
 async def _poll_forever(critical_service_loop: Callable[..., Awaitable[None]], **loop_settings: Any) -> None:
-    """Call Prefect's loop again when it has given up; without `run_once`, it ends only with an error."""
+    """Run a polling loop of Prefect; after failed requests, run it again, until it returns or raises another error."""
     while True:
         try:
             return await critical_service_loop(**loop_settings)

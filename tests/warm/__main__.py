@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 from sqlalchemy.orm import configure_mappers
-from transformers import PreTrainedConfig
 
 from cosmos_core.observe.report import open_template_environment
 from tests.warm import spawner  # noqa: F401
@@ -57,8 +56,6 @@ def _prepare() -> None:
         from ray._private import ray_constants
 
         ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("ray_worker.py"))
-    # `from_dict` writes each configuration into a message that nobody reads: 2 % of the time of `make test`.
-    PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
     templates = open_template_environment()
     for page in templates.list_templates(extensions=["html", "svg", "css"]):
         templates.get_template(page)

@@ -254,6 +254,8 @@ def _tell_libraries(request: SpawnRequest) -> None:
     threads = request.environment.get("OMP_NUM_THREADS", "")
     if threads != ENVIRONMENT["OMP_NUM_THREADS"]:
         sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
+    if ray_logging := sys.modules.get("ray._private.ray_logging"):
+        ray_logging.RAY_DEDUP_LOGS = request.environment.get("RAY_DEDUP_LOGS") != "0"  # type: ignore[attr-defined]
     _open_streams(request)
     importlib.import_module("tests.warm.spawner").renew(program, request.argv)  # before settings are read, once
     if program in deferred:

@@ -53,7 +53,7 @@ IMPORTED = (
     "alembic.config", "docket", "httpx", "cyclopts", "dateparser", "apprise", "datasets",
     "cosmos_core.models.verify_export", "cosmos_core.models.verify_pipeline_export", "ray",
     "diffusers.models.transformers", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-    "cosmos_core.export.quantize", "openai", "mcp.server", "boto3", "aiohttp", "trl",
+    "openai", "mcp.server", "boto3", "aiohttp", "trl",
 )  # fmt: skip
 LATER = ("prefect", "flows.post_train", "flows.retrain", "flows.stage", "prefect.server.api.server")
 """What reads Prefect's settings when it is imported, as a program does once it has chosen them."""
