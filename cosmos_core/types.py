@@ -88,6 +88,11 @@ class StageKind:
         return bool(self.feed)
 
     @property
+    def merges_models(self) -> bool:
+        """Return True if stages of this kind merge the models of the stages in their key `after`."""
+        return "after" in self.required_keys
+
+    @property
     def completes_prompts(self) -> bool:
         """Return True if the stage completes and scores the prompts of its data set, not only held-out prompts."""
         return self.feed == "rollouts" or (self.scores and not self.makes)

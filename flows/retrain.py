@@ -334,7 +334,7 @@ def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> 
         for name in list_trainings(ancestor_names)
         if not list_trainings(_list_model_ancestors(pipeline, pipeline.stage(name).model))
     }
-    merges = {name for name in ancestor_names if "after" in pipeline.stage_kind(pipeline.stage(name)).required_keys}
+    merges = {name for name in ancestor_names if pipeline.stage_kind(pipeline.stage(name)).merges_models}
     initial_models = set(map(get_initial_model, first_trainings))
     return first_trainings | {name for name in merges if get_initial_model(name) in initial_models}
 
@@ -351,7 +351,5 @@ def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
         pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
         # A stage that merges models names them only in `after`.
         has_one_source = source_stage_name or stage_kind.trains_model
-        pending_names += (
-            [source_stage_name] if has_one_source and "after" not in stage_kind.required_keys else stage.after
-        )
+        pending_names += [source_stage_name] if has_one_source and not stage_kind.merges_models else stage.after
     return ancestor_names

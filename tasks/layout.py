@@ -84,7 +84,7 @@ def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> s
         pending_names += filter(None, [referenced_stage(stage.model)])
         pending_names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
         # A stage that merges models names them in `after`.
-        pending_names += stage.after if "after" in pipeline.stage_kind(stage).required_keys else ()
+        pending_names += stage.after if pipeline.stage_kind(stage).merges_models else ()
     return ancestor_names
 
 

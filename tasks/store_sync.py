@@ -52,7 +52,7 @@ class StageSync:
         input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
         stage_kind = self._run.pipeline.stage_kind(self._stage)
         # A stage that merges models, or selects one, names them only in `after`.
-        reads_all_stages = bool(self._stage.entry) or stage_kind.selects_branch or "after" in stage_kind.required_keys
+        reads_all_stages = bool(self._stage.entry) or stage_kind.selects_branch or stage_kind.merges_models
         for name in self._stage.after:
             upstream_path = self._run.stage_path(name)
             local_result = read_result(upstream_path)

@@ -104,7 +104,7 @@ class Pipeline:
         """Return the model that a stage starts from, the value of its key `model`. For a stage that selects one of
         several models, or merges them without a `model`, it is `stage:NAME` of the first of these models."""
         kind, branches = self.stage_kind(stage), stage.sweep.branches if stage.sweep else ()
-        if not kind.selects_branch and (stage.model or "after" not in kind.required_keys):
+        if not kind.selects_branch and (stage.model or not kind.merges_models):
             return stage.model
         stage_names = branches[0].stages if branches else stage.after
         model_stage_names = [name for name in stage_names if self.stage_kind(self.stage(name)).makes == "model"]

@@ -53,7 +53,7 @@ def collect_chat_templates(pipeline: Pipeline) -> dict[str, str | None]:
 def _find_source_stage(pipeline: Pipeline, stage: StageConfig) -> str:
     """Return the name of the stage from whose model `stage` takes tokenizer and dtype, or an empty string. For a merge,
     it is the stage of the first merged model; the base model of a merge is not one of its merged models."""
-    if "after" in pipeline.stage_kind(stage).required_keys:
+    if pipeline.stage_kind(stage).merges_models:
         merged_names = tuple(name for name in stage.after if name != referenced_stage(stage.model))
         stage = stage.model_copy(update={"model": "", "after": merged_names})
     return referenced_stage(pipeline.initial_model(stage)) or ""

@@ -37,7 +37,7 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
     upload_kind = next((name for name, kind in pipeline.stage_kinds.items() if kind.makes == "publication"), "")
     for model_stage, training_name, is_last_training in _list_published_stages(pipeline):
         dependent_stages = [stage for stage in pipeline.stages if referenced_stage(stage.model) == model_stage.name]
-        dependent_stages = [stage for stage in dependent_stages if not _is_merge(pipeline, stage)]
+        dependent_stages = [stage for stage in dependent_stages if not pipeline.stage_kind(stage).merges_models]
         stages_and_kinds = [(stage, pipeline.stage_kind(stage)) for stage in dependent_stages]
         export_stages = [stage for stage, kind in stages_and_kinds if kind.makes == "model" and not kind.trains_model]
         uploaded_stages, checkpoint_config = export_stages or [model_stage], pipeline.recipes[training_name].train.ckpt
@@ -74,11 +74,11 @@ def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, st
     merge and no choice follows. The stage is a training, a merge or a choice, but no branch of a choice; merges and
     choices are published as requested by the last training of their models."""
     trainings = {stage.name for stage in pipeline.stages if pipeline.stage_kind(stage).trains_model}
-    makers = trainings | {each.name for each in pipeline.stages if _is_merge(pipeline, each)}
+    makers = trainings | {each.name for each in pipeline.stages if pipeline.stage_kind(each).merges_models}
     makers |= {each.name for each in pipeline.stages if _find_chosen_stage(pipeline, each)}
     training_by_stage: dict[str, str] = {}
     for stage in pipeline.stages:
-        base_name = referenced_stage(stage.model) if _is_merge(pipeline, stage) else None
+        base_name = referenced_stage(stage.model) if pipeline.stage_kind(stage).merges_models else None
         source_names = _find_chosen_stage(pipeline, stage) or [name for name in stage.after if name != base_name]
         training_names = [training_by_stage[name] for name in source_names if name in training_by_stage]
         training_names = [stage.name] if stage.name in trainings else training_names
@@ -87,10 +87,6 @@ def _list_published_stages(pipeline: Pipeline) -> Iterator[tuple[StageConfig, st
         if training_names and stage.name in makers and pipeline.find_branch_selector(stage.name) is None:
             later_stages = pipeline.stage_and_dependents(stage.name) - {stage.name}
             yield stage, training_names[-1], later_stages.isdisjoint(makers)
-
-
-def _is_merge(pipeline: Pipeline, stage: StageConfig) -> bool:
-    return "after" in pipeline.stage_kind(stage).required_keys
 
 
 def _find_chosen_stage(pipeline: Pipeline, stage: StageConfig) -> list[str]:

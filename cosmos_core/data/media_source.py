@@ -327,10 +327,10 @@ def _check_tar_end(tar_path: Path, end_offset: int) -> None:
         raise tarfile.ReadError(f"the header at byte {end_offset} is damaged, and nothing behind it can be read")
 
 
-def _make_item_from_members(tar_file: Path, members_by_suffix: dict[str, Any], for_clips: bool) -> MediaItem:
-    location = f"{tar_file.name}:{next(iter(members_by_suffix.values())).name}"
+def _make_item_from_members(path: Path, members_by_suffix: dict[str, tarfile.TarInfo], for_clips: bool) -> MediaItem:
+    location = f"{path.name}:{next(iter(members_by_suffix.values())).name}"
     content_by_suffix = {
-        f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, tar_file, member.offset_data, member.size)
+        f".{suffix}": MediaContent(f".{suffix}" in VIDEO_SUFFIXES, path, member.offset_data, member.size)
         for suffix, member in members_by_suffix.items()
     }
     contents = [content for suffix, content in content_by_suffix.items() if suffix in _MEDIA_SUFFIXES]

@@ -231,7 +231,7 @@ def _hash_ingredients(ingredients: Mapping[str, Any]) -> str:
 def _collect_stage_keys(stage: StageConfig, stage_kind: StageKind) -> dict[str, Any]:
     """Return the values of a stage's `[[pipeline.stages]]` entry, outside of its recipe, that change its result."""
     key_values: dict[str, Any] = {}
-    if "after" in stage_kind.required_keys:  # keep the order of the models, to which merge weights refer
+    if stage_kind.merges_models:  # keep the order of the models, to which merge weights refer
         key_values["after"] = list(stage.after)
     for key in ("checkpoint", "format", "require", "confidence"):
         if value := getattr(stage, key):

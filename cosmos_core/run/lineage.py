@@ -119,7 +119,7 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
         seen_names.add(current_stage.name)
         dataset_names |= dict.fromkeys(_list_dataset_names(pipeline, current_stage))
         input_names = [*map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))]
-        if "after" in pipeline.stage_kind(current_stage).required_keys:  # the rows of all models that are merged
+        if pipeline.stage_kind(current_stage).merges_models:  # the rows of all models that are merged
             merged_stages = map(pipeline.stage, current_stage.after)
             input_names += [each.name for each in merged_stages if pipeline.stage_kind(each).makes in {"", "model"}]
         pending_stages += [pipeline.stage(name) for name in input_names if name is not None and name not in seen_names]

@@ -18,18 +18,12 @@ from flows.retrain import make_start_overrides
 from tasks.kinds import all_kinds
 from tests.unit.tiny_model import save_tiny_model
 
-CHAIN = """
-[train.train_policy]
-type = "sft"
-dataset.name = "FOLDER/rows.jsonl"
-[[pipeline.stages]]
-name = "sft"
-kind = "sft"
+LAST = """\
 [[pipeline.stages]]
 name = "again"
 kind = "sft"
-after = "sft"
-model = "stage:sft"
+after = "PREVIOUS"
+model = "stage:PREVIOUS"
 [[pipeline.stages]]
 name = "publish"
 kind = "upload"
@@ -37,6 +31,15 @@ after = "again"
 model = "stage:again"
 target = "FOLDER/published"
 """
+CHAIN = """
+[train.train_policy]
+type = "sft"
+dataset.name = "FOLDER/rows.jsonl"
+[[pipeline.stages]]
+name = "sft"
+kind = "sft"
+"""
+CHAIN += LAST.replace("PREVIOUS", "sft")
 
 
 UNRELATED = """
@@ -145,18 +148,8 @@ name = "merge"
 kind = "merge"
 after = ["first", "second"]
 merge
-[[pipeline.stages]]
-name = "again"
-kind = "sft"
-after = "merge"
-model = "stage:merge"
-[[pipeline.stages]]
-name = "publish"
-kind = "upload"
-after = "again"
-model = "stage:again"
-target = "FOLDER/published"
 """
+MERGED += LAST.replace("PREVIOUS", "merge")
 
 
 @pytest.mark.parametrize("merge", ['method = "linear"', 'method = "ties"', 'method = "ties"\nmodel = "FOLDER/model"'])
