@@ -27,44 +27,39 @@ from tasks.stage import run_stage
 from tasks.stages import gate
 from tests.unit.run_folder import make_inputs
 
-
-@pytest.mark.parametrize(
-    ("text", "value", "published", "passes"),
-    [
-        ("m >= 0.5", 0.5, None, True), ("m >= 0.5", 0.4999, None, False), ("m > 0.5", 0.5, None, False),
-        ("m <= 2", 2.0, None, True), ("m < 2", 2.0, None, False), ("m == 1e0", 1.0, None, True),
-        ("m>=-1", -1.0, None, True), ("m < inf", 1e300, None, True),
-        ("m >= published", 0.5, 0.5, True), ("m > published", 0.5, 0.5, False), ("m < published", 0.4, 0.5, True),
-        ("m >= published", 0.1, None, True), ("m >= 0", math.nan, None, False), ("m < 0", math.nan, None, False),
-        ("m >= published", math.nan, None, False), ("m >= published", 0.5, math.nan, False),
-        ("m >= published - 0.01", 0.3, 0.31, True), ("m >= published-.01", 0.29, 0.31, False),
-        ("m > published + 1e-1", 0.3, 0.2, False), ("m > published + 1e-1", 0.31, 0.2, True),
-        ("m >= published - 0.01", 0.1, None, True), ("m not worse than published by 0.02", 0.29, 0.31, True),
-        ("m  not worse than published by 0.02", 0.28, 0.31, False), ("m not worse than published", 0.3, 0.31, False),
-        *[(f"m {words} published", n / 9, n / 9, True) for n in range(9) for words in (">=", "<=", "not worse than")],
-        *[(f"m {sign} published", n / 9, n / 9, False) for n in range(9) for sign in "<>"],
-        ("m >= published - 0.01", 197 / 300, 200 / 300, True), ("m > published - 0.01", 197 / 300, 200 / 300, False),
-    ],
-)  # fmt: skip
-def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published(
-    text: str, value: float, published: float | None, passes: bool
-) -> None:
-    condition = parse_condition(text)
-    assert condition.metric == "m"
-    assert condition.is_satisfied(value, condition.threshold(published)) is passes
+COMPARED: list[tuple[str, float, float | None, bool]] = [
+    ("m >= 0.5", 0.5, None, True), ("m >= 0.5", 0.4999, None, False), ("m > 0.5", 0.5, None, False),
+    ("m <= 2", 2.0, None, True), ("m < 2", 2.0, None, False), ("m == 1e0", 1.0, None, True),
+    ("m>=-1", -1.0, None, True), ("m < inf", 1e300, None, True),
+    ("m >= published", 0.5, 0.5, True), ("m > published", 0.5, 0.5, False), ("m < published", 0.4, 0.5, True),
+    ("m >= published", 0.1, None, True), ("m >= 0", math.nan, None, False), ("m < 0", math.nan, None, False),
+    ("m >= published", math.nan, None, False), ("m >= published", 0.5, math.nan, False),
+    ("m >= published - 0.01", 0.3, 0.31, True), ("m >= published-.01", 0.29, 0.31, False),
+    ("m > published + 1e-1", 0.3, 0.2, False), ("m > published + 1e-1", 0.31, 0.2, True),
+    ("m >= published - 0.01", 0.1, None, True), ("m not worse than published by 0.02", 0.29, 0.31, True),
+    ("m  not worse than published by 0.02", 0.28, 0.31, False), ("m not worse than published", 0.3, 0.31, False),
+    *[(f"m {words} published", n / 9, n / 9, True) for n in range(9) for words in (">=", "<=", "not worse than")],
+    *[(f"m {sign} published", n / 9, n / 9, False) for n in range(9) for sign in "<>"],
+    ("m >= published - 0.01", 197 / 300, 200 / 300, True), ("m > published - 0.01", 197 / 300, 200 / 300, False),
+]  # fmt: skip
+NONE = [
+    "", "m", "m >=", ">= 1", "m => 1", "m >= x", "m >= nan", "m >= 1 2", "m != 1", "m >= published -",
+    "m >= published - -1", "m >= published * 2", "m >= published - nan", "m >= publishedd", "m not worse than 1",
+    "m not worse than published by", "m not worse than published by x",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "m", "m >=", ">= 1", "m => 1", "m >= x", "m >= nan", "m >= 1 2", "m != 1", "m >= published -",
-        "m >= published - -1", "m >= published * 2", "m >= published - nan", "m >= publishedd", "m not worse than 1",
-        "m not worse than published by", "m not worse than published by x",
-    ],
-)  # fmt: skip
-def test_what_is_no_condition_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match=r"must be METRIC >= NUMBER, METRIC >= published, .* or METRIC not worse"):
-        parse_condition(text)
+def test_a_condition_compares_a_metric_with_a_number_or_with_what_is_published() -> None:
+    for text, value, published, passes in COMPARED:
+        condition = parse_condition(text)
+        assert condition.metric == "m"
+        assert condition.is_satisfied(value, condition.threshold(published)) is passes, (text, value, published)
+
+
+def test_what_is_no_condition_is_refused_with_the_form() -> None:
+    for text in NONE:
+        with pytest.raises(ValueError, match=r"must be METRIC >= NUMBER, METRIC >= published, .* or METRIC not worse"):
+            parse_condition(text)
 
 
 def gate_stage(folder: Path, require: tuple[str, ...], published: dict[str, float] | None = None) -> Stage:
