@@ -31,9 +31,9 @@ from configs.demo.digits import WORDS, make_pipeline
 from cosmos_core.algorithms.registry import make_algorithm
 from cosmos_core.data.flow_sample import derive_seed
 from cosmos_core.data.kinds.media import NoisyRows, make_noise_sampler
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_rows import MediaRow, open_media
-from cosmos_core.data.media_source import MediaContent
 from cosmos_core.models.flops import measure_matmul_flops
 from cosmos_core.train.feeds import RowFeed
 from cosmos_core.train.setup import open_trainer, train

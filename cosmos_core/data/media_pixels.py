@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_core.data.images import convert_to_rgb
-from cosmos_core.data.media_source import MediaContent
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.transient import is_transient

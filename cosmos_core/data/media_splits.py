@@ -16,8 +16,9 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.kinds.base import TRAIN_SPLIT, VALIDATION_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.media_cache import compute_digest
+from cosmos_core.data.media_items import MediaContent, MediaItem, describe_error
 from cosmos_core.data.media_pixels import FrameSettings
-from cosmos_core.data.media_source import MediaContent, MediaItem, ReadItemsFn, describe_error, open_media_items
+from cosmos_core.data.media_source import ReadItemsFn, open_media_items
 from cosmos_core.data.rows import sample_held_out_mask
 from cosmos_core.errors import ConfigError, DataError
 from cosmos_core.models.diffusion import DiffusionModel

@@ -25,9 +25,9 @@ from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
 from cosmos_core.data.media_cache import EncoderOutput, KeyedItem, MediaCache, compute_digest, group_into_shards
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media, is_upscaled, list_bucket_sizes, read_frame_rate
 from cosmos_core.data.media_rows import NULL_TEXT_KEY, TENSORS_FOLDER
-from cosmos_core.data.media_source import MediaContent
 from cosmos_core.data.media_splits import (
     Encoders,
     MediaItemRow,

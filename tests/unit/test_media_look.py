@@ -10,8 +10,8 @@ import av
 import numpy as np
 import pytest
 
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media
-from cosmos_core.data.media_source import MediaContent
 from cosmos_core.data.media_splits import read_splits
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import Encoders, preview

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media, is_upscaled
-from cosmos_core.data.media_source import MediaContent
 from cosmos_core.errors import DataError
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.embeddings import read_embedding
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media, list_bucket_sizes
-from cosmos_core.data.media_source import MediaContent, open_media_items
+from cosmos_core.data.media_source import open_media_items
 from cosmos_core.errors import DataError
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)

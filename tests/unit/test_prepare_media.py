@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cosmos_core.data.media_cache import KeyedItem, MediaCache, compute_digest, group_into_shards
+from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
-from cosmos_core.data.media_source import MediaContent
 from cosmos_core.data.media_splits import make_frame_settings
 from cosmos_core.data.prepare import run as run_stage
 from cosmos_core.data.prepare_media import CACHE_FOLDER, Encoders, _SplitEncoder, open_encoders, prepare
@@ -147,7 +147,7 @@ def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_ima
     def full(tensors, path):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    parts = ("data.media_pixels._decode_image", "data.media_source.sha256", "data.media_source.Path.read_text")
+    parts = ("data.media_pixels._decode_image", "data.media_items.sha256", "data.media_folders.Path.read_text")
     for part in parts:
         with monkeypatch.context() as patch:
             patch.setattr(f"cosmos_core.{part}", lambda *args, **settings: failing(args))
