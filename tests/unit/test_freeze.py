@@ -102,7 +102,9 @@ def test_what_cannot_be_meant_is_refused_by_name(folder: Path, policy: dict[str,
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+@pytest.mark.parametrize(
+    "method", ["gptq", *(pytest.param(x, marks=pytest.mark.full) for x in ("awq", "bitsandbytes"))]
+)
 @pytest.mark.parametrize(
     "policy", [{}, {"lora": {}}, {"freeze_pattern": ["norm"]}, {"trainable_map": {"lm_head": False}}], ids=str
 )
@@ -150,7 +152,7 @@ def test_an_estimate_has_no_data_in_adapters_either(tied_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("pattern", ["layers\\.1\\.", "^lm_head", "embed_tokens"])
+@pytest.mark.parametrize("pattern", ["layers\\.1\\.", "embed_tokens", pytest.param("^lm_head", marks=pytest.mark.full)])
 def test_frozen_weights_keep_their_bits_and_the_others_get_the_gradient_of_full_training(
     folder: Path, tmp_path: Path, recompute: bool, pattern: str
 ) -> None:

@@ -88,14 +88,16 @@ def trained(
     "policy",
     [
         {},
-        {"loss_type": "seq-mean-token-mean", "variant": "gspo"},
-        {"loss_type": "seq-mean-token-sum", "variant": "cispo", "mu_iterations": 2},
+        pytest.param({"loss_type": "seq-mean-token-mean", "variant": "gspo"}, marks=pytest.mark.full),
+        pytest.param(
+            {"loss_type": "seq-mean-token-sum", "variant": "cispo", "mu_iterations": 2}, marks=pytest.mark.full
+        ),
         {"batch_size_per_optimize": 8, "mu_iterations": 2, "unbiased_loss_max_tokens": 64,
          "loss_type": "seq-mean-token-mean"},
         {"variant": "sapo", "max_token_len_per_mini_batch": 90, "rollout_correction": "truncate"},
         pytest.param({"variant": "dppo_kl", "batch_size_per_optimize": 8}, marks=pytest.mark.full),
-        {"variant": "dppo_tv", "use_rollout_logprobs_for_loss": True},
-        {"aipo_rho": 2.0},
+        pytest.param({"variant": "dppo_tv", "use_rollout_logprobs_for_loss": True}, marks=pytest.mark.full),
+        pytest.param({"aipo_rho": 2.0}, marks=pytest.mark.full),
     ],
     ids=lambda policy: ", ".join(map(str, policy.values())) or "default",
 )  # fmt: skip

@@ -103,7 +103,7 @@ LENGTHS = [9, 20, 33, 5, 14, 14, 40, 7, 11, 30, 6, 21]
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
-        ("qwen", {}), ("qwen", {"batch_size_per_optimize": 8, "mu_iterations": 2}),
+        pytest.param("qwen", {}, marks=pytest.mark.full), ("qwen", {"batch_size_per_optimize": 8, "mu_iterations": 2}),
         pytest.param("llama", {"mini_batch": 8}, marks=pytest.mark.full),
     ],
     ids=str,

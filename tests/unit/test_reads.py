@@ -62,11 +62,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "policy", "validation"),
     [
-        ("sft", SFT, {}),
-        ("sft", SFT, MEASURED),
+        pytest.param("sft", SFT, {}, marks=pytest.mark.full),
+        pytest.param("sft", SFT, MEASURED, marks=pytest.mark.full),
         ("sft", SFT, REWARDED),
         ("rl", {**GRPO, "mini_batch": 4}, {}),
-        ("validate", SFT, MEASURED),
+        pytest.param("validate", SFT, MEASURED, marks=pytest.mark.full),
         ("validate", SFT, REWARDED),
     ],
     ids=["sft", "sft that measures", "sft that completes", "rl", "rows", "completions"],

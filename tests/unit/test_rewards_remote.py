@@ -286,27 +286,27 @@ def pickled() -> bytes:
     return b"{}\n" + stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"{}", b"\n", b"[]\n", b"{\n", b'{"a": NaN}\n', b"{}\n", b"{}\nPK\x03\x04", pickled(),
-        b"[" * 100_000 + b"\n", b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"\n",
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (4000000000, 4000000000)}"),
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (-1,)}"),
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2,)}", b"1"),
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2,)}", b"123"),
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': ()}", b"1"), b'{"a": 1e999}\n',
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 0, 4611686018427387904, 4611686018427387904)}"),
-        npy("{'descr': '|u1', 'fortran_order': False, 'shape': (True, 2)}", b"12"),
-        npy("{'descr': '|V9', 'fortran_order': False, 'shape': (1,)}", b"123456789"),
-        npy("__import__('os').system('true')"), npy("(" * 3000), npy("{'descr': [('a', '|O')]}"),
-        b"{}\n\x93NUMPY\x09\x00",
-    ],
-)  # fmt: skip
-def test_what_is_no_request_is_refused_with_one_line(body: bytes) -> None:
-    with pytest.raises(ProtocolError) as caught:
-        decode_request(body)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+NO_REQUESTS = [
+    b"", b"{}", b"\n", b"[]\n", b"{\n", b'{"a": NaN}\n', b"{}\n", b"{}\nPK\x03\x04", pickled(),
+    b"[" * 100_000 + b"\n", b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"\n",
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': (4000000000, 4000000000)}"),
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': (-1,)}"),
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2,)}", b"1"),
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': (2,)}", b"123"),
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': ()}", b"1"), b'{"a": 1e999}\n',
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 0, 4611686018427387904, 4611686018427387904)}"),
+    npy("{'descr': '|u1', 'fortran_order': False, 'shape': (True, 2)}", b"12"),
+    npy("{'descr': '|V9', 'fortran_order': False, 'shape': (1,)}", b"123456789"),
+    npy("__import__('os').system('true')"), npy("(" * 3000), npy("{'descr': [('a', '|O')]}"),
+    b"{}\n\x93NUMPY\x09\x00",
+]  # fmt: skip
+
+
+def test_what_is_no_request_is_refused_with_one_line() -> None:
+    for body in NO_REQUESTS:
+        with pytest.raises(ProtocolError) as caught:
+            decode_request(body)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 400, body[:80]
 
 
 def test_a_file_that_is_not_there_or_no_toml_is_refused_in_one_line(tmp_path: Path) -> None:

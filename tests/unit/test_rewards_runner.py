@@ -221,12 +221,12 @@ def test_the_total_is_the_weighted_sum_and_metrics_are_unweighted(act):
 
 
 def test_order_is_kept_over_hundreds_of_requests_one_of_which_is_larger_than_every_pipe_buffer():
-    texts = [f"{'x' * (7 * i)} #### {i}" for i in range(600)]
+    texts = [f"{'x' * (7 * i)} #### {i}" for i in range(200)]
     texts[0] = "word \ud800 é " * 100_000 + texts[0]
     with RewardRunner({"gsm8k": 1.0}, timeout_seconds=10, num_workers=2) as runner:
         scores = runner.score([{"to_be_evaluated": t, "reference": f"#### {i - i % 2}"} for i, t in enumerate(texts)])
         assert runner.score([]) == []
-    assert [s.value for s in scores] == [1.0, 0.0] * 300
+    assert [s.value for s in scores] == [1.0, 0.0] * 100
 
 
 def test_groups_come_back_with_one_score_a_completion_and_rewards_see_the_groups_facts(tmp_path):

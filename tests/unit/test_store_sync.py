@@ -25,7 +25,7 @@ LAST_STAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", LAST_STAGES)
+@pytest.mark.parametrize("kind", ["select", "gate", pytest.param("merge", marks=pytest.mark.full)])
 def test_models_that_a_stage_names_only_in_after_are_fetched(
     tmp_path: Path, here: Proxy, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -135,7 +135,7 @@ def passes_and_gradients(
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(task: Path, tmp_path: Path) -> None:
     batch = samples(task, 10)
     _, whole = passes_and_gradients(task, tmp_path, batch, 10)
-    for size, packed in ((1, False), (2, False), (5, False), (1, True), (2, True), (5, True), (10, True)):
+    for size, packed in ((1, False), (5, False), (2, True), (10, True)):
         _, split = passes_and_gradients(task, tmp_path, batch, size, packed)
         assert whole.keys() == split.keys()
         for name, gradient in whole.items():
@@ -207,7 +207,7 @@ GSPO = {
 }  # fmt: skip
 AIPO = {
     "type": "grpo", "aipo_rho": 2.0, "reward_function": "reward.py:variety", "algo": "reinforce++-baseline",
-    "batch_size_per_optimize": 8, "mini_batch": 8, "data_term": {"name": "rows", "weight": 0.1, "batch_size": 6},
+    "batch_size_per_optimize": 3, "mini_batch": 3, "data_term": {"name": "rows", "weight": 0.1, "batch_size": 6},
 }  # fmt: skip
 TEACHER = {"enable": True, "model_name_or_path": "teacher", "param_dtype": "float32", "mini_batch": 4}
 BY_TOKEN = {**TEACHER, "kl_discount_factor": 0.9, "max_token_len_per_mini_batch": 48}
@@ -219,12 +219,12 @@ TRAININGS = {
     "groups over several steps": ("rl", recipe({**GRPO, "mini_batch": 2}, train_batch_per_replica=6, max_num_steps=5)),
     "dapo": ("rl", recipe(DAPO, train_batch_per_replica=16, max_num_steps=5, ckpt=SAVED)),
     "gspo": ("rl", recipe(GSPO, train_batch_per_replica=16, max_num_steps=5)),
-    "aipo with a data term": ("rl", recipe(AIPO, train_batch_per_replica=16, max_num_steps=4)),
+    "aipo with a data term": ("rl", recipe(AIPO, train_batch_per_replica=6, max_num_steps=4)),
     "distilled by token": ("rl", recipe(TAUGHT, distillation=BY_TOKEN, train_batch_per_replica=16, max_num_steps=5)),
     "distilled by top k": ("rl", recipe(TAUGHT, distillation=BY_TOP_K, train_batch_per_replica=16, max_num_steps=4)),
 }
-SHORT = {"sft", "groups over several steps", "aipo with a data term", "distilled by top k"}
-"""Those with state of each kind: of the feed, of unfinished groups, of a second feed, of a teacher."""
+SHORT = {"aipo with a data term", "distilled by top k"}
+"""Those with state of each kind: of unfinished groups and of a second feed, of a teacher."""
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def recipe() -> Recipe:
         "policy": {"model_max_length": 64, "model_gradient_checkpointing": False},
         "train": {
             "param_dtype": "float32", "compile": False, "optm_lr": 3e-3, "optm_warmup_steps": 1,
-            "train_batch_per_replica": 8, "max_num_steps": 3, "ckpt": {"enable_checkpoint": True, "save_freq": 1},
+            "train_batch_per_replica": 8, "max_num_steps": 2, "ckpt": {"enable_checkpoint": True, "save_freq": 1},
             "train_policy": {
                 "type": "grpo", "reward_function": "reward.py:talks", "mini_batch": 4,
                 "dataset": {"name": "rows.jsonl"},
@@ -83,7 +83,7 @@ def test_stopped_and_resumed_ends_with_the_same_bits_and_the_same_curve(task: Pa
     data = task / "data" / "data"
     whole = make_stage(task / "whole", "rl", recipe(), task / "model", data)
     expected = train(whole)
-    train_until(make_stage(task / "cut", "rl", recipe(), task / "model", data), 2)
+    train_until(make_stage(task / "cut", "rl", recipe(), task / "model", data), 1)
     resumed = make_stage(task / "cut", "rl", recipe(), task / "model", data)
     found = train(resumed).adapter.model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.adapter.model.state_dict().items())

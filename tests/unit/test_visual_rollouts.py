@@ -32,7 +32,7 @@ from tests.unit.test_train import make_stage
 from tests.unit.tiny_vlms import picture, save_vlm
 from tests.unit.trainers import curve, logprobs, train_until, trainer_of
 
-ALIKE = {"llava-next", "qwen2.5-vl", "internvl"}
+ALIKE = {"llava", "llava-next", "qwen2.5-vl", "internvl", "gemma3-vlm"}
 """Families whose prompts and images go through the engine as those of another one."""
 FAMILIES = [
     pytest.param(each, marks=[pytest.mark.full] * (each in ALIKE))
@@ -154,7 +154,9 @@ def test_engine_and_trainer_agree_on_completions_of_prompts_with_images(family: 
         assert [made.logprobs for made in blind.completions] != [made.logprobs for made in groups[1].completions]
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("rl", GRPO), ("sft", DPO)], ids=["grpo", "dpo"])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("rl", GRPO), pytest.param("sft", DPO, marks=pytest.mark.full)], ids=["grpo", "dpo"]
+)
 def test_stopped_and_resumed_ends_with_the_same_bits_and_the_same_curve(
     kind: str, policy: dict[str, Any], folder: Path
 ) -> None:
