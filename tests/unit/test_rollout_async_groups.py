@@ -58,7 +58,9 @@ def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
         source.close()
 
 
-@pytest.mark.parametrize(("allowed", "scores"), [(0, score), (1, score_slowly), (3, score)])
+@pytest.mark.parametrize(
+    ("allowed", "scores"), [(1, score_slowly), *(pytest.param(each, score, marks=pytest.mark.full) for each in (0, 3))]
+)
 def test_no_group_is_older_than_allowed_and_every_prompt_is_trained_once(
     allowed: int, scores: Any, tmp_path: Path
 ) -> None:

@@ -81,7 +81,10 @@ def test_the_next_version_replaces_the_files_and_the_tag_keeps_the_old_one(tmp_p
     assert old is not None and old["old.txt"] == b"of v1 alone"
 
 
-@pytest.mark.parametrize("damaged", ["model.safetensors", "sub/config.json", "published.json"])
+@pytest.mark.parametrize(
+    "damaged",
+    ["sub/config.json", *(pytest.param(x, marks=pytest.mark.full) for x in ("model.safetensors", "published.json"))],
+)
 def test_a_branch_that_somebody_damaged_is_mended_by_publishing_the_same_version(
     tmp_path: Path, server: Hub, damaged: str
 ) -> None:
@@ -100,10 +103,13 @@ def test_a_branch_that_somebody_damaged_is_mended_by_publishing_the_same_version
 @pytest.mark.parametrize(
     ("fault", "part", "times"),
     [
-        ("429", "POST /api/models/team/sums/commit", 2), ("503", "POST /api/models/team/sums/commit", 1),
+        ("429", "POST /api/models/team/sums/commit", 2),
         ("lost", "POST /api/models/team/sums/commit", 1), ("drop", "POST /api/models/team/sums/commit", 1),
-        ("500", "preupload", 1), ("429", "repos/create", 1), ("lost", "POST /api/models/team/sums/tag", 1),
-        ("502", "GET /team/sums/resolve", 1), ("drop", "PUT /blobs", 1), ("403", "PUT /blobs", 1),
+        ("500", "preupload", 1), ("lost", "POST /api/models/team/sums/tag", 1),
+        ("drop", "PUT /blobs", 1), ("403", "PUT /blobs", 1),
+        *(pytest.param(*each, 1, marks=pytest.mark.full) for each in (
+            ("503", "POST /api/models/team/sums/commit"), ("429", "repos/create"), ("502", "GET /team/sums/resolve"),
+        )),
     ],
 )  # fmt: skip
 def test_a_busy_hub_gets_each_version_once(fault: str, part: str, times: int, tmp_path: Path, server: Hub) -> None:
