@@ -121,8 +121,9 @@ def parse(text: str) -> ast.Module:
 def in_text(path: str, text: str) -> Iterator[Found]:
     """Yield every such name in the text of a file."""
     tree = parse(text)
-    skipped = {id(node) for node in _prose(tree)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    skipped = {id(node) for node in _prose(nodes)}
+    for node in nodes:
         if not isinstance(node, ast.Constant | ast.Attribute | ast.ImportFrom):
             continue
         for thing, (names, folders, modules, attributes) in THINGS.items():
@@ -138,9 +139,9 @@ def in_text(path: str, text: str) -> Iterator[Found]:
                 yield Found(path, node.lineno, thing, ", ".join(alias.name for alias in node.names))
 
 
-def _prose(tree: ast.AST) -> Iterator[ast.AST]:
+def _prose(nodes: list[ast.AST]) -> Iterator[ast.AST]:
     """Yield strings that name no thing: docstrings, and phases of the heartbeat."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr):
             yield node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "phase":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,12 +77,23 @@ def ceiling(place: str) -> int:
     return LONGER.get(place, usual)
 
 
+IN_QUOTES = re.compile(r'("""|\'\'\').*?\1', re.DOTALL)
+
+
+def may_have_a_long_function(text: str) -> bool:
+    """Whether a definition and the next one that is no deeper are far apart: what has none needs no tree."""
+    lines = IN_QUOTES.sub(lambda quoted: "\n" * quoted[0].count("\n"), text).splitlines()
+    starts = [(i, len(line) - len(line.lstrip())) for i, line in enumerate(lines) if "def " in line]
+    ends = (next((j for j, other in starts if j > i and other <= depth), len(lines)) for i, depth in starts)
+    return any(end - i > FUNCTION_LINES for (i, _), end in zip(starts, ends, strict=True))
+
+
 def test_no_file_and_no_function_is_longer_than_its_ceiling() -> None:
     lengths = {}
     for file in sources():
         place = str(file.relative_to(ROOT))
         lengths[place] = len(text_of(file).splitlines())
-        for node in functions(file):
+        for node in functions(file) if may_have_a_long_function(text_of(file)) else ():
             assert node.end_lineno is not None
             lengths[f"{place}:{node.name}"] = node.end_lineno - node.lineno + 1
     assert {place: length for place, length in lengths.items() if length > ceiling(place)} == {}
@@ -99,7 +111,7 @@ def test_a_training_takes_the_parts_of_a_stage_and_not_the_whole() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     silent = [file for file in sources() if file.name != "__init__.py"
-              and not ast.get_docstring(parsed(file))]  # fmt: skip
+              and not text_of(file).startswith('"""') and not ast.get_docstring(parsed(file))]  # fmt: skip
     assert silent == []
     of_packages = {file for file in sources() if file.name == "__init__.py"} - {
         ROOT / "cosmos_core/__init__.py",
@@ -237,6 +249,7 @@ def test_the_help_and_the_check_of_a_schema_load_neither_torch_nor_prefect_nor_m
     assert {"pydantic", "typer"} <= loaded, "the imports were made"
 
 
+@pytest.mark.full  # seconds of imports
 def test_a_process_that_trains_loads_no_library_that_only_others_ask_for() -> None:
     [loaded] = loaded_after("import cosmos_core.models.verify_export\nfrom transformers.loss import loss_utils")
     assert loaded & {"sklearn", "scipy", "pandas", "boto3", "matplotlib", "prefect", "vllm", "ray"} == set()

@@ -178,17 +178,16 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "write", "message"), WRONG.values(), ids=WRONG)
-def test_it_is_one_line_that_names_the_place(
-    model: Path, tmp_path: Path, name: str, write: Callable[[Path], None], message: str
-) -> None:
-    write(tmp_path / name)
-    with pytest.raises(DataError) as caught:
-        prepare(model, tmp_path / name)
-    said = str(caught.value)
-    assert said.startswith(message) and said.isprintable() and len(said) < 600
-    assert caught.value.exit_code == EXIT_USAGE
-    assert not (tmp_path / "stage" / "data").exists()
+def test_it_is_one_line_that_names_the_place(model: Path, tmp_path: Path) -> None:
+    for number, (case, (name, write, message)) in enumerate(WRONG.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / name)
+        with pytest.raises(DataError) as caught:
+            prepare(model, folder / name)
+        said = str(caught.value)
+        assert said.startswith(message) and said.isprintable() and len(said) < 600, case
+        assert caught.value.exit_code == EXIT_USAGE and not (folder / "stage" / "data").exists(), case
 
 
 def test_a_row_that_is_nested_too_deeply_to_be_handed_to_rewards_is_skipped_and_named(
@@ -218,14 +217,17 @@ RIGHT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
-def test_it_is_no_mistake(model: Path, tmp_path: Path, case: tuple[Any, ...]) -> None:
-    name, write, answer = (*case, "a")[:3]
-    write(tmp_path / name)
-    prepare(model, tmp_path / name)
-    ids, _ = open_sequences(tmp_path / "stage" / "data", "train")[0]
-    expected = f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
-    assert byte_tokenizer(CHATML).decode(ids) == expected
+def test_it_is_no_mistake(model: Path, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    for number, (described, case) in enumerate(RIGHT.items()):
+        name, write, answer = (*case, "a")[:3]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / name)
+        prepare(model, folder / name)
+        ids, _ = open_sequences(folder / "stage" / "data", "train")[0]
+        expected = f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        assert tokenizer.decode(ids) == expected, described
 
 
 LONG = {

@@ -330,7 +330,9 @@ def test_resume_true_begins_anew_where_no_run_has_the_same_settings_and_says_so(
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"average": True}], ids=["plain", "average"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.full), {"average": True}], ids=["plain", "average"]
+)
 def test_a_named_checkpoint_is_gone_on_from_with_other_settings(
     inputs: Path, tmp_path: Path, interrupted: Path, settings: dict[str, Any]
 ) -> None:

@@ -23,7 +23,7 @@ from tests.unit.test_loop import inputs, interrupted, loop_of, stage  # noqa: F4
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest drops our own filter
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_last_step_is_measured_where_the_data_ends_before_anybody_knows(
     stopped: bool,
     inputs: Path,  # noqa: F811 - the fixture

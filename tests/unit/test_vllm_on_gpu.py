@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,16 +156,22 @@ def test_logits_of_a_prompt_are_those_of_its_tokens_also_with_the_position_that_
 
 def parameters(module: str, function: str) -> list[str]:
     """Names of the parameters of `Class.method` in a module of vLLM, which is not imported for it."""
-    scope: Any = ast.parse(source(module))
+    scope: Any = tree(module)
     for name in function.split("."):
         [scope] = [node for node in scope.body if getattr(node, "name", "") == name]
     rest = [argument for argument in (scope.args.vararg, scope.args.kwarg) if argument]
     return [argument.arg for argument in (*scope.args.args, *scope.args.kwonlyargs, *rest)]
 
 
+@cache
 def source(module: str) -> str:
     assert SOURCE is not None and SOURCE.origin is not None
     return (Path(SOURCE.origin).parent / module).read_text(encoding="utf-8")
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(source(module))
 
 
 TRANSFER = "distributed/weight_transfer"
