@@ -131,7 +131,7 @@ def shingles(content: str) -> set[tuple[str, str]]:
     return set(pairwise(words))
 
 
-@pytest.mark.parametrize("threshold", [0.7, 0.9, 1.0])
+@pytest.mark.parametrize("threshold", [0.9, *(pytest.param(each, marks=pytest.mark.full) for each in (0.7, 1.0))])
 def test_near_duplicates_are_the_pairs_that_all_pairs_give(threshold: float, tmp_path: Path) -> None:
     chooser, texts = random.Random(0), [text(i, 80) for i in range(30)]
     for i in range(90):

@@ -40,8 +40,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SOLVERS = {"diffusion_nft": "dpm2", "flow_grpo": "flow"}
 full = pytest.mark.full
+SOLVED = {("sd3", "flow"), ("sd3", "cps"), ("sana_video", "flow")}
+"""The steps of each solver are in `reference/test_flow_steps.py`."""
 PAIRS = [
-    pytest.param(family, solver, marks=[] if family == "sd3" or (family, solver) == ("sana_video", "flow") else full)
+    pytest.param(family, solver, marks=[] if (family, solver) in SOLVED else full)
     for solver in ("flow", "dance", "cps") for family in SIZES
 ]  # fmt: skip
 
@@ -150,10 +152,10 @@ def test_rollout_and_training_say_the_same_of_each_step(family: str, solver: str
     ("sample", "flow_rl", "count"),
     [
         ({"guidance_scale": 3.0}, {}, 12),
-        ({}, {"guard": True}, 12),
+        pytest.param({}, {"guard": True}, 12, marks=full),
         pytest.param({}, {"window_size": 1}, 4, marks=full),
         ({}, {"window_size": 2, "window_range": [0, 3], "window_moves_every": 1}, 8),
-        ({}, {"use_same_seed": False, "train_on": [1, 3]}, 4),
+        pytest.param({}, {"use_same_seed": False, "train_on": [1, 3]}, 4, marks=full),
     ],
     ids=["guided", "guard", "fast", "mix", "own noise"],
 )
@@ -169,7 +171,7 @@ def test_variants_of_flow_grpo_say_the_same_of_each_step(
         assert metrics["ratio_deviation"] < 1e-4 and metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("trainer_type", ["diffusion_nft", "flow_grpo"])
+@pytest.mark.parametrize("trainer_type", ["flow_grpo", pytest.param("diffusion_nft", marks=full)])
 def test_frames_that_are_given_are_given_in_training_too(trainer_type: str, models: Path) -> None:
     run = Run("cosmos_predict", models, trainer_type, sample={"solver": "flow"},
               flow_rl={"min_conditional_frames": 1, "max_conditional_frames": 1})  # fmt: skip

@@ -307,8 +307,8 @@ def exported(folder: Path, checkpoint: str) -> Pipeline:
     ("checkpoint", "has_lines", "loss", "others"),
     [
         ("best", True, 0.4, {"loss": 0.3, "validation/tokens": 7}), ("2", True, 0.6, {"loss": 0.2}),
-        ("3", True, 0.9, {"loss": 0.1, "validation/tokens": 7}), ("", True, 0.9, {"loss": 0.1, "validation/tokens": 7}),
-        ("best", False, 0.4, {"loss": 0.1}),
+        pytest.param("3", True, 0.9, {"loss": 0.1, "validation/tokens": 7}, marks=pytest.mark.full),
+        ("", True, 0.9, {"loss": 0.1, "validation/tokens": 7}), ("best", False, 0.4, {"loss": 0.1}),
     ],
 )  # fmt: skip
 def test_a_gate_judges_the_checkpoint_that_is_exported(
@@ -352,7 +352,12 @@ def test_a_gate_judges_the_final_model_that_a_later_training_continues(tmp_path:
 
 @pytest.mark.parametrize(
     ("checkpoint", "measured", "is_refused"),
-    [("best", "stage:sft", True), ("best", "stage:export", False), ("", "stage:sft", False), ("9", "stage:sft", False)],
+    [
+        ("best", "stage:sft", True),
+        ("best", "stage:export", False),
+        ("", "stage:sft", False),
+        pytest.param("9", "stage:sft", False, marks=pytest.mark.full),
+    ],
 )
 def test_a_gate_that_judges_another_model_than_the_published_one_is_refused(
     tmp_path: Path, checkpoint: str, measured: str, is_refused: bool
