@@ -1,4 +1,5 @@
-"""Engines in processes of their own beside the ranks: the training is that of engines inside, whoever is killed."""
+"""Engines in processes of their own beside the ranks: the training is that of engines inside, whoever is killed. Ranks
+in Ray are those of a stage that a user runs."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.run.files import read_json, write_json
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.stage import ENGINES_FILE, Stage, load_stage
-from cosmos_core.train.setup import run
+from tests.distributed import members
 from tests.distributed.stages import make_task, stage_of
+from tests.local_ranks import LocalGroup
 
 REWARD = f"{Path(__file__).with_name('reward.py')}:variety"
 HELD = """
@@ -39,7 +42,7 @@ STEPS = 6
 SECONDS = 1000
 
 
-def recipe(engines: int, *, ranks: int = 1, **policy: Any) -> Recipe:
+def recipe(engines: int, *, ranks: int = 2, **policy: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "mode": "disaggregated" if engines else "colocated",
@@ -72,9 +75,10 @@ def rl(task: Path, path: Path, config: Recipe) -> Stage:
 
 @pytest.fixture(scope="module")
 def alone(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """The same training with the engine inside, in this process."""
-    done = rl(task, tmp_path_factory.mktemp("alone") / "rl", recipe(0))
-    run(done)
+    """The same training with an engine inside each rank, without Ray."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = rl(task, folder / "rl", recipe(0))
+    LocalGroup(2).run(partial(members.train, done, None, folder))
     return done
 
 
@@ -151,7 +155,7 @@ def trained(stage: Stage) -> dict[str, Any]:
     return load_file(stage.path / f"safetensors/step_{STEPS}/model.safetensors")
 
 
-def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_with_the_engine_inside(
+def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_with_engines_inside(
     task: Path, alone: Stage, tmp_path: Path
 ) -> None:
     held = tmp_path / "held.py"
@@ -186,11 +190,12 @@ def test_a_training_whose_engine_and_rank_are_killed_ends_with_the_bits_of_one_w
     assert validated(stage) == validated(alone)
     assert [line["step"] for line in metrics(stage) if "validation/reward" in line and "loss" not in line] == [0, 2, 4]
     assert read_json(stage.path / "best.json") == read_json(alone.path / "best.json")
+    assert all(line["rollout/logprob_difference_max"] < 1e-4 for line in steps(alone)), "a rank has other weights"
 
 
 @pytest.mark.full
 def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: Path, tmp_path: Path) -> None:
-    stage = rl(task, tmp_path / "rl", recipe(2, ranks=2, allowed_outdated_steps=2))
+    stage = rl(task, tmp_path / "rl", recipe(2, allowed_outdated_steps=2))
     worker(stage, {2: kill("RolloutEngine")})
     found = steps(stage)
     assert [m["step"] for m in found] == list(range(1, STEPS + 1))
@@ -202,7 +207,8 @@ def test_two_ranks_and_engines_that_run_ahead_train_on_every_prompt_once(task: P
 @pytest.mark.full
 def test_an_engine_with_ranks_of_its_own_is_replaced_as_a_whole_when_one_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    config, task = recipe(1), make_task(tmp_path / "inputs", recipe(1), hidden_size=128)
+    config = recipe(1, ranks=1)
+    task = make_task(tmp_path / "inputs", config, hidden_size=128)
     rollout = config.rollout.copy_with(backend="vllm", parallelism=config.rollout.parallelism.copy_with(tp_size=2))
     stage = rl(task, tmp_path / "rl", config.copy_with(rollout=rollout))
 

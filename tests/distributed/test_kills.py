@@ -35,6 +35,7 @@ def test_the_record_notices_what_it_looks_for(undisturbed: Path) -> None:
     assert killed.problems(twice) != []
 
 
+@pytest.mark.full
 def test_the_same_bits_on_the_same_mesh(task: Path, undisturbed: Path, tmp_path: Path) -> None:
     kills = killed.train_with_kills(task, tmp_path, [ONE] * 3, random.Random(1))
     assert any(kill.checkpoint for kill in kills)

@@ -105,7 +105,8 @@ def test_two_ranks_export_the_model_that_one_exports(workspace: Workspace) -> No
     assert not processes_below(workspace.path)
 
 
-@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
 def test_each_of_two_ranks_generates_with_an_engine_of_its_own_and_learns(workspace: Workspace, backend: str) -> None:
     """What further meshes generate, and a validation on ranks, is in `test_rollouts.py`."""
     if backend == "vllm":

@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "attn_implementation": "sdpa",
 }  # fmt: skip
 BASE: dict[str, Any] = {
-    "train.compile": False, "train.train_batch_per_replica": 4, "train.train_policy.mini_batch": 2,
+    "train.compile": False, "train.train_batch_per_replica": 2, "train.train_policy.mini_batch": 2,
     "policy.model_gradient_checkpointing": False,
 }  # fmt: skip
 SFT: dict[str, Any] = {"train.train_policy.type": "sft"}

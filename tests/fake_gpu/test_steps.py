@@ -17,14 +17,14 @@ CELLS = ("sft", "sft recomputed", "sft selective", "grpo", "moe")
 OTHERS = (
     "sft padded", "sft recomputed padded", "sft float32", "grpo with reference", "dpo", "lora", "fp8", "nft"
 )  # fmt: skip
-LAYERS, MICRO_BATCHES = 2, 2
-ONCE = LAYERS * MICRO_BATCHES
+ONCE = 2
+"""Layers; a step is one batch."""
 Found = dict[str, dict[str, Any]]
 
 
 @cache
 def traced(*cells: str) -> Found:
-    """Trace cells in one process, because the device has to be there before torch is imported: 15 s, 2 s each."""
+    """Trace cells in one process, because the device has to be there before torch is imported: 8 s, 1 s each."""
     if reason := device.obstacle():
         pytest.skip(reason)
     command = [sys.executable, "-m", "tests.fake_gpu.steps", str(device.build()), *cells]

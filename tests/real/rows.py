@@ -22,10 +22,10 @@ def question(country: str) -> str:
     return f"What is the capital of {country}?"
 
 
-def write_rows(file: Path, kind: str) -> Path:
-    """Write twelve rows: `chat`, `text` (which needs no chat template) or `pairs`."""
+def write_rows(file: Path, kind: str, count: int = 12) -> Path:
+    """Write rows: `chat`, `text` (which needs no chat template) or `pairs`."""
     rows: list[dict[str, Any]] = []
-    for country, capital in CAPITALS.items():
+    for country, capital in list(CAPITALS.items())[:count]:
         asked = {"role": "user", "content": question(country)}
         good, bad = f"The capital of {country} is {capital}.", f"{capital} lies in {country}, I believe."
         replies = [[{"role": "assistant", "content": text}] for text in (good, bad)]
@@ -40,10 +40,15 @@ def write_rows(file: Path, kind: str) -> Path:
     return file
 
 
+def load(model: Path) -> Any:
+    """Load a model in float32."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
 @torch.no_grad()
-def loss_of(model: Path, rows: Sequences) -> float:
+def loss_of(model: Path, rows: Sequences, network: Any = None) -> float:
     """The mean loss of the learned tokens of all rows, by transformers alone, row by row in float32."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network = network or load(model)
     samples = [rows[i] for i in range(len(rows))]
     count = sum(int(mask[1:].sum()) for _, mask in samples)
     found = 0.0

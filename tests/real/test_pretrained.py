@@ -23,7 +23,7 @@ from cosmos_core.run.progress import read_metrics
 from cosmos_core.train.setup import run
 from tests.conftest import Workspace, wait_until
 from tests.effects.change import recipe, stage_of
-from tests.real.rows import loss_of, question, write_rows
+from tests.real.rows import load, loss_of, question, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SFT: dict[str, Any] = {
@@ -32,6 +32,10 @@ SFT: dict[str, Any] = {
     "policy.model_max_length": 96, "validation.enable": True, "validation.val_before_train": True,
     "train.train_policy.dataset.test_size": 4,
 }  # fmt: skip
+FEW = {
+    "train.train_batch_per_replica": 4, "train.train_policy.mini_batch": 2, "train.train_policy.dataset.test_size": 2,
+}  # fmt: skip
+"""All of six rows."""
 LAST_NORM = {"policy.freeze_pattern": ["embed_tokens", "layers"]}
 """Trains a vector: the loss is that of all weights, and the checkpoint is small."""
 CHAT = {"train.train_policy.conversation_column_name": "messages"}
@@ -39,9 +43,11 @@ LORA = {"policy.lora": {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_mo
 SAME_LOSS = 5e-5
 
 
-def trained(folder: Path, model: Path, kind: str, settings: dict[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
+def trained(
+    folder: Path, model: Path, kind: str, settings: dict[str, Any], count: int = 12
+) -> tuple[Path, list[dict[str, Any]]]:
     """Prepare rows and train on them; the stage and its metrics."""
-    dataset = {"train.train_policy.dataset.name": str(write_rows(folder / "rows.jsonl", kind))}
+    dataset = {"train.train_policy.dataset.name": str(write_rows(folder / "rows.jsonl", kind, count))}
     config = recipe({**SFT, **settings, **dataset})
     prepare.run(stage_of(folder / "rows", config, kind="prepare", model=model))
     stage = stage_of(folder / "train", config, model=model, data=folder / "rows/data")
@@ -65,11 +71,11 @@ def test_the_first_loss_and_the_held_out_loss_are_those_of_transformers(
     name: str, kind: str, column: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     model = request.getfixturevalue(name)
-    _, lines = trained(tmp_path, model, kind, {**LAST_NORM, **column})
-    data = tmp_path / "rows/data"
-    assert value(lines, "loss", 1) == pytest.approx(loss_of(model, open_sequences(data, "train")), abs=SAME_LOSS)
-    held_out = loss_of(model, open_sequences(data, "validation"))
-    assert value(lines, "validation/loss", 0) == pytest.approx(held_out, abs=SAME_LOSS)
+    _, lines = trained(tmp_path, model, kind, {**LAST_NORM, **FEW, **column}, count=6)
+    network = load(model)
+    for key, step, split in (("loss", 1, "train"), ("validation/loss", 0, "validation")):
+        expected = loss_of(model, open_sequences(tmp_path / "rows/data", split), network)
+        assert value(lines, key, step) == pytest.approx(expected, abs=SAME_LOSS)
 
 
 @pytest.mark.full
