@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from tests.conftest import Workspace
+import pytest
+
+from tests.command_line import InProcess
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.tiny_model import save_tiny_model
 
@@ -36,8 +39,9 @@ overrides.policy.model_name_or_path = "elsewhere"
 
 
 def test_rows_behind_a_model_that_is_not_made_yet_are_looked_at_with_the_one_it_descends_from(
-    workspace: Workspace,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    workspace = InProcess(tmp_path, monkeypatch, capsys)
     save_tiny_model(workspace.path / "model")
     (workspace.path / "model" / "chat_template.jinja").write_text(CHATML)
     workspace.write("pipeline.toml", PIPELINE)

@@ -79,30 +79,39 @@ def steps(outputs: Path) -> int:
     return sum(len(file.read_text().splitlines()) for file in outputs.glob("*/stages/*/metrics.jsonl"))
 
 
-def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(workspace: Workspace) -> None:
-    workspace.write("my.py", FLOW)
+def test_a_flow_that_is_killed_is_continued_by_the_same_command_or_resume(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in a package, and run by its module."""
+    workspace.write("parts/__init__.py", "")
+    workspace.write("parts/steps.py", "COUNT = 'PROGRAMS/counting.py:count'\n")
+    flow = FLOW.replace('last = custom("PROGRAMS/counting.py:count"', "last = custom(COUNT")
+    workspace.write("parts/two.py", f"from .steps import COUNT\n{flow}")
+    words = ["-p", "rounds=2", "-p", "seconds=0.3"]
     outputs = workspace.path / "outputs"
     for number, more, code in ((signal.SIGKILL, 1, -signal.SIGKILL), (signal.SIGTERM, STEPS - 1, 75)):
-        process = workspace.start("run", "my.py:chain", "-p", "rounds=2", "-p", "seconds=0.3")
+        process = workspace.start("run", "parts.two:chain", *words)
         wait_until(lambda more=more: steps(outputs) > more, 60, "a step of the first stage, then of the second")
         process.send_signal(number)
         assert process.wait() == code
     [run] = outputs.glob("chain-*")
+    monkeypatch.chdir(workspace.path)
     for option in (["--from-stage", "count-0"], ["--verify"]):
-        refused = workspace.cosmos("resume", run.name, *option, code=64)
-        assert f"{option[0]}: the run is of a flow in Python" in refused.stderr
+        refused = CliRunner().invoke(app, ["resume", run.name, *option])
+        assert f"{option[0]}: the run is of a flow in Python" in str(refused.exception)
     elsewhere = workspace.path / "elsewhere"
     elsewhere.mkdir()
     assert "report" in workspace.cosmos("resume", str(run), cwd=elsewhere).stdout
     assert not list(elsewhere.iterdir()), "what is relative in a flow is relative to the folder where it began"
     facts = (run / "run.json").read_text()
     (run / "run.json").write_text(facts.replace(json.dumps(str(workspace.path)), '"/gone"'))
-    assert "was started in /gone" in workspace.cosmos("resume", run.name, code=64).stderr
+    assert "was started in /gone" in str(CliRunner().invoke(app, ["resume", run.name]).exception)
     (run / "run.json").write_text(facts)
     for name in ("count-0", "count-1"):
         assert (run / "stages" / name / "out.txt").read_text() == chain(42, STEPS)
         assert read_result(run / "stages" / name) is not None
-    assert "count-1" in workspace.cosmos("status", run.name).stdout
+    assert "count-1" in CliRunner().invoke(app, ["status", run.name]).output
+    assert "be reused" in workspace.cosmos("plan", "parts/two.py:chain", *words).stdout
 
 
 def test_a_budget_that_is_spent_is_said_in_one_line(workspace: Workspace) -> None:
@@ -156,20 +165,6 @@ def test_a_mistake_is_found_before_the_flow_begins(
     for name in [name for name in sys.modules if name.partition(".")[0] in {"my", "parts"}]:
         del sys.modules[name]
     assert isinstance(done.exception, ConfigError) and message in str(done.exception), done.output
-
-
-def test_a_flow_of_a_package_is_run_by_its_module_and_resumed(workspace: Workspace) -> None:
-    workspace.write("parts/__init__.py", "")
-    workspace.write("parts/steps.py", "COUNT = 'PROGRAMS/counting.py:count'\n")
-    workspace.write(
-        "parts/two.py",
-        "from prefect import flow\nfrom tasks import custom\nfrom .steps import COUNT\n\n"
-        "@flow\ndef one():\n    custom(COUNT, arguments={'steps': 2})\n",
-    )
-    workspace.cosmos("run", "parts.two:one")
-    [run] = workspace.path.glob("outputs/one-*")
-    assert "custom" in workspace.cosmos("resume", run.name).stdout
-    assert "be reused" in workspace.cosmos("plan", "parts/two.py:one").stdout
 
 
 def write_example(workspace: Workspace, file: str) -> None:
@@ -241,6 +236,7 @@ keep = { best = 1, finished = false }
 """
 
 
+@pytest.mark.full
 def test_expert_iteration_samples_learns_and_stops_early(workspace: Workspace) -> None:
     write_example(workspace, "expert.py")
     workspace.write(

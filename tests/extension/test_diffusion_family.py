@@ -72,7 +72,9 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "model_class"), [("flux", CLASS), ("unet", UNET)], ids=["flux", "unet"])
+@pytest.mark.parametrize(
+    ("name", "model_class"), [pytest.param("flux", CLASS, marks=pytest.mark.full), ("unet", UNET)], ids=["flux", "unet"]
+)
 def test_it_passes_the_checks_of_a_new_model(name: str, model_class: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(name)
     assert [check for check in check_model(str(folder), model_class) if not check.is_passed] == []

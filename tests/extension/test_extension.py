@@ -1,5 +1,5 @@
 """What a user adds in a file of his own, without an edit here: a reward, an algorithm, an engine, a stage, an upload
-target and a metric sink, all of them in one pipeline that `cosmos run` brings to its end."""
+target and a metric sink, all of them in one pipeline. Its stages run as the flow of `cosmos run` runs them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 
 from cosmos_core.config.compose import load_pipeline
+from cosmos_core.errors import StageFailed
+from cosmos_core.launch import worker
+from cosmos_core.launch.worker import AttemptSettings
 from cosmos_core.registry import import_object
+from cosmos_core.run.directory import create_run
 from cosmos_core.run.files import sha256
+from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import plan_stages
 from cosmos_core.run.progress import read_metrics
 from cosmos_core.run.state import read_state
 from tasks.kinds import all_kinds
+from tasks.stage import run_stage, should_retry
+from tests import attempts
 from tests.conftest import Workspace
 from tests.unit.tiny_model import save_tiny_model
 
@@ -121,13 +128,28 @@ MADE = ("task", "prompts", "whole", "killed")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """The pipeline after `cosmos run`; its stage `killed` died by SIGKILL in its third step, and was made by two
-    attempts."""
+    """The pipeline after all its stages, in this process but for `killed`, which died by SIGKILL in its third step, and
+    was made by two attempts of a worker."""
     workspace = Workspace(tmp_path_factory.mktemp("extension"))
     shutil.copytree(Path(__file__).parent / "user", workspace.path / "user")
     text = PIPELINE.replace("MARK", str(workspace.path / "mark")).replace("SHELF", str(workspace.path / "shelf"))
-    workspace.write("p.toml", text)
-    workspace.cosmos("run", "p.toml", timeout=600)
+    file = workspace.write("p.toml", text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace.path)
+        by_a_worker = worker.run_attempt
+
+        def attempt(settings: AttemptSettings) -> Result:
+            return (by_a_worker if settings.stage_path.name == "killed" else attempts.run_here)(settings)
+
+        patch.setattr(worker, "run_attempt", attempt)
+        made = create_run(load_pipeline(file, (), all_kinds()))
+        for name in MADE[:-1]:
+            run_stage(made, name)
+        with pytest.raises(StageFailed) as died:
+            run_stage(made, "killed")
+        assert should_retry(made, "killed", died.value)
+        for name in ("killed", "publish"):
+            run_stage(made, name)
     return workspace
 
 

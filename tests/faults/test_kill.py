@@ -14,7 +14,6 @@ from cosmos_core.run.state import read_state
 from tests.conftest import Workspace, processes_below, wait_until
 from tests.faults.test_worker import working_in
 
-pytestmark = pytest.mark.usefixtures("own_server")
 PIPELINE = """
 [pipeline]
 name = "toy"
@@ -77,7 +76,7 @@ def chain(seed: int, steps: int) -> str:
     ],
 )
 def test_after_a_kill_nothing_is_left_running_and_resume_ends_with_the_uninterrupted_result(
-    workspace: Workspace, what: str
+    own_server: None, workspace: Workspace, what: str
 ) -> None:
     stray = "steps = 60, stray = true" if what == "supervisor" else "steps = 60"
     workspace.write("toy.toml", PIPELINE.replace("steps = 60", stray))

@@ -4,11 +4,8 @@ loses, decoded videos."""
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +17,7 @@ from cosmos_core.rewards.service.engine import CapacityExceededError, Engine, Sh
 from cosmos_core.rewards.service.pool import RewardJob
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
-from tests.faults.reward_service import counted, running
-from tests.faults.test_reward_service import body, fetched
+from tests.faults.test_reward_service import body
 
 KEY = "0123abcd-0000-4000-8000-000000000000"
 
@@ -61,23 +57,6 @@ def queued(found: Engine) -> list[str]:
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         await asyncio.sleep(0.01)
-
-
-def test_an_upload_that_a_stop_meets_is_scored(tmp_path: Path) -> None:
-    content = body("7", counted=1.0)
-    with running(tmp_path, {"reward_args": [counted(tmp_path)]}) as server:
-        with server.connect() as client:
-            headers = (f"Idempotency-Key: {KEY}", f"Content-Length: {len(content)}", "Expect: 100-continue")
-            client.sendall(server.head(*headers))
-            assert client.recv(65536).startswith(b"HTTP/1.1 100 "), "its head was read"
-            client.sendall(content[:20])
-            server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(subprocess.TimeoutExpired):
-                server.process.wait(0.5)
-            client.sendall(content[20:])
-            assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
-        assert fetched(server, KEY, "counted").json()["scores"] == {"counted": [7.0]}
-        assert server.process.wait() == 0
 
 
 def test_what_comes_after_the_last_was_finished_is_refused_and_not_lost() -> None:

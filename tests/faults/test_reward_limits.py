@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tomli_w
 
-from cosmos_core.rewards.protocol import encode_request
 from cosmos_core.rewards.service import pool as pools
 from cosmos_core.rewards.service.config import RewardArgs, read_config
 from cosmos_core.rewards.service.engine import Engine
@@ -25,21 +23,8 @@ from cosmos_core.rewards.service.pool import ProcessError, ProcessSettings, Rewa
 from cosmos_core.rewards.service.request import parse_request
 from cosmos_core.rewards.service.store import MemoryStore
 from tests.conftest import wait_until
-from tests.faults.reward_service import PROGRAM, counted, redis_server, running
-from tests.faults.test_reward_service import body, fetched
-
-
-def test_half_a_character_costs_its_request_alone(tmp_path: Path) -> None:
-    fields = {"prompts": ["7"], "reward_fn": {"counted": 1.0}, "media_type": "video", "video_infos": [{"x": "\ud800"}]}
-    with redis_server() as queue, running(tmp_path, {**queue, "reward_args": [counted(tmp_path)]}) as server:
-        content = encode_request(fields, np.zeros((1, 3, 1, 2, 2), np.uint8))
-        key = server.post("enqueue", content=content).json()["uuid"]
-        found = fetched(server, key, "counted").json()
-        assert found["scores"] == {"counted": [7.0]} and found["input_info"]["video_infos"] == [{"x": "?"}]
-        key = server.post("enqueue", content=body("8", counted=1.0)).json()["uuid"]
-        assert fetched(server, key, "counted").json()["scores"] == {"counted": [8.0]}
-        rested = {"status": "ok", "rewards": {"counted": 1}, "pending": 0}
-        wait_until(lambda: httpx.get(f"{server.url}/health").json() == rested, 10, "nothing is pending")
+from tests.faults.reward_service import PROGRAM
+from tests.faults.test_reward_service import body
 
 
 def test_what_it_remembers_is_bounded(tmp_path: Path) -> None:

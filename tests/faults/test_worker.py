@@ -152,6 +152,7 @@ def test_attempts_without_progress_are_bounded_by_retries(tmp_path: Path) -> Non
     assert read_state(run.stage_path("s")).error.startswith("stage 's' crashed (exit code 3)")
 
 
+@pytest.mark.full
 def test_a_crash_after_progress_is_retried_and_continues_from_the_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count", "retries = 1\narguments = { steps = 6, crash_at = 4 }")
     assert attempts_until_given_up(run) == 2

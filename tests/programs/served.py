@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +48,3 @@ class Counted:
         with self._file.open("a") as file:
             file.write("".join(f"{prompt}\n" for prompt in prompts))
         return {"counted": [float(prompt) if prompt.isdigit() else -1.0 for prompt in prompts]}
-
-
-def where(to_be_evaluated: str, reference: str) -> float:
-    """Whether the interpreter is the one of the test."""
-    return float(os.environ.get("PYTHONPROGRAM") == "mine" and str(Path(np.__file__).parents[1]) in sys.path)
