@@ -217,7 +217,7 @@ def mutated(draw: Draw, base: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-@bases(*FURTHER)
+@bases(*FURTHER, *LONG)
 def test_what_is_mutated_is_valid(tmp_path: Path, base: str) -> None:
     assert told(write(tmp_path / "valid.toml", BASES[base])) == ""
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pebble import ProcessPool
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -23,22 +25,22 @@ from cosmos_core.config.compose import load_pipeline
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.data import prepare
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted, StageFailed
-from cosmos_core.export import program
+from cosmos_core.export import formats, program
 from cosmos_core.export.divergence import measure_divergence, save_logprobs
 from cosmos_core.export.formats import _run_in_fresh_interpreter, plan_quantized_formats
 from cosmos_core.export.gguf import write_gguf
 from cosmos_core.export.quantize import find_layers, make_quant_scheme, quantize_folder, quantize_weight
 from cosmos_core.rollout.vllm_logits import find_vllm_problem
-from cosmos_core.run.progress import ProgressWriter, read_progress
+from cosmos_core.run.progress import read_progress
 from cosmos_core.run.stage import Stage
 from tasks.kinds import all_kinds
 from tests.conftest import PROGRAMS, wait_until
 from tests.effects.change import SFT, recipe, stage_of
+from tests.programs.beating import beat_until_released
 from tests.real.rows import write_rows
 from tests.unit.tiny_families import save_family
 from tests.unit.tiny_model import save_tiny_model
 
-FORMATS = ("fp8", "int8", "w4a16")
 UP = "model.layers.0.mlp.up_proj.weight"
 ROWS = [[5, 9, 200, 31, 77, 8], [1, 2, 3, 4], [90, 80, 70, 60, 50]]
 
@@ -91,7 +93,7 @@ def rounded_inputs(inputs: Tensor, name: str) -> Tensor:
     return (scaled.round().clamp(-128, 127) if name == "int8" else scaled.to(torch.float8_e4m3fn).bfloat16()) * scale
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["fp8", "int8", "w4a16"])
 def test_transformers_loads_the_weights_that_plain_rounding_gives(name: str, model: Path, tmp_path: Path) -> None:
     folder = quantized(model, tmp_path / name, name)
     parts, exact = tensors_of(folder), tensors_of(model)
@@ -190,7 +192,6 @@ ROW_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def prepared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows with the tokens of the model."""
     folder = tmp_path_factory.mktemp("rows")
     rows = write_rows(folder / "rows.jsonl", "text")
     config = recipe({**ROW_SETTINGS, "train.train_policy.dataset.name": str(rows)})
@@ -198,9 +199,8 @@ def prepared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "rows/data"
 
 
-def exported(folder: Path, model: Path, formats: list[str], data: Path | None = None, **settings: Any) -> Stage:
-    """An export stage."""
-    config = recipe({**ROW_SETTINGS, "export.formats": formats, **settings})
+def exported(folder: Path, model: Path, names: list[str], data: Path | None = None, **settings: Any) -> Stage:
+    config = recipe({**ROW_SETTINGS, "export.formats": names, **settings})
     return stage_of(folder / "stages/export", config, kind="export", model=model, data=data)
 
 
@@ -209,8 +209,9 @@ def test_rows_that_are_gone_are_one_line(model: Path, tmp_path: Path) -> None:
     training.save()
     stage = exported(tmp_path, model, ["bf16", "int8"])
     stage.inputs = {"sft": {"path": str(training.path), "inputs": {}}}
-    gone = rf"rows of stage 'sft', .* are no longer in {tmp_path}/gone/data, .*; set data"
-    with pytest.raises(DataError, match=gone):
+    with pytest.raises(
+        DataError, match=rf"rows of stage 'sft', .* are no longer in {tmp_path}/gone/data, .*; set data"
+    ):
         program.run(stage)
 
 
@@ -230,6 +231,13 @@ def test_a_format_that_vllm_runs_is_loaded_by_it_and_kept(model: Path, prepared:
     assert {file: file.stat().st_mtime_ns for file in files} == files
 
 
+@pytest.fixture
+def one_interpreter(interpreter: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats are compared in the interpreter that reads the exports of other tests."""
+    monkeypatch.setattr(formats, "open_interpreter_pool", lambda: nullcontext(interpreter))
+
+
+@pytest.mark.usefixtures("one_interpreter")
 def test_an_unproven_format_is_refused_unless_it_is_wanted(model: Path, prepared: Path, tmp_path: Path) -> None:
     if not (problem := find_vllm_problem("w4a16")):
         pytest.skip("vLLM runs w4a16 here")
@@ -258,10 +266,11 @@ def converter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.mark.usefixtures("converter")
+@pytest.mark.usefixtures("converter", "one_interpreter")
 def test_a_gguf_file_is_written_and_loaded_by_transformers(model: Path, prepared: Path, tmp_path: Path) -> None:
-    config = AutoConfig.from_pretrained(model)
-    config.head_dim = 128  # transformers does not read it from a GGUF file of a Qwen3
+    config = AutoConfig.from_pretrained(
+        model, head_dim=128
+    )  # transformers does not read it from a GGUF file of a Qwen3
     shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*safetensors*"))
     model = tmp_path / "model"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(model)
@@ -305,13 +314,6 @@ def test_a_stop_leaves_the_written_files(model: Path, prepared: Path, tmp_path: 
     with pytest.raises(Preempted):
         program.run(stage)
     assert not (stage.path / "int8").exists()
-
-
-def beat_until_released(folder: Path, scratch: Path) -> str:
-    """A program of a stage that reports one heartbeat, and ends when somebody writes to a pipe."""
-    scratch.mkdir()
-    ProgressWriter(scratch / "progress.json")
-    return (folder / "pipe").read_text()
 
 
 def test_a_stage_lives_while_its_benchmarks_do_and_a_stop_ends_them(tmp_path: Path) -> None:
@@ -362,8 +364,6 @@ model = "stage:export"
 after = ["export"]
 target = "published"
 """
-
-
 SAMPLED = """[[pipeline.stages]]
 name = "sampled"
 kind = "sample"
@@ -377,7 +377,7 @@ after = "sampled"
 
 
 @pytest.mark.parametrize(
-    ("formats", "more", "message"),
+    ("names", "more", "message"),
     [
         ('["int8"]', "", "the others are made of 'bf16'; add it"),
         ('["bf16", "int8"]', '[train]\nparam_dtype = "float32"\n', "needs train.param_dtype = 'bfloat16'"),
@@ -387,9 +387,9 @@ after = "sampled"
         ('["bf16", "int4"]', "", "export.formats"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_a_run(formats: str, more: str, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused_before_a_run(names: str, more: str, message: str, tmp_path: Path) -> None:
     tables = more + TABLES if more.startswith("[[") else TABLES.replace("[train.", more + "[train.", 1)
-    (tmp_path / "recipe.toml").write_text(tables.format(formats))
+    (tmp_path / "recipe.toml").write_text(tables.format(names))
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_capabilities(load_pipeline(tmp_path / "recipe.toml", (), all_kinds()))
 

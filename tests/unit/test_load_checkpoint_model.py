@@ -31,6 +31,7 @@ STEPS: dict[str, Any] = {
     "train.optm_lr": 1e-2, "train.ckpt.enable_checkpoint": True, "train.ckpt.save_freq": 2, "train.ckpt.max_keep": -1,
     "policy.model_max_length": 32,
 }  # fmt: skip
+VALIDATED = {"validation.enable": True, "validation.freq": 2}
 LORA = {"policy.lora": {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": "all-linear"}}
 
 
@@ -74,10 +75,10 @@ def exporting(path: Path, upstream: dict[str, Any], checkpoint: str) -> Stage:
     ],
     ids=["all weights", "average", "adapter", "frozen"],
 )
-def test_the_last_checkpoint_is_what_the_training_handed_over(
+def test_the_last_checkpoint_is_what_the_training_handed_over_and_best_the_step_that_validation_named(
     inputs: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    upstream = trained(tmp_path / "run/stages/sft", inputs, **settings)
+    upstream = trained(tmp_path / "run/stages/sft", inputs, **settings, **VALIDATED)
     stage = exporting(tmp_path / "run/stages/export", upstream, "6")
     outcome = export.run(stage)
     assert outcome.info["step"] == 6
@@ -89,6 +90,8 @@ def test_the_last_checkpoint_is_what_the_training_handed_over(
         assert expected.keys() == found.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name
     assert not (stage.path / "pinned").exists()
+    best = exporting(tmp_path / "run/stages/best", upstream, "best")
+    assert export.run(best).info["step"] == upstream["info"]["best"]["step"]
 
 
 @pytest.mark.full
@@ -104,13 +107,6 @@ def test_an_earlier_checkpoint_is_exported_as_it_was(inputs: Path, tmp_path: Pat
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[f"model.{name}"]), name
         assert not torch.equal(tensor, last[name]), name
-
-
-def test_best_is_the_step_that_validation_named(inputs: Path, tmp_path: Path) -> None:
-    upstream = trained(tmp_path / "run/stages/sft", inputs, **{"validation.enable": True, "validation.freq": 2})
-    best = upstream["info"]["best"]
-    outcome = export.run(exporting(tmp_path / "run/stages/export", upstream, "best"))
-    assert outcome.info["step"] == best["step"]
 
 
 def test_a_reused_training_has_its_checkpoints_and_settings_in_the_run_that_made_it(

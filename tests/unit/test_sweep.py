@@ -313,10 +313,10 @@ def test_a_larger_grid_runs_its_new_branches_and_nothing_behind_the_choice_while
         run = create_run(counted(tmp_path, steps))
         return {stage.name: not run_stage(run, stage.name)[1] for stage in run.pipeline.stages}
 
-    assert made("3, 4") == dict.fromkeys(["count-steps-3", "count-steps-4", "count", "behind"], True)
-    again = made("3, 4, 5")
-    assert [name for name, is_new in again.items() if is_new] == ["count-steps-5", "count"] and len(again) == 5
-    better = made("1, 3, 4")
+    assert made("3") == dict.fromkeys(["count-steps-3", "count", "behind"], True)
+    again = made("3, 4")
+    assert [name for name, is_new in again.items() if is_new] == ["count-steps-4", "count"] and len(again) == 4
+    better = made("1, 3")
     assert [name for name, is_new in better.items() if is_new] == ["count-steps-1", "count", "behind"]
     newest = sorted((tmp_path / "outputs").glob("2*"), key=lambda path: path.stat().st_ctime)[-1]
     result = read_result(newest / "stages" / "count")
