@@ -22,7 +22,7 @@ from tests.effects.change import recipe, stage_of
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
     made = stage_of(tmp_path_factory.mktemp("run") / "stages" / "task", recipe({"train.train_policy.type": "sft"}))
-    outcome = digits.make(made, train_images=200, vae_steps=4)
+    outcome = digits.make(made, train_images=80, vae_steps=4)
     assert outcome.info == {"model": "model", "data": "data"}
     return made
 
@@ -36,7 +36,7 @@ def shown(folder: Path) -> list[tuple[str, Image.Image]]:
 
 def test_images_show_the_digit_that_their_prompt_names_to_both_classifiers(stage: Stage) -> None:
     images = shown(stage.path / "data" / "train")
-    assert len(images) == 200
+    assert len(images) == 80
     judged = [digits.judge("", "", prompt=prompt, media=image) for prompt, image in images]
     liked = [digits.likeness("", "", prompt=prompt, media=image) for prompt, image in images]
     assert np.mean(judged) > 0.97
@@ -56,7 +56,7 @@ def test_the_pipeline_loads_draws_and_is_the_same_each_time(stage: Stage, tmp_pa
     image = pipeline("seven", num_inference_steps=2, guidance_scale=1.0, height=8, width=8, max_sequence_length=8)
     assert image.images[0].size == (8, 8)
     again = stage_of(tmp_path / "stages" / "task", stage.recipe)
-    digits.make(again, train_images=200, vae_steps=4)
+    digits.make(again, train_images=80, vae_steps=4)
     for name in ("vae", "transformer"):
         file = f"model/{name}/diffusion_pytorch_model.safetensors"
         assert sha256(stage.path / file) == sha256(again.path / file)

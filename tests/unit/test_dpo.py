@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_however_pairs_are_split(in
     loss.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    for settings in ({"mini_batch": 1}, {"mini_batch": 2}, {"mini_batch": 4}, {"mini_batch": 2, "packed": True}):
+    for settings in ({"mini_batch": 1}, {"mini_batch": 4}, {"mini_batch": 2, "packed": True}):
         split = {
             **DPO, "train.optm_grad_norm_clip": 0.0, "train.train_policy.dataloader_shuffle": False,
             "train.train_policy.mini_batch": settings["mini_batch"], "train.sequence_packing": "packed" in settings,

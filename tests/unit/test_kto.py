@@ -141,13 +141,13 @@ def test_a_step_that_lacks_another_prompt_is_refused(tmp_path: Path) -> None:
 def test_a_step_of_one_row_has_no_kl_because_no_other_response_is_there(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "completion": "4 5 6", "label": i % 2 == 0} for i in range(3)]
     settings = {
-        "train.train_batch_per_replica": 2, "train.train_policy.dataloader_drop_last": False, "train.epoch": 4,
+        "train.train_batch_per_replica": 2, "train.train_policy.dataloader_drop_last": False, "train.epoch": 2,
         "train.train_policy.dataset.test_size": 0,
     }  # fmt: skip
     at = stage(tmp_path, rows, model, **settings)
     run(at)
     divergences = [line["kl"] for line in read_metrics(at.path / "metrics.jsonl")]
-    assert len(divergences) == 8 and divergences[1::2] == [0.0] * 4
+    assert len(divergences) == 4 and divergences[1::2] == [0.0] * 2
 
 
 def test_a_held_out_row_alone_has_no_kl_either() -> None:

@@ -36,12 +36,21 @@ CHUNK_BYTES = 4 * 500 * 3
 EVERYTHING = RequestedOutputs(0.7, entropy="gradient", top_k=4)
 
 
+PLAIN = {"tied", "soft caps"}
+"""What no family does in its own way: a head that is shared, and logits that are changed behind a head."""
+
+
 @pytest.fixture(params=list(FAMILIES))
 def model(request: pytest.FixtureRequest) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     cls, config = FAMILIES[request.param]
     made: hf.PreTrainedModel = cls(config).double()
     return made
+
+
+FEW = pytest.mark.parametrize(
+    "model", [pytest.param(n, marks=[pytest.mark.full] * (n not in PLAIN)) for n in FAMILIES], indirect=True
+)
 
 
 def inputs() -> dict[str, Tensor]:
@@ -108,6 +117,7 @@ def test_all_outputs_and_their_gradients_are_those_of_the_whole_logits(
     assert_close(ours, gradients(model, sum((theirs[name] * weight).sum() for name, weight in weights.items())))
 
 
+@FEW
 def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: hf.PreTrainedModel) -> None:
     ids = torch.randint(500, (len(CHOSEN), 5), generator=torch.Generator().manual_seed(3))
     ids[:, 1] = ids[:, 0]  # the same twice
@@ -120,6 +130,7 @@ def test_ids_of_the_caller_are_scored_in_place_of_the_likeliest(model: hf.PreTra
     assert_close(ours, gradients(model, (theirs["top_logprobs"] * weight).sum()))
 
 
+@FEW
 def test_a_head_that_says_nothing_is_uniform(model: hf.PreTrainedModel) -> None:
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     wants = RequestedOutputs(entropy="value", is_argmax=True)
@@ -137,6 +148,7 @@ def guessed(guess: str) -> Tensor | None:
     return {"unknown": None, "right": DERIVATIVE, "one wrong": wrong}[guess]
 
 
+@FEW
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_guess_of_the_derivative_changes_no_gradient(model: hf.PreTrainedModel, guess: str) -> None:
     wants = RequestedOutputs(0.7, entropy="value")
@@ -150,6 +162,7 @@ def test_a_guess_of_the_derivative_changes_no_gradient(model: hf.PreTrainedModel
     assert_close(ours, gradients(model, (DERIVATIVE * theirs["logprobs"]).sum()))
 
 
+@FEW
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_right_guess_saves_the_second_run_of_the_head(model: hf.PreTrainedModel, guess: str) -> None:
     runs: list[int] = []
@@ -164,6 +177,7 @@ def test_a_right_guess_saves_the_second_run_of_the_head(model: hf.PreTrainedMode
         assert len(runs) == count
 
 
+@FEW
 def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_at_it(model: hf.PreTrainedModel) -> None:
     batch = inputs()
     with torch.no_grad():
@@ -179,12 +193,14 @@ def test_a_label_is_at_the_top_where_the_whole_logits_have_their_largest_value_a
     assert 0 < found.mean() < 1
 
 
+@FEW
 def test_without_gradient_nothing_is_kept(model: hf.PreTrainedModel) -> None:
     with torch.no_grad():
         found = scorer_of(model)(inputs(), CHOSEN, loss_gradient_N=DERIVATIVE)
     assert list(found) == ["logprobs"] and not found["logprobs"].requires_grad
 
 
+@FEW
 def test_no_chosen_token_is_no_gradient(model: hf.PreTrainedModel) -> None:
     wants = RequestedOutputs(entropy="gradient", top_k=3, is_argmax=True)
     found = scorer_of(model)(
@@ -198,6 +214,7 @@ def test_no_chosen_token_is_no_gradient(model: hf.PreTrainedModel) -> None:
     assert all(value.abs().max() == 0 for value in none.values())
 
 
+@FEW
 def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: hf.PreTrainedModel) -> None:
     class Shifted(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,6 +234,7 @@ def test_a_family_that_does_more_after_its_head_keeps_its_own_logits(model: hf.P
     assert_close(ours, expected)
 
 
+@FEW
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sequences_have_the_log_probabilities_of_transformers_whatever_the_padding_side(
     model: hf.PreTrainedModel, temperature: float
@@ -238,6 +256,7 @@ def test_sequences_have_the_log_probabilities_of_transformers_whatever_the_paddi
     torch.testing.assert_close(on_left[1], torch.cat([torch.zeros(2), expected[1]]), atol=1e-5, rtol=0)
 
 
+@FEW
 def test_half_precision_compute_is_that_of_autocast(model: hf.PreTrainedModel) -> None:
     model.float()
     scorer = scorer_of(model)
@@ -323,6 +342,7 @@ def test_the_first_pass_runs_where_its_tokens_are() -> None:
     assert torch.equal(LogprobScorer(model)(inputs(), CHOSEN)["logprobs"], expected)
 
 
+@FEW
 def test_the_most_likely_ids_are_at_most_the_rows_of_the_head(model: hf.PreTrainedModel) -> None:
     scorer = scorer_of(model)
     scorer.num_token_ids = 600  # the tokenizer has ids that the model lacks

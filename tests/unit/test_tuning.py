@@ -84,7 +84,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def stage_of(task: Path, path: Path, name: str, size: int | str, threads: str | None = None) -> Stage:
     kind, policy, settings = TRAININGS[name]
     config = recipe(
-        {**policy, "mini_batch": size}, train_batch_per_replica=8, max_num_steps=3, epoch=3, num_threads=threads,
+        {**policy, "mini_batch": size}, train_batch_per_replica=8, max_num_steps=2, epoch=3, num_threads=threads,
         ckpt={"enable_checkpoint": True, "save_freq": 1, "save_mode": "sync"}, **settings,
     )  # fmt: skip
     return make_stage(path, kind, config, task / "task/model", task / f"{kind}-data" / "data")
@@ -99,7 +99,7 @@ def test_a_training_with_auto_has_the_bits_of_one_with_the_values_that_were_chos
     (first,) = read_metrics(measured.path / "metrics.jsonl")
     resumed = stage_of(task, tmp_path / "auto", name, "auto")
     found = train(resumed)
-    assert [line.keys() >= AUTO_KEYS for line in read_metrics(resumed.path / "metrics.jsonl")] == [True, False, False]
+    assert [line.keys() >= AUTO_KEYS for line in read_metrics(resumed.path / "metrics.jsonl")] == [True, False]
 
     size = int(first["tuning/rows_per_pass"])
     assert size in {1, 2, 4, 8}
@@ -190,7 +190,7 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
 ) -> None:
     def stage(name: str, size: int | str) -> Stage:
         config = recipe(
-            {**DPO, "mini_batch": size}, train_batch_per_replica=8, max_num_steps=3,
+            {**DPO, "mini_batch": size}, train_batch_per_replica=4, max_num_steps=2,
             ckpt={"enable_checkpoint": True, "save_freq": 1, "save_mode": "sync"},
         )  # fmt: skip
         return make_stage(tmp_path / name, "sft", config, task / "task/model", pairs)
@@ -203,7 +203,7 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
         trainer: Trainer, adapter: Any, samples: Any, *rest: Any, num_rows_per_pass: Any = None, **keys: Any
     ) -> None:
         batches = Counter(sample.micro_batch for sample in samples)
-        if num_rows_per_pass is None and len(samples) == 16:
+        if num_rows_per_pass is None and len(samples) == 8:
             passes.append((trainer.speed_settings.rows_per_pass, max(batches.values()) // 2))
         compute(trainer, adapter, samples, *rest, num_rows_per_pass=num_rows_per_pass, **keys)
 
@@ -212,7 +212,7 @@ def test_pairs_are_divided_by_the_chosen_size_while_it_is_measured_afterwards_an
     assert {divided for divided, _ in passes} >= {1, 2} and all(wanted == done for wanted, done in passes)
     chosen, passes[:] = passes[-1][0], []
     found = train(stage("auto", "auto"))
-    assert passes == [(chosen, chosen)] * 2
+    assert passes == [(chosen, chosen)]
     expected = train(stage("named", chosen))
     for one, other in zip(found.adapter.model.parameters(), expected.adapter.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # the reference was scored two pairs at a time
