@@ -159,6 +159,7 @@ def test_the_same_content_travels_and_is_kept_once(tmp_path: Path, url: str, pro
     assert len([request for request in proxy.requests if request.method == "GET"]) == 1
 
 
+@pytest.mark.full
 def test_what_a_bad_network_does_is_mended(
     tmp_path: Path, run: Run, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

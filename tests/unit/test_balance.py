@@ -107,7 +107,9 @@ def of_transformers(folder: Path) -> tuple[dict[str, Tensor], float]:
 ALGORITHMS: Sequence[Algorithm] = (sft(), grpo(GrpoConfig()))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["sft", "grpo"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(ALGORITHMS[0], marks=pytest.mark.full), ALGORITHMS[1]], ids=["sft", "grpo"]
+)
 def test_it_is_added_to_any_update_however_that_is_split(folder: Path, tmp_path: Path, algorithm: Algorithm) -> None:
     without, metrics = gradients(folder, algorithm, 0.0, tmp_path, (4, False, False))
     assert "model_loss" not in metrics

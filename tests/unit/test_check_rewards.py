@@ -26,7 +26,7 @@ from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.check import check_rewards, run
 from cosmos_core.train.check_rewards import make_test_groups, read_first_prompts
 from tests.conftest import Workspace
-from tests.effects.change import GRPO, SFT, recipe, stage_of
+from tests.effects.change import GRPO, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
 from tests.unit.test_config_load import GRPO as GRPO_TOML
 from tests.unit.test_config_load import load
@@ -54,12 +54,12 @@ def looked_at(folder: Path, code: str) -> list[str]:
     ("code", "reason"),
     [
         ("def f(completion): print(completion)", "returned nothing"),
-        ("def f(completion): return 'good'", "returned a str"),
+        pytest.param("def f(completion): return 'good'", "returned a str", marks=pytest.mark.full),
         ("def f(completions, **kwargs): return [1.0]", "returned 1 values for 2 completions"),
         ("def f(completion, solution): return 1.0", r"nothing is called 'solution' \(columns of the row: prompt, ans"),
         ("def f(completion, reference): return 1 / (len(reference) - 1) if completion == '5' else {}['a']", "KeyError"),
-        ("def f(completion):\n    while True: pass", "not done in 1 s"),
-        ("def f(text, answer): return 1.0", "no parameter is the completion"),
+        ("def f(completion):\n    import time\n    time.sleep(99)", "not done in 1 s"),
+        pytest.param("def f(text, answer): return 1.0", "no parameter is the completion", marks=pytest.mark.full),
     ],
 )
 def test_a_reward_that_scores_nothing_is_refused(code: str, reason: str, tmp_path: Path) -> None:
@@ -118,15 +118,14 @@ def test_the_command_calls_rewards_on_rows_that_another_stage_prepares(workspace
     (save_tiny_model(workspace.path / "model") / "chat_template.jinja").write_text(CHATML)
     rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1), "level": i} for i in range(8)]
     workspace.write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    workspace.write("mine.py", "def f(completion, level): return level\ndef g(completion, rank): return rank\n")
+    workspace.write("mine.py", "def g(completion, rank): return rank\n")
     workspace.write(
         "recipe.toml",
         'policy = { model_name_or_path = "model", model_max_length = 64 }\n'
         "rollout = { max_response_length = 8, n_generation = 2 }\n"
-        'train.train_policy = { type = "grpo", reward_function = "mine.py:f", dataset.name = "rows.jsonl" }\n',
+        'train.train_policy = { type = "grpo", reward_function = "mine.py:g", dataset.name = "rows.jsonl" }\n',
     )
-    assert "mine.py:f" in " ".join(workspace.cosmos("check", "recipe.toml").stdout.split())
-    refused = workspace.cosmos("check", "recipe.toml", "--set", "train.train_policy.reward_function=mine.py:g", code=64)
+    refused = workspace.cosmos("check", "recipe.toml", code=64)
     said = " ".join((refused.stdout + refused.stderr).split())
     assert "nothing is called 'rank' (columns of the row: prompt, answer, level)" in said
 
@@ -173,13 +172,3 @@ def test_heads_that_vllm_cannot_split_over_the_ranks_of_an_engine_are_refused() 
         with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
             check_engine("vllm", config, "qwen", tp_size=tp_size)
         check_engine("hf", config, "qwen", tp_size=tp_size)
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_a_head_size_that_vllm_lacks_on_cpu_is_refused_where_vllm_completes(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", head_dim=24)
-    scored = {**SFT, "validation.reward_function": "exact_match"}
-    for kind, settings in (("rl", GRPO), ("sample", GRPO), ("validate", scored), ("sft", SFT)):
-        stage = stage_of(tmp_path / kind, recipe({**settings, "policy.model_max_length": 64}), kind=kind, model=model)
-        with nullcontext() if kind == "sft" else pytest.raises(ConfigError, match=r"head_dim = 24 .*backend = 'hf'"):
-            run(stage)

@@ -117,7 +117,10 @@ def save(folder: Path, case: str, fingerprint: str = "f") -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", DAMAGES)
+ALIKE = {"a number without end", "a folder", "no digests", "a list of files", "words for files", "a word for ranks"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.full] * (n in ALIKE)) for n in DAMAGES])
 def test_it_is_passed_over_with_a_warning_that_names_it_here_and_by_another_run_and_refused_where_it_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:

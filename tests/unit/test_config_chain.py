@@ -77,7 +77,9 @@ def test_what_follows_a_merge_with_a_base_model_is_like_the_models_that_are_merg
         assert origin == {"base_model": "org/base", "data": ["org/rows", "c/rows", "d/rows"]}
 
 
-@pytest.mark.parametrize("joined", [*JOINED.values(), JOINED["merge"] + '\nmodel = "org/base"'])
+@pytest.mark.parametrize(
+    "joined", [*JOINED.values(), pytest.param(JOINED["merge"] + '\nmodel = "org/base"', marks=pytest.mark.full)]
+)
 def test_rows_are_rendered_by_the_template_of_the_model_that_learns_them(tmp_path: Path, joined: str) -> None:
     measured = 'name = "measured"\nkind = "validate"\nrecipe = "dpo.toml"\nafter = "dpo"\nmodel = "stage:dpo"'
     plain = 'policy.chat_template = "plain"'

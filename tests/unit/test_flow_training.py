@@ -58,6 +58,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LORA = {"policy.lora.r": 4, "policy.lora.lora_alpha": 8.0}
+SMALL = {"train.train_batch_per_replica": 4, "train.train_policy.mini_batch": 2, "rollout.n_generation": 2}
 
 
 class Inputs:
@@ -118,13 +119,13 @@ def test_a_training_raises_its_reward_and_is_exported(
 def test_a_training_that_stopped_ends_with_the_same_bits(
     inputs: Inputs, name: str, weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    settings = {**TRAININGS[name], **weights, "train.max_num_steps": 4}
+    settings = {**TRAININGS[name], **weights, **SMALL, "train.max_num_steps": 3}
     whole, stopped = (inputs.stage(tmp_path / each, **settings) for each in ("whole", "stopped"))
     through = train(whole)
-    train_until(stopped, 3)
+    train_until(stopped, 1)
     assert_same_weights(train(stopped).adapter.model, through.adapter.model)
     assert curve(stopped) == curve(whole)
-    kept, other = (tensors_of(stage, 4) for stage in (whole, stopped))
+    kept, other = (tensors_of(stage, 2) for stage in (whole, stopped))
     copies = {"old", "reference"} if name == "nft" else {"reference"}
     assert {name.partition(".")[0] for name in kept} >= {"model", "optimizer", "ema"} | copies
     assert kept.keys() == other.keys() and all(torch.equal(kept[n], other[n]) for n in kept)
@@ -135,11 +136,11 @@ def test_a_training_with_a_measured_micro_batch_is_the_one_that_names_it(
     inputs: Inputs, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "MAX_TUNING_SECONDS", 0.5)  # what is chosen does not matter here
-    settings = {**TRAININGS[name], "train.max_num_steps": 2}
-    measured = inputs.stage(tmp_path / "auto", **settings, **{"train.train_policy.mini_batch": "auto"})
+    settings = {**TRAININGS[name], **SMALL, "train.max_num_steps": 1}
+    measured = inputs.stage(tmp_path / "auto", **{**settings, "train.train_policy.mini_batch": "auto"})
     found = train(measured)
     size = int(metrics_of(measured)[0]["tuning/rows_per_pass"])
-    named = inputs.stage(tmp_path / "named", **settings, **{"train.train_policy.mini_batch": size})
+    named = inputs.stage(tmp_path / "named", **{**settings, "train.train_policy.mini_batch": size})
     assert_same_weights(found.adapter.model, train(named).adapter.model)
 
 
@@ -179,7 +180,7 @@ def test_real_images_are_learned_beside_rollouts(inputs: Inputs, name: str, tmp_
     config = recipe({
         **BASE, **algorithm, "train.train_policy.reward_function": f"{inputs.folder / 'reward.py'}:red",
         "policy.diffusers.flow_rl.data_beta": 0.5, "train.train_policy.dataset.local_dir": str(tmp_path / "media"),
-        "train.max_num_steps": 2,
+        "train.max_num_steps": 1,
     })  # fmt: skip
     model = inputs.model("sd3")
     prepare.run(stage_of(tmp_path / "data", config, kind="prepare", model=model))

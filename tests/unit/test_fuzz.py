@@ -11,7 +11,7 @@ from tests.acceptance import fuzz
 
 
 def test_recipes_changed_at_random_are_taken_or_refused_in_one_line(tmp_path: Path) -> None:
-    tally = fuzz.recipes(tmp_path, 60, seed=1)
+    tally = fuzz.recipes(tmp_path, 30, seed=1)
     assert not tally.wrong, "\n".join(tally.wrong)
     assert tally.num_taken and tally.num_refused > tally.num_taken
     assert tally.longest_seconds < fuzz.LONGEST_SECONDS
@@ -21,7 +21,7 @@ def test_rows_models_and_templates_changed_at_random_are_taken_or_refused_in_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_limits, "MAX_TEMPLATE_SECONDS", 1.0)
-    for name, tally in fuzz.others(tmp_path, 40, seed=1).items():
+    for name, tally in fuzz.others(tmp_path, 25, seed=1).items():
         assert not tally.wrong, f"{name}: " + "\n".join(tally.wrong)
         assert tally.num_taken and tally.num_refused, name
         assert tally.longest_seconds < fuzz.LONGEST_SECONDS

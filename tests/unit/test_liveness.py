@@ -79,7 +79,7 @@ def status(run: Run) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("state", ["running", "retrying"])
+@pytest.mark.parametrize("state", ["running", pytest.param("retrying", marks=pytest.mark.full)])
 def test_a_run_whose_flow_was_killed_died_and_says_how_it_goes_on(tmp_path: Path, state: str) -> None:
     run = training(tmp_path, **gone(), state=state)
     said = (

@@ -63,7 +63,11 @@ def adapted(model: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(n, marks=[pytest.mark.full] * (n in {"qwen2-moe", "mixtral"})) for n in NAMED]
+    "family",
+    [
+        pytest.param(n, marks=[pytest.mark.full] * (n in {"qwen2-moe", "mixtral", "qwen3-moe", "qwen3-next"}))
+        for n in NAMED
+    ],
 )
 def test_the_usual_names_mean_every_projection_of_that_name_and_peft_loads_the_adapter(
     tmp_path: Path, family: str
@@ -76,7 +80,7 @@ def test_the_usual_names_mean_every_projection_of_that_name_and_peft_loads_the_a
     check_saved(model, tmp_path)
 
 
-ALIKE = {"qwen3-moe", "qwen2-moe", "mixtral"}
+ALIKE = {"qwen3-moe", "qwen3-moe with a dense layer", "qwen2-moe", "mixtral", "gpt-oss"}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,11 @@ def test_a_value_is_never_an_option(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "response", [ElicitResult(action="decline"), ElicitResult(action="accept", content={"start": False})]
+    "response",
+    [
+        pytest.param(ElicitResult(action="decline"), marks=pytest.mark.full),
+        ElicitResult(action="accept", content={"start": False}),
+    ],
 )
 def test_nothing_starts_without_a_confirmation(response: ElicitResult, folder: Path) -> None:
     text, _ = call("start_run", {"recipe": "r.toml"}, response)

@@ -52,7 +52,7 @@ def test_nan_leaves_a_gap() -> None:
     assert [len(piece) for piece in pieces] == [10, 10]
 
 
-@pytest.mark.parametrize("values", [(1e308, -1e308, 1.0), (10**400, 2.0, 1e301)])
+@pytest.mark.parametrize("values", [pytest.param((1e308, -1e308, 1.0), marks=pytest.mark.full), (10**400, 2.0, 1e301)])
 def test_what_no_axis_reaches_leaves_a_gap(values: tuple[float, ...]) -> None:
     lines = [{"step": step, "train/loss": value} for step, value in enumerate(values)]
     drawn = [line if abs(line["train/loss"]) < 1e300 else line | {"train/loss": math.nan} for line in lines]

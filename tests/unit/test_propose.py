@@ -126,7 +126,7 @@ def asked_of(method: str, folder: Path, model: str) -> CliOptions:
     return CliOptions(method, model, str(folder / "train-00000-of-00001.parquet"), reward="exact_match, format")
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "diffusion-sft"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=pytest.mark.full), "grpo", "diffusion-sft"])
 def test_the_recipe_is_valid_says_why_and_is_kept_once_it_was_edited(tmp_path: Path, model: str, method: str) -> None:
     asked = asked_of(method, tmp_path, model)
     proposed = list(propose(asked, CPU))

@@ -131,7 +131,7 @@ from cosmos_core.registry import locate_code
 gc.set_threshold(50)
 gc.callbacks.append(lambda *_: time.sleep(0))
 with ThreadPoolExecutor(8) as pool:
-    files = list(pool.map(locate_code, ["ast:parse"] * 24))
+    files = list(pool.map(locate_code, ["ast:parse"] * 12))
 assert {str(file) for file in files} == {ast.__file__}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

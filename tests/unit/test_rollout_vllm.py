@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 def results(work: Path, is_tied: bool, *, further_engines: bool = False) -> dict[str, Any]:
     folder = save_tiny_model(work / "tiny", tied=is_tied)
-    command = [sys.executable, "-m", "tests.unit.vllm_program", str(folder), str(work / "found.json")]
-    command += ["--further-engines"] * further_engines
+    program = f"from tests.unit import vllm_program; vllm_program.main(*sys.argv[1:], {further_engines=})"
+    command = [sys.executable, "-c", f"import sys; {program}", str(folder), str(work / "found.json")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads((work / "found.json").read_text())
@@ -203,3 +203,10 @@ def test_what_vllm_cannot_do_is_refused_in_our_words(found: dict[str, Any]) -> N
     assert found["too_hot"].startswith("ConfigError: temperature = 2.5: vLLM samples between 0.01 and 2.0")
     assert found["head_dim"].startswith("ConfigError: vLLM on CPU has no attention for head_dim = 16")
     assert found["too_long"].startswith("DataError: prompt 8 has 256 tokens")
+
+
+def test_a_head_size_that_vllm_lacks_on_cpu_is_refused_by_a_check_where_vllm_completes(found: dict[str, Any]) -> None:
+    checked = found["checked"]
+    assert checked.pop("sft") == "" and sorted(checked) == ["rl", "sample", "validate"]
+    for said in checked.values():
+        assert said.startswith("ConfigError: ") and "head_dim = 24 " in said and "backend = 'hf'" in said, said

@@ -185,7 +185,7 @@ def test_it(tmp_path):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_or_interrupted_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """One that is killed leaves no folder either."""
     told = tmp_path / "told"

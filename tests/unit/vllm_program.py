@@ -1,5 +1,4 @@
-"""What `test_rollout_vllm.py` runs in a process of its own:
-`python -m tests.unit.vllm_program FOLDER OUT.json [--further-engines]`.
+"""What `test_rollout_vllm.py` runs in a process of its own.
 
 vLLM initialises torch's process group and more, which the other tests of a pytest process should not meet. Everything
 found is written down; the tests judge it.
@@ -11,7 +10,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,15 @@ from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
 from cosmos_core.models.hf import iter_checkpoint_weights, load_model, load_tokenizer
 from cosmos_core.models.lora import add_adapter
+from cosmos_core.rollout import vllm
 from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, LoadReceipt, generate
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.registry import make_engine
 from cosmos_core.rollout.vllm_adapter import open_adapter
+from cosmos_core.train import check
 from cosmos_core.types import Group, Prompt, Sampling
+from tests.effects.change import GRPO, SFT, recipe, stage_of
+from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import sequence_logprobs
 
 LENGTHS = (5, 9, 3, 140, 21)  # one is longer than a block of the prefix cache on CPU
@@ -76,7 +78,7 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
     """Everything under the first weights."""
     groups = generate(engine, PROMPTS, sampling(1.0), 4)
     cooler = generate(engine, PROMPTS, sampling(0.7), 4)
-    hot = generate(engine, PROMPTS, sampling(2.0, max_tokens=60, num_completions=12), 4)
+    hot = generate(engine, PROMPTS, sampling(2.0, max_tokens=60, num_completions=4), 4)
     greedy = sampling(0.0, num_completions=1)
     filtered = sampling(0.8, top_k=6, top_p=0.7, repetition_penalty=1.3, num_completions=1)
     penalised = sampling(0.0, repetition_penalty=1.3, num_completions=1)
@@ -105,7 +107,7 @@ def sampled(engine: Engine, model: PreTrainedModel, hf: Engine) -> dict[str, Any
             for group in generate(
                 engine,
                 [Prompt(91 + n, (7,) * n, "", "") for n in (200, 255)],
-                sampling(1.0, max_tokens=4096, num_completions=8),
+                sampling(1.0, max_tokens=4096, num_completions=4),
                 4,
             )
         ],
@@ -291,7 +293,25 @@ def message(call: Any) -> str:
     return ""
 
 
+def checked(folder: Path) -> dict[str, str]:
+    """What `cosmos check` says of a model by the kind of its stage."""
+    scored = {**SFT, "validation.reward_function": "exact_match"}
+    found: dict[str, str] = {}
+    for kind, settings in (("rl", GRPO), ("sample", GRPO), ("validate", scored), ("sft", SFT)):
+        config = recipe({**settings, "policy.model_max_length": 64})
+        stage = stage_of(folder.parent / kind, config, kind=kind, model=folder)
+        found[kind] = message(lambda stage=stage: check.run(stage))
+    return found
+
+
+def use_small_caches() -> None:
+    """Give the cache of each engine room for 512 blocks; the gigabyte that it has takes seconds to clear and to own."""
+    arguments = vllm._engine_arguments
+    vllm._engine_arguments = lambda settings: arguments(settings) | {"num_gpu_blocks_override": 512}
+
+
 def main(folder: str, out: str, *, further_engines: bool) -> None:
+    use_small_caches()
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: None)
     torch.manual_seed(5)
@@ -317,6 +337,7 @@ def main(folder: str, out: str, *, further_engines: bool) -> None:
     model.config.head_dim = 16
     found["head_dim"] = message(lambda: make("vllm"))
     model.config.head_dim = 32
+    found["checked"] = checked(save_tiny_model(Path(out).parent / "narrow", head_dim=24))
     found["closed"] = not torch.distributed.is_initialized()
     if model.config.tie_word_embeddings:
         found["adapted"] = adapted(folder, tokenizer)
@@ -331,7 +352,3 @@ def main(folder: str, out: str, *, further_engines: bool) -> None:
 
         found["transferred"] = transferred(folder, model, tokenizer)
     Path(out).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], further_engines="--further-engines" in sys.argv)
