@@ -364,27 +364,27 @@ RULES: dict[tuple[str, str], list[Case]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("further", [False, pytest.param(True, marks=pytest.mark.full)])  # what is kept besides
 @pytest.mark.parametrize("rule", RULES, ids=": ".join)
-def test_a_rule_accepts_what_it_allows_and_refuses_or_changes_the_rest(tmp_path: Path, rule: tuple[str, str]) -> None:
-    for case in RULES[rule]:
-        check(tmp_path, case)
-
-
-def check(folder: Path, case: Case) -> None:
-    if case.outcome == "refused":
-        assert refused(folder, case.recipe, *case.settings) == f"recipe.toml: {case.said}"
-        return
-    pipeline = load(folder, case.recipe, *case.settings)
-    if case.outcome == "cannot":
-        with pytest.raises(ConfigError) as caught:
-            check_capabilities(pipeline)
-        assert re.sub(r".*/recipe.toml: stage '\w+': ", "", str(caught.value)) == case.said
-        return
-    found: Any = next(iter(pipeline.recipes.values()))
-    for part in case.key.split("."):
-        found = found[int(part)] if part.isdecimal() else getattr(found, part)
-    assert (found, type(found)) == (case.value, type(case.value)), case
-    assert pipeline.notices == ((case.said,) if case.said else ()), case
+def test_a_rule_accepts_what_it_allows_and_refuses_or_changes_the_rest(
+    tmp_path: Path, rule: tuple[str, str], further: bool
+) -> None:
+    others = [case for case in RULES[rule] if case.outcome == "kept"][1:]
+    for case in (each for each in RULES[rule] if (each in others) is further):
+        if case.outcome == "refused":
+            assert refused(tmp_path, case.recipe, *case.settings) == f"recipe.toml: {case.said}"
+            continue
+        pipeline = load(tmp_path, case.recipe, *case.settings)
+        if case.outcome == "cannot":
+            with pytest.raises(ConfigError) as caught:
+                check_capabilities(pipeline)
+            assert re.sub(r".*/recipe.toml: stage '\w+': ", "", str(caught.value)) == case.said
+            continue
+        found: Any = next(iter(pipeline.recipes.values()))
+        for part in case.key.split("."):
+            found = found[int(part)] if part.isdecimal() else getattr(found, part)
+        assert (found, type(found)) == (case.value, type(case.value)), case
+        assert pipeline.notices == ((case.said,) if case.said else ()), case
 
 
 def test_every_rule_has_a_case_on_either_side() -> None:
