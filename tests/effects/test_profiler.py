@@ -21,6 +21,13 @@ ALLOWED = {**SMALL, "profiler.enable_profiler": True}
 TRACED = {**ALLOWED, f"{PARTS}.do_profile": True}
 ASKED = {**SMALL, f"{PARTS}.do_profile": True}
 USUAL = "steps_3-3_rank_0"
+CONTENT = {"record_shape": "Input Dims", "profile_memory": "Total Allocated", "with_stack": "Python parent id"}
+STEPS = {"active_steps": 2, "warmup_steps": 0, "wait_steps": 2}
+TOGETHER = [
+    {**TRACED, f"{PARTS}.{content}": True, f"{PARTS}.{steps}": value}
+    for content, (steps, value) in zip(CONTENT, STEPS.items(), strict=True)
+]
+"""Each training shows two keys: one by what a trace has, the other by the steps in its name."""
 
 
 def traces(settings: Any, inputs: Path, path: Path) -> dict[str, Path]:
@@ -45,22 +52,20 @@ def has_key_or_name(trace: Path, beginning: str) -> bool:
 def test_it_changes_which_steps_are_traced(change: Change, expected: list[str], inputs: Path, tmp_path: Path) -> None:
     before = traces(change.before, inputs, tmp_path / "before")
     assert list(before) == ([USUAL] if change.base is TRACED else [])
-    after = traces(change.after, inputs, tmp_path / "after")
+    settings = [each for each in TOGETHER if change.key.rpartition(".")[2] in STEPS and change.key in each]
+    after = traces(recipe(settings[0]) if settings else change.after, inputs, tmp_path / "after")
     assert list(after) == expected
     assert all(has_key_or_name(trace, "aten::") for trace in after.values())
 
 
-@changes(
-    (Change(f"{PARTS}.record_shape", True, TRACED), "Input Dims"),
-    (Change(f"{PARTS}.profile_memory", True, TRACED), "Total Allocated"),
-    (Change(f"{PARTS}.with_stack", True, TRACED), "Python parent id"),
-)
+@changes(*((Change(f"{PARTS}.{key}", True, TRACED), key) for key in CONTENT))
 def test_it_changes_what_a_trace_has(change: Change, expected: str, inputs: Path, tmp_path: Path) -> None:
-    def has(settings: Any, name: str) -> bool:
+    def content(settings: Any, name: str) -> list[str]:
         [trace] = traces(settings, inputs, tmp_path / name).values()
-        return has_key_or_name(trace, f'{expected}":')
+        return [key for key, said in CONTENT.items() if has_key_or_name(trace, f'{said}":')]
 
-    assert not has(change.before, "before") and has(change.after, "after")
+    [together] = [each for each in TOGETHER if change.key in each]
+    assert content(change.before, "before") == [] and content(recipe(together), "after") == [expected]
 
 
 @changes(Change("logging.report_mfu", True, ALLOWED))

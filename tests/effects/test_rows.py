@@ -44,8 +44,7 @@ TOLD = {**CHAT_ROWS, f"{TURNS}.custom_chat_template_path": "told.jinja"}
 OPEN = {
     **CHAT_ROWS, f"{TURNS}.add_generation_prompt": False, "train.train_policy.prompt_column_name": "conversations",
 }  # fmt: skip
-SUMS: dict[str, Any] = {"name": "reasoning-gym:chain_sum"}
-FEW_SUMS = {**SUMS, "arguments": {"size": 4}}
+FEW_SUMS: dict[str, Any] = {"name": "reasoning-gym:chain_sum", "arguments": {"size": 4}}
 GENERATED = {**GRPO, "policy.model_max_length": 512}
 MIX = "train.train_policy.datasets"
 MIXED: dict[str, Any] = {**SFT, MIX: [{"name": "rows"}]}
@@ -184,7 +183,7 @@ def test_it_changes_the_rows(change: Change, expected: tuple[str, int, str | Non
 
 @changes(
     (Change("train.train_policy.dataset.arguments", {"size": 3, "seed": 1},
-            {**GENERATED, "train.train_policy.dataset": SUMS}), ("train", 500)),
+            {**GENERATED, "train.train_policy.dataset": FEW_SUMS}), ("train", 4)),
     (Change(f"{MIX}.arguments", {"size": 3, "seed": 1}, {**GENERATED, MIX: [FEW_SUMS]}), ("train", 4)),
     (Change("validation.dataset.arguments", {"size": 3, "seed": 1},
             {**GENERATED, "train.train_policy.dataset": FEW_SUMS, "validation.dataset": FEW_SUMS}), ("validation", 4)),
@@ -309,7 +308,7 @@ def test_it_bounds_the_rows(change: Change, folder: Path) -> None:
 
 @changes(
     Change("train.train_policy.dataloader_num_workers", 2, MANY),
-    Change("train.train_policy.dataloader_num_workers", 2, {**MANY, **GRPO, **LENGTHS}),
+    full=[Change("train.train_policy.dataloader_num_workers", 2, {**MANY, **GRPO, **LENGTHS})],
 )
 def test_it_changes_the_processes_that_tokenise(change: Change, folder: Path) -> None:
     (folder / "many.jsonl").write_text(

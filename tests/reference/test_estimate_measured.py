@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "sft, float32": Case(SFT, False, {"param_dtype": "float32"}, length=256),
+    "sft, float32": Case(SFT, False, {"param_dtype": "float32"}, length=256, model="small"),
     "sft, float32, checkpointed": Case(SFT, True, {"param_dtype": "float32"}),
     "sft, bfloat16": Case(SFT, False),
     "sft, bfloat16, checkpointed": Case(SFT, True),
@@ -70,7 +70,7 @@ def recipe_of(case: Case) -> Recipe:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """8.4 million parameters, tied embeddings; and experts, not tied. Activations weigh as much as they do."""
+    """8.4 million parameters, tied embeddings; five; and experts, not tied. Activations weigh as much as they do."""
     folder = tmp_path_factory.mktemp("models")
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -81,7 +81,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def saved(name: str) -> Path:
         dense = Qwen3Config(**sizes, intermediate_size=768, tie_word_embeddings=True)
         experts = Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2)
-        AutoModelForCausalLM.from_config(dense if name == "dense" else experts).save_pretrained(folder / name)
+        small = Qwen3Config(**sizes | {"num_hidden_layers": 4}, intermediate_size=768, tie_word_embeddings=True)
+        config = {"dense": dense, "small": small, "experts": experts}[name]
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         return folder / name
 
     return saved

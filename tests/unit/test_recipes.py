@@ -129,7 +129,7 @@ def test_the_header_has_the_four_fields_and_the_command_that_runs_the_file(file:
 
 
 @pytest.mark.parametrize("file", RECIPES)
-def test_the_gpus_of_the_header_are_those_of_the_largest_training(file: str) -> None:
+def test_the_gpus_of_the_header_are_those_of_the_largest_training_and_batches_divide_on_them(file: str) -> None:
     pipeline = load(file)
     match = re.match(r"(\d+) x (?:24|48|80) GB\b", header(file)["Hardware"])
     assert match
@@ -137,11 +137,7 @@ def test_the_gpus_of_the_header_are_those_of_the_largest_training(file: str) -> 
     assert max(check_mesh(recipe, gpus, {}) for recipe in trainings(pipeline)) == gpus
     if Path(file).parent.name == "pipelines":
         assert pipeline.config.gpus == gpus
-
-
-@pytest.mark.parametrize("file", RECIPES)
-def test_batches_divide_on_the_mesh(file: str) -> None:
-    for recipe in trainings(load(file)):
+    for recipe in trainings(pipeline):
         batch, policy, mesh = recipe.train.train_batch_per_replica, recipe.train.train_policy, recipe.policy.parallelism
         ranks = mesh.dp_shard_size * mesh.dp_replicate_size
         assert batch % (ranks * policy.mini_batch) == 0

@@ -86,7 +86,7 @@ def test_a_fetch_that_was_broken_off_goes_on_with_what_is_missing(
     assert reads(proxy) == ["f3"]
 
 
-@pytest.mark.parametrize("size", [300, 12 << 20])
+@pytest.mark.parametrize("size", [300, 6 << 20])
 def test_what_arrives_altered_is_fetched_again(tmp_path: Path, proxy: Proxy, size: int) -> None:
     (tmp_path / "m").mkdir()
     weights = tmp_path / "m" / "weights"
@@ -158,13 +158,13 @@ def test_latest_is_the_version_that_the_pointer_names(tmp_path: Path) -> None:
         append_content_digest("s3://models/nothing")
 
 
-@pytest.mark.parametrize("text", ["{bad", "\xff", '["v7"]', '{"history": ["v7"]}', '{"version": 7}', '{"version": ""}'])
-def test_a_pointer_that_is_damaged_is_one_line(text: str) -> None:
-    Bucket("models").write("torn/latest.json", text.encode("latin-1"))
-    with pytest.raises(
-        DataError, match=r"^s3://models/torn/latest\.json is damaged; publish again, or name a version$"
-    ):
-        append_content_digest("s3://models/torn/latest")
+def test_a_pointer_that_is_damaged_is_one_line() -> None:
+    for text in ("{bad", "\xff", '["v7"]', '{"history": ["v7"]}', '{"version": 7}', '{"version": ""}'):
+        Bucket("models").write("torn/latest.json", text.encode("latin-1"))
+        with pytest.raises(
+            DataError, match=r"^s3://models/torn/latest\.json is damaged; publish again, or name a version$"
+        ):
+            append_content_digest("s3://models/torn/latest")
 
 
 RECIPE = """

@@ -56,25 +56,16 @@ def _stages_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts.use(monkeypatch)
 
 
-def test_two_runs_that_want_the_same_result_at_once_make_it_once(tmp_path: Path) -> None:
-    runs = [counting_run(tmp_path, "first.arguments={steps = 10, seconds = 0.1}") for _ in range(2)]
-    processes = [performing(run.path) for run in runs]
+def test_two_launchers_of_a_run_and_another_run_that_wants_the_same_result_make_it_once(tmp_path: Path) -> None:
+    run, other = (counting_run(tmp_path, "first.arguments={steps = 10, seconds = 0.1}") for _ in range(2))
+    processes = [performing(path) for path in (run.path, run.path, other.path)]
     answers = [process.communicate(timeout=120)[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2, "each stage, once"
-    assert [visits(run.path) for run in runs].count(["start 0"]) == 1
-    assert [visits(run.path) for run in runs].count([]) == 1
-    chains = {(run.stage_path("first") / "out.txt").read_text() for run in runs}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [sorted(each) for each in zip(*answers, strict=True)] == [["False", "True", "True"]] * 2, "each stage, once"
+    for name in ("first", "second"):
+        assert sorted(visits(path, name) for path in (run.path, other.path)) == [[], ["start 0"]]
+    chains = {(each.stage_path("first") / "out.txt").read_text() for each in (run, other)}
     assert len(chains) == 1
-    wait_until(lambda: not processes_below(tmp_path), 15, "nothing is left running")
-
-
-def test_two_launchers_of_the_same_run_make_each_stage_once(tmp_path: Path) -> None:
-    run = counting_run(tmp_path, "first.arguments={steps = 10, seconds = 0.1}")
-    processes = [performing(run.path) for _ in range(2)]
-    answers = [process.communicate(timeout=120)[0].split() for process in processes]
-    assert [sorted(pair) for pair in zip(*answers, strict=True)] == [["False", "True"]] * 2
-    assert visits(run.path, "first") == visits(run.path, "second") == ["start 0"]
     wait_until(lambda: not processes_below(tmp_path), 15, "nothing is left running")
 
 

@@ -274,14 +274,12 @@ def test_trainer_and_engine_agree_on_every_drawn_token_of_a_conversation(
     monkeypatch.setattr("cosmos_core.rollout.turns.parse_tool_calls", lambda text: parse_any(text))
     prompts = [Prompt(i, tuple(range(10 + i, 30 + 2 * i)), "", "") for i in range(3)]
     sampling = Sampling(temperature=0.7, max_tokens=110, num_completions=3, seed=1)
-    groups = [group for step in range(2) for group in generate(engine, prompts, sampling, step)]
-    again = generate(engine, prompts, sampling, 1)
+    groups = generate(engine, prompts, sampling, 1)
     alone = generate(engine, prompts[1:2], sampling, 1)
     engine.close()
-    assert groups[3:] == again
-    assert [c.token_ids for c in alone[0].completions] == [c.token_ids for c in groups[3 + 1].completions]
+    assert [c.token_ids for c in alone[0].completions] == [c.token_ids for c in groups[1].completions]
     several = [(g.prompt, c) for g in groups for c in g.completions if len(c.segments) > 1]
-    assert len(several) >= 6
+    assert len(several) >= 4
     for prompt, made in several:
         ids = torch.tensor([[*prompt.token_ids, *made.token_ids]])
         expected = sequence_logprobs(model, ids, torch.ones_like(ids), temperature=0.7)[0].detach().numpy()

@@ -57,11 +57,9 @@ def test_its_demo_is_planned_in_an_empty_folder(wheel: Path, tmp_path: Path) -> 
     demo = tmp_path / "site/configs/demo/arithmetic.toml"
     where = "import sys, cosmos_core.__main__ as it; sys.stdout.write(it.__file__); it.main()"
     run = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    planned = subprocess.run([sys.executable, "-m", "cosmos_core", "plan", str(demo)], **run)
+    planned = subprocess.run([sys.executable, "-c", where, "plan", str(demo)], **run)
     assert planned.returncode == 0 and "grpo-accuracy" in planned.stdout, planned.stderr
-    other = subprocess.run([sys.executable, "-c", where, "demo", "singing"], **run)
-    assert other.stdout == str(tmp_path / "site/cosmos_core/__main__.py")
-    assert other.returncode == 64 and "there are arithmetic, digits, distillation" in other.stderr
+    assert planned.stdout.startswith(str(tmp_path / "site/cosmos_core/__main__.py"))
 
 
 @pytest.mark.full

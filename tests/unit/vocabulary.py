@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import re
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -142,8 +140,7 @@ def offences() -> Iterator[Found]:
         if file.suffix in {".py", ".md", ".toml", ".yaml", ".css", ""} and "__pycache__" not in file.parts:
             path, text = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
             if file.suffix == ".py":
-                name = tokenize.TokenInfo(tokenize.NAME, file.stem, (1, 0), (1, 0), path)
-                yield from _in_name(path, name)
+                yield from _in_name(path, file.stem, 1, path, (0, 0))
                 yield from in_python(path, text)
             else:
                 yield from _in_document(path, text)
@@ -154,14 +151,24 @@ def allowed() -> dict[str, int]:
     return tomllib.loads(ALLOWED.read_text(encoding="utf-8")) if ALLOWED.is_file() else {}
 
 
+_TOKEN = re.compile(
+    r'(?P<name>[^\W\d]\w*)|"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"' + r"|'(?:[^'\\\n]|\\.)*'|#[^\n]*",
+    re.DOTALL,
+)
+"""Names, strings and comments; `tokenize` takes ten times as long."""
+
+
 def in_python(path: str, text: str) -> Iterator[Found]:
     """Yield every offence in the text of a Python file."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in {tokenize.STRING, tokenize.COMMENT}:
-            for number, line in enumerate(token.string.splitlines(), token.start[0]):
+    for match in _TOKEN.finditer(text):
+        if match.lastgroup == "name":
+            if _words_of(match.group()):
+                begin = text.rfind("\n", 0, match.start()) + 1
+                line, number = text[begin:].partition("\n")[0], text.count("\n", 0, begin) + 1
+                yield from _in_name(path, match.group(), number, line, (match.start() - begin, match.end() - begin))
+        elif _ANY_PROSE.search(match.group()):
+            for number, line in enumerate(match.group().splitlines(), text.count("\n", 0, match.start()) + 1):
                 yield from _in_prose(path, number, line)
-        elif token.type == tokenize.NAME:
-            yield from _in_name(path, token)
 
 
 def _in_document(path: str, text: str) -> Iterator[Found]:
@@ -194,12 +201,10 @@ def _words_of(name: str) -> tuple[str, ...]:
     )
 
 
-def _in_name(path: str, token: tokenize.TokenInfo) -> Iterator[Found]:
-    for word in _words_of(token.string):
-        if path.startswith(RULES[word].within):
-            begin, end = token.start[1], token.end[1]
-            if not _is_excepted(word, path, token.line.rstrip(), (begin, end)):
-                yield Found(path, token.start[0], word, token.line.strip())
+def _in_name(path: str, name: str, number: int, line: str, span: tuple[int, int]) -> Iterator[Found]:
+    for word in _words_of(name):
+        if path.startswith(RULES[word].within) and not _is_excepted(word, path, line.rstrip(), span):
+            yield Found(path, number, word, line.strip())
 
 
 def _is_excepted(word: str, path: str, line: str, span: tuple[int, int]) -> bool:
