@@ -84,7 +84,7 @@ def loss_and_gradient(samples: list[Sample], logprobs_BT: Tensor, mask_BT: Tenso
     return total, torch.autograd.grad(total, logprobs_BT)[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n > 0)) for n in range(4)])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -84,7 +84,7 @@ def sample_of(row: dict[str, Any]) -> Sample:
     return Sample(np.array(row["prompt_ids"] + row["completion_ids"]), mask, reward=float(row["label"]))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -170,7 +170,9 @@ def publish(folder: Path) -> FileTarget:
     return target
 
 
-@pytest.mark.parametrize("said", [["CANCELLING"], ["RUNNING", "500", "500", "CANCELLED"]])
+@pytest.mark.parametrize(
+    "said", [["RUNNING", "500", "500", "CANCELLED"], pytest.param(["CANCELLING"], marks=pytest.mark.full)]
+)
 def test_nothing_is_published_after_a_cancel_though_the_server_was_away_meanwhile(
     server: Server, tmp_path: Path, said: list[str]
 ) -> None:
@@ -268,7 +270,10 @@ def test_status_says_that_nobody_is_asked_for_an_approval_once_the_flow_run_was_
     assert "waits for approval" in said and "flow run n was cancelled, and waits no more" in said
 
 
-@pytest.mark.parametrize(("newest", "is_stopped"), [("CANCELLED", True), ("CANCELLING", True), ("RUNNING", False)])
+@pytest.mark.parametrize(
+    ("newest", "is_stopped"),
+    [("CANCELLED", True), pytest.param("CANCELLING", True, marks=pytest.mark.full), ("RUNNING", False)],
+)
 def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resumed_the_run(
     server: Server, tmp_path: Path, newest: str, is_stopped: bool
 ) -> None:

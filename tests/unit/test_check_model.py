@@ -26,13 +26,17 @@ class HalfTime(SD3):
 '''
 
 
-@pytest.mark.parametrize("name", tiny_pipelines.FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.full] * n.startswith("sana")) for n in tiny_pipelines.FAMILIES],
+)
 def test_every_family_passes(name: str, tmp_path: Path) -> None:
     checks = list(check_model(str(tiny_pipelines.save(name, tmp_path / name))))
     assert [check for check in checks if not check.is_passed] == []
     assert [check.name for check in checks] == NAMES
 
 
+@pytest.mark.full
 def test_a_pipeline_without_a_t5_passes(tmp_path: Path) -> None:
     folder = tiny_pipelines.save("sd3", tmp_path / "sd3", has_t5=False)
     assert [check for check in check_model(str(folder)) if not check.is_passed] == []

@@ -189,7 +189,13 @@ PLACED = {
 """GPUs that there are, settings, and where the stage runs."""
 
 
-@pytest.mark.parametrize("case", PLACED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.full] * (case in {"more ranks", "one engine", "both replicas", "said"}))
+        for case in PLACED
+    ],
+)
 def test_a_recipe_of_cosmos_rl_that_leaves_mode_out_runs_as_there_where_the_gpus_are_enough(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

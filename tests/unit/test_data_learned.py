@@ -83,7 +83,7 @@ LEAVES_OUT = marked("{{ m.content.split('</think>')[-1] }}").replace(
 )
 
 
-@pytest.mark.parametrize("length", [4, 80, 200], ids=str)
+@pytest.mark.parametrize("length", [4, pytest.param(80, marks=pytest.mark.full), 200], ids=str)
 @pytest.mark.parametrize(
     "template", [marked(CONTENT), LAST, LEAVES_OUT, marked(CONTENT, head="{{ messages | length }}\n")],
     ids=["all", "last", "thoughts", "no prefix"],

@@ -115,8 +115,8 @@ def test_encoding_is_what_decoding_takes_back(family: DiffusionModel) -> None:
         assert torch.allclose(mean + torch.exp(0.5 * logvar), drawn * scale, atol=1e-5)
 
 
-def test_encoders_are_loaded_when_needed_and_dropped_when_asked(family: DiffusionModel) -> None:
-    fresh = opened(family.folder.path)
+def test_encoders_are_loaded_when_needed_and_dropped_when_asked(tmp_path: Path) -> None:
+    fresh = opened(tiny_pipelines.save("sd3", tmp_path))
     fresh.load_denoiser(torch.float32)
     fresh.set_scheduler_timestep(4)
     assert "pipeline" not in vars(fresh)
@@ -337,7 +337,13 @@ def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None
     assert len(opened(folder).text_embedding(PROMPTS)["prompt_embeds"]) == 2
 
 
-@pytest.mark.parametrize(("name", "lora"), [("sd3", {"r": 1}), ("sana", {"target_modules": ["linear_1", "proj_out"]})])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("sd3", {"r": 1}),
+        pytest.param("sana", {"target_modules": ["linear_1", "proj_out"]}, marks=pytest.mark.full),
+    ],
+)
 def test_kernels_that_round_differently_refuse_no_export(
     name: str, lora: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

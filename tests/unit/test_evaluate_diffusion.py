@@ -109,7 +109,7 @@ def test_metrics_are_rewards_of_the_samples_of_diffusers(sd3: Path, whole: tuple
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(n, marks=[pytest.mark.full] * (n not in CLIPS)) for n in FAMILIES if n != "sd3"]
+    "family", [pytest.param(n, marks=[pytest.mark.full] * (n != "cosmos_predict")) for n in FAMILIES if n != "sd3"]
 )
 def test_every_family_is_sampled(family: str, tmp_path: Path) -> None:
     settings = {"evaluate.limit": 1, "evaluate.samples_per_prompt": 1}

@@ -38,7 +38,9 @@ def generated(name: str, **arguments: Any) -> list[dict[str, Any]]:
     return [row for _, row in load_rows(config, "train.train_policy.dataset")]
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in {"basic_arithmetic", "chain_sum"})) for n in GENERATORS]
+)
 def test_rows_and_scores_are_those_of_the_package(name: str) -> None:
     import reasoning_gym
 

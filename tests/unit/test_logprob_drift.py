@@ -71,7 +71,7 @@ def test_dropout_of_an_adapter_which_the_engine_does_not_apply_is_no_alarm(
     assert drift.check_step(1, {"rollout/logprob_difference_mean": 1.5}) == {"watch/alarm": 1.0}
 
 
-@pytest.mark.parametrize("takes_rollouts", [False, True])
+@pytest.mark.parametrize("takes_rollouts", [pytest.param(False, marks=pytest.mark.full), True])
 def test_weights_that_are_corrupted_in_the_engine_are_noticed_at_the_next_step(
     takes_rollouts: bool,
     task: Path,  # noqa: F811 - the fixture

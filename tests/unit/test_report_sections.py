@@ -168,7 +168,7 @@ def test_the_page_names_the_rewards_and_the_weights_that_were_trained(
     assert (dict(facts)["reward"], dict(facts)["trains"]) == (rewards, "some weights")
 
 
-@pytest.mark.parametrize("step", [0, 7], ids=["model", "checkpoint"])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.full), 7], ids=["model", "checkpoint"])
 def test_what_was_measured_before_the_first_step_is_before_what_was_measured_after(tmp_path: Path, step: int) -> None:
     """A training may start from the checkpoint of another run, at the step of which it is measured."""
     run = finished_run(tmp_path)

@@ -67,7 +67,7 @@ def test_what_is_remembered_is_believed_unless_everything_is_to_be_hashed(tmp_pa
     assert DigestCache(cache).digest_file(file) == sha256("one"), "what was found out is remembered"
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "model/model.safetensors"])
+@pytest.mark.parametrize("name", ["rows.jsonl", pytest.param("model/model.safetensors", marks=pytest.mark.full)])
 def test_verify_hashes_the_inputs_of_a_stage_again(tmp_path: Path, name: str) -> None:
     make_inputs(tmp_path)
     run = create_run(load_recipe(tmp_path))

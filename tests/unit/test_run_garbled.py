@@ -89,7 +89,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     return stream.read()
 
 
-@pytest.mark.parametrize("num_directories", [20, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_directories", [10, pytest.param(300, marks=pytest.mark.full)])
 def test_no_damage_to_a_run_directory_ends_in_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_directories: int
 ) -> None:
@@ -116,7 +116,11 @@ def test_no_damage_to_a_run_directory_ends_in_a_traceback(
             shutil.copy2(kept / file, outputs / file)
 
 
-@pytest.mark.parametrize("damage", ["{}", '"x"', "[1, null, {}]", '[{"run_id": []}]', "[", "\ud800"])
+@pytest.mark.parametrize(
+    "damage",
+    ["{}", '[{"run_id": []}]', "\ud800"]
+    + [pytest.param(each, marks=pytest.mark.full) for each in ('"x"', "[1, null, {}]", "[")],
+)
 def test_a_damaged_list_of_runs_never_stops_a_new_run_and_is_made_again(tmp_path: Path, damage: str) -> None:
     run = counting_run(tmp_path)
     (run.output_dir / "runs.json").write_bytes(damage.encode(errors="surrogatepass"))

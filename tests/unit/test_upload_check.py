@@ -114,7 +114,9 @@ def test_a_folder_that_may_not_be_read_is_an_error_of_the_configuration(
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(401, ConfigError), (403, ConfigError), (400, UploadError), (503, UploadError)]
+    ("status", "kind"),
+    [(401, ConfigError), (503, UploadError)]
+    + [pytest.param(*each, marks=pytest.mark.full) for each in ((403, ConfigError), (400, UploadError))],
 )
 def test_an_mlflow_server_that_refuses_the_credentials_is_an_error_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, status: int, kind: type[CosmosError]

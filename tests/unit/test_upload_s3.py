@@ -152,8 +152,7 @@ def test_damage_is_what_is_gone_or_other_than_it_was_sent(tmp_path: Path, target
 def test_a_damaged_pointer_or_record_is_replaced_by_publishing_again(tmp_path: Path, target: S3Target) -> None:
     folder, record = model(tmp_path / "m")
     target.publish(folder, "v1", record)
-    damage = [("latest.json", text) for text in (b"{bad", b"[]", b'{"history": []}')] + [("v1/published.json", b"[]")]
-    for name, text in damage:
+    for name, text in (("latest.json", b"{bad"), ("latest.json", b'{"history": []}'), ("v1/published.json", b"[]")):
         target.bucket.write(f"{target.prefix}/{name}", text)
         with pytest.raises(DamagedRecord, match=r"publish again"):
             target.published()
@@ -198,7 +197,7 @@ def is_pointer(request: Request) -> bool:
                         ("stall", is_part(4), 1), ("lost", is_part(5), 1), ("lost", is_end_of_parts, 1),
                         ("truncate", is_read, 1), ("lost", is_read, 1), ("lost", is_pointer, 1)]),
         (1000, [("503", is_weights, 2), ("501", is_pointer, 1)]),
-        (1000, [("flip", is_weights, 3)]),
+        pytest.param(1000, [("flip", is_weights, 3)], marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_what_a_bad_network_does_is_mended(
@@ -349,7 +348,13 @@ def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_b
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "PROD_S3_CHECKPOINT_ENDPOINT_URL"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PROD_S3_CHECKPOINT_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+        pytest.param("AWS_ENDPOINT_URL", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_an_endpoint_without_a_scheme_is_one_line_that_names_the_variable(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
