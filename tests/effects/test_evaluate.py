@@ -12,7 +12,7 @@ from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.evaluate import program
 from cosmos_core.evaluate.engines import engine_name, open_model
-from tests.effects.change import SFT, Change, changes, stage_of
+from tests.effects.change import SFT, Change, changes, recipe, stage_of
 from tests.tiny_pipelines import save
 from tests.unit.benchmark_tasks import save_model, write_tasks
 
@@ -31,18 +31,18 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 _USUAL: dict[str, tuple[set[str], list[str]]] = {}
 
 
-def usual(recipe: Recipe) -> tuple[set[str], list[str]]:
+def usual(given: Recipe) -> tuple[set[str], list[str]]:
     """What is asked of the tasks of this file, once for each recipe."""
-    key = repr(recipe)
+    key = repr(given)
     if key not in _USUAL:
-        _USUAL[key] = asked(recipe)
+        _USUAL[key] = asked(given)
     return _USUAL[key]
 
 
-def asked(recipe: Recipe) -> tuple[set[str], list[str]]:
+def asked(given: Recipe) -> tuple[set[str], list[str]]:
     """The tasks, and a hash of each prompt."""
     path = Path("stages") / str(len(list(Path().glob("stages/*"))))
-    program.run(stage_of(path.absolute(), recipe, kind="evaluate", model=Path("model").absolute()))
+    program.run(stage_of(path.absolute(), given, kind="evaluate", model=Path("model").absolute()))
     items = pq.read_table(path / "items.parquet")
     return set(items["task"].to_pylist()), items["prompt_hash"].to_pylist()
 
@@ -51,7 +51,7 @@ def asked(recipe: Recipe) -> tuple[set[str], list[str]]:
     Change("evaluate.num_fewshot", 1, FEW),
     Change("evaluate.apply_chat_template", True, FEW),
     Change("evaluate.fewshot_as_multiturn", False, CHAT),
-    Change("evaluate.seed", 7, {**FEW, "evaluate.num_fewshot": 2}),
+    Change("evaluate.seed", 7, CHAT),
 )
 def test_it_changes_the_prompts(change: Change) -> None:
     (tasks, before), (same_tasks, after) = usual(change.before), asked(change.after)
@@ -61,12 +61,12 @@ def test_it_changes_the_prompts(change: Change) -> None:
 
 
 @changes(
-    (Change("evaluate.tasks", ["choice", "copy"], BASE), ({"choice", "copy"}, 16)),
-    (Change("evaluate.limit", 3, BASE), ({"choice"}, 3)),
-    (Change("evaluate.include_path", "other", BASE), ({"choice"}, 2)),
+    (Change("evaluate.tasks", ["choice", "copy"], FEW), ({"choice", "copy"}, 4)),
+    (Change("evaluate.limit", 3, FEW), ({"choice"}, 3)),
+    (Change("evaluate.include_path", "other", FEW), ({"choice"}, 1)),
 )
 def test_it_changes_which_items_are_measured(change: Change, expected: Any) -> None:
-    write_tasks(Path("other"), [{"question": "?", "choices": ["a", "b"], "label": 0, "answer": "a"}] * 2)
+    write_tasks(Path("other"), [{"question": "?", "choices": ["a", "b"], "label": 0, "answer": "a"}])
     tasks, prompts = asked(change.after)
     assert (tasks, len(prompts)) == expected
     assert usual(change.before)[0] == {"choice"}
@@ -78,8 +78,8 @@ def test_it_changes_which_items_are_measured(change: Change, expected: Any) -> N
 )
 def test_it_changes_the_model_of_lm_eval(change: Change, expected: Any) -> None:
     name, before, after = expected
-    for recipe, value in ((change.before, before), (change.after, after)):
-        stage = stage_of(Path("stages/1").absolute(), recipe, kind="evaluate", model=Path("model").absolute())
+    for side, value in ((change.before, before), (change.after, after)):
+        stage = stage_of(Path("stages/1").absolute(), side, kind="evaluate", model=Path("model").absolute())
         assert getattr(open_model(stage, lambda: None), name) == value
 
 
@@ -102,27 +102,32 @@ PROMPTS = {"policy.is_diffusers": True, "policy.diffusers.inference_size": [32, 
 
 
 _SAMPLED: dict[str, tuple[set[str], int]] = {}
-"""By recipe what it samples and scores, found once."""
+"""What is sampled and scored before and after, found once."""
 
 
-def sampled(recipe: Recipe, name: str) -> tuple[set[str], int]:
+def sampled(given: Recipe, name: str) -> tuple[set[str], int]:
     """The metrics of a stage, and the number of images of the first prompt."""
-    stage = stage_of(Path(name).absolute(), recipe, kind="evaluate", model=Path("pipeline").absolute())
+    stage = stage_of(Path(name).absolute(), given, kind="evaluate", model=Path("pipeline").absolute())
     metrics = {metric.removeprefix("evaluation/") for metric in program.run(stage).metrics}
     images = list(stage.path.glob("visual_output/step_0/0-*.png"))
     return {metric for metric in metrics if not metric.endswith("invalid")}, len(images)
 
 
-@changes(
-    (Change("evaluate.prompts", ["words.txt"], PROMPTS), ({"words/redness"}, 1)),
-    (Change("evaluate.rewards", ["rewards.py:one"], PROMPTS), ({"colours/one"}, 1)),
-    (Change("evaluate.samples_per_prompt", 3, PROMPTS), ({"colours/redness"}, 3)),
-)
-def test_it_changes_what_is_sampled_and_scored(change: Change, expected: Any) -> None:
+SAMPLED = [
+    Change("evaluate.prompts", ["words.txt"], PROMPTS), Change("evaluate.rewards", ["rewards.py:one"], PROMPTS),
+    Change("evaluate.samples_per_prompt", 3, PROMPTS),
+]  # fmt: skip
+
+
+@changes(*SAMPLED)
+def test_it_changes_what_is_sampled_and_scored(change: Change) -> None:
+    """All three at once: each shows in its own way."""
     save("sd3", Path("pipeline"))
     Path("colours.txt").write_text("red\n")
     Path("words.txt").write_text("blue\n")
     Path("rewards.py").write_text("def one(to_be_evaluated, reference, *, media):\n    return 1.0\n")
-    if repr(change.before) not in _SAMPLED:
-        _SAMPLED[repr(change.before)] = sampled(change.before, "before")
-    assert [_SAMPLED[repr(change.before)], sampled(change.after, "after")] == [({"colours/redness"}, 1), expected]
+    for name, settings in (("before", {}), ("after", {each.key: each.value for each in SAMPLED})):
+        if name not in _SAMPLED:
+            _SAMPLED[name] = sampled(recipe({**PROMPTS, **settings}), name)
+    before, after = _SAMPLED["before"], _SAMPLED["after"]
+    assert change.before != change.after and (before, after) == (({"colours/redness"}, 1), ({"words/one"}, 3))

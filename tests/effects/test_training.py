@@ -22,7 +22,7 @@ from tests.effects.change import SMALL, Change, changes, difference, recipe, sta
 from tests.unit.data_tokenizers import CHATML
 
 SAVING = {**SMALL, "train.ckpt.enable_checkpoint": True}
-MEASURED = {**SMALL, "validation.enable": True}
+MEASURED = {**SAVING, "validation.enable": True}
 
 
 class Watch(ProgressWriter):
@@ -74,15 +74,16 @@ def trained_once(recipe_: Recipe, inputs: Path, path: Path) -> tuple[Path, dict[
 
 
 @changes(
-    (Change("train.ckpt.enable_checkpoint", True, {**SMALL, "train.ckpt.save_freq": 2}), {"checkpoints": [2, 4]}),
+    (Change("train.ckpt.enable_checkpoint", True, {**SMALL, "train.ckpt.save_freq": 1}),
+     {"checkpoints": [1, 2, 3, 4]}),
     (Change("train.ckpt.save_freq", 1, SAVING), {"checkpoints": [1, 2, 3, 4]}),
     (Change("train.ckpt.save_freq_in_epoch", 1, {**SAVING, "train.epoch": 2, "train.train_batch_per_replica": 4}),
      {"checkpoints": [2, 4]}),
     (Change("train.ckpt.max_keep", 1, {**SAVING, "train.ckpt.save_freq": 1}), {"checkpoints": [4]}),
-    (Change("train.ckpt.save_mode", "sync", SMALL), {"savers": {"MainThread"}}),
-    (Change("validation.enable", True, SMALL), {"measured": [4]}),
+    (Change("train.ckpt.save_mode", "sync", SAVING), {"savers": {"MainThread"}}),
+    (Change("validation.enable", True, SAVING), {"measured": [4]}),
     (Change("validation.val_before_train", True, MEASURED), {"measured": [0, 4]}),
-    (Change("validation.freq", 2, MEASURED), {"measured": [2, 4]}),
+    (Change("validation.freq", 2, MEASURED), {"checkpoints": [2, 4], "measured": [2, 4]}),  # one of them is the best
 )  # fmt: skip
 def test_it_changes_what_a_training_leaves(
     change: Change, expected: dict[str, Any], inputs: Path, tmp_path: Path
@@ -117,6 +118,8 @@ def test_sft_that_completes_held_out_rows_measures_their_loss_as_well(inputs: Pa
 
 AVERAGED = {**SMALL, "train.ema_enable": True, "train.optm_lr": 1e-3}
 DECAYS = [2 / 11, 3 / 12, 4 / 13, 5 / 14]
+_LEFT: dict[str, tuple[Path, Any]] = {}
+"""By recipe the folder of a training with an average, and the model that it leaves."""
 
 
 @changes(
@@ -129,10 +132,12 @@ def test_it_changes_which_average_of_the_weights_is_left(
 ) -> None:
     """`expected`: what each of the four steps multiplies the average with, before and after the change."""
     for name, side, decays in zip(("before", "after"), (change.before, change.after), expected, strict=True):
-        ckpt = side.train.ckpt.copy_with(enable_checkpoint=True, save_freq=1, max_keep=-1)
-        config = side.model_copy(update={"train": side.train.copy_with(ckpt=ckpt)})
-        path = tmp_path / name
-        left = train(stage_of(path, config, model=inputs / "model", data=inputs / "rows/data")).adapter.model
+        if (key := repr(side)) not in _LEFT:
+            ckpt = side.train.ckpt.copy_with(enable_checkpoint=True, save_freq=1, max_keep=-1)
+            config = side.model_copy(update={"train": side.train.copy_with(ckpt=ckpt)})
+            stage = stage_of(tmp_path / name, config, model=inputs / "model", data=inputs / "rows/data")
+            _LEFT[key] = stage.path, train(stage).adapter.model
+        path, left = _LEFT[key]
         average = load_file(inputs / "model/model.safetensors")
         for step, decay in enumerate(decays, start=1):
             policy = path / f"checkpoints/step_{step}/policy"

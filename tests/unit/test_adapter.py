@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tasks.kinds import all_kinds
 from tests import tiny_pipelines
 from tests.effects.change import recipe
 from tests.unit.test_diffusion_models import opened
-from tests.unit.test_lora import EVERY, TAKING, disturb, logits, ours, theirs
+from tests.unit.test_lora import BEGUN_ALIKE, EVERY, LIKE_OTHERS, TAKING, disturb, logits, ours, theirs
 from tests.unit.tiny_families import FAMILIES
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.tiny_vlms import save_vlm
@@ -32,7 +33,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.fixture(scope="module")
+def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the model, which no test changes."""
+    path = tmp_path_factory.mktemp("adapter") / "lora"
+    save_adapter(ours(folder, {"target_modules": ["q_proj", "v_proj"]}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in LIKE_OTHERS | BEGUN_ALIKE)) for n in EVERY]
+)
 def test_an_adapter_is_gone_on_with_from_its_folder(folder: Path, tmp_path: Path, name: str) -> None:
     model = ours(folder, EVERY[name])
     disturb(model)
@@ -57,7 +68,11 @@ def test_an_adapter_of_peft_s_own_is_gone_on_with(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("error:Unexpected keyword")
-@pytest.mark.parametrize("pattern", [{}, {"r_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 4.0}}])
+@pytest.mark.parametrize(
+    "pattern",
+    [{"r_pattern": {"q_proj": 4}}]
+    + [pytest.param(each, marks=pytest.mark.full) for each in ({}, {"alpha_pattern": {"q_proj": 4.0}})],
+)
 def test_an_adapter_that_cosmos_rl_exported_is_gone_on_with(
     folder: Path, tmp_path: Path, pattern: dict[str, Any]
 ) -> None:
@@ -73,7 +88,7 @@ def test_an_adapter_that_cosmos_rl_exported_is_gone_on_with(
     assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path / "lora")})), logits(model))
 
 
-@pytest.mark.parametrize("name", ["sd3", "cosmos_predict"])
+@pytest.mark.parametrize("name", ["cosmos_predict", pytest.param("sd3", marks=pytest.mark.full)])
 def test_an_adapter_of_a_diffusion_model_that_cosmos_rl_exported_is_gone_on_with(tmp_path: Path, name: str) -> None:
     family = opened(tiny_pipelines.save(name, tmp_path / name))
     first, found = family.load_denoiser(torch.float32), family.load_denoiser(torch.float32)
@@ -99,7 +114,7 @@ def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
         ours(tied, {"lora_path": str(tmp_path / "lora")})
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("name", ["embed_tokens", pytest.param("lm_head", marks=pytest.mark.full)])
 def test_base_weights_that_peft_copied_into_an_adapter_are_named_with_the_remedy(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
@@ -171,9 +186,9 @@ def test_an_adapter_of_transposed_layers_is_gone_on_with(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_an_adapter_that_does_not_fit_is_refused_by_name(
-    folder: Path, tmp_path: Path, settings: dict[str, Any], harm: str, message: str
+    folder: Path, saved: Path, tmp_path: Path, settings: dict[str, Any], harm: str, message: str
 ) -> None:
-    save_adapter(ours(folder, {"target_modules": ["q_proj", "v_proj"]}), tmp_path / "lora")
+    shutil.copytree(saved, tmp_path / "lora")
     weights, config = tmp_path / "lora/adapter_model.safetensors", tmp_path / "lora/adapter_config.json"
     state, values = load_file(weights), json.loads(config.read_text())
     name = min(key for key in state if "lora_A" in key)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import typer
 import yaml
 
@@ -24,24 +24,29 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
-    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
-        if re.match(r"[a-z]+:", target):
-            continue
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
+            if not re.match(r"[a-z]+:", target):
+                yield page, target
+
+
+def test_each_link_of_a_page_leads_to_a_file_and_a_heading() -> None:
+    for page, target in links():
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.exists(), f"{target}: no such file"
-        assert page.parent == ROOT or file.is_relative_to(DOCS), f"{target}: the site has nothing outside of docs/"
-        assert not anchor or anchor in anchors(file), f"{target}: no such heading"
+        said = f"{page}: {target}:"
+        assert file.exists(), f"{said} no such file"
+        assert page.parent == ROOT or file.is_relative_to(DOCS), f"{said} the site has nothing outside of docs/"
+        assert not anchor or anchor in anchors(file), f"{said} no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_table_of_a_page_has_a_header(page: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert [table[:80] for table in tables if not re.match(r".*\n\|[ :|-]+\|\n", table)] == []
+def test_each_table_of_a_page_has_a_header() -> None:
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        assert [table[:80] for table in tables if not re.match(r".*\n\|[ :|-]+\|\n", table)] == [], page
 
 
 def test_each_page_is_in_the_navigation_of_the_site() -> None:

@@ -59,7 +59,10 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
     assert (metrics["sync/bytes"] == factors) == (form == "adapter")
 
 
-@pytest.mark.parametrize(("targets", "form"), [(["q_proj"], "adapter"), (["q_proj", "lm_head"], "module")])
+@pytest.mark.parametrize(
+    ("targets", "form"),
+    [pytest.param(["q_proj"], "adapter", marks=pytest.mark.full), (["q_proj", "lm_head"], "module")],
+)
 def test_an_engine_beside_one_stage_of_a_pipeline_knows_the_adapter_of_all_layers(
     folder: Path,  # noqa: F811
     targets: list[str],

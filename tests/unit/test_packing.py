@@ -89,12 +89,12 @@ def check_packed(family: str, *, recompute: bool, calls: list[Any] | None = None
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.full), True])
 def test_packed_rows_have_the_logits_and_gradients_of_separate_ones(family: str, recompute: bool) -> None:
     check_packed(family, recompute=recompute)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [pytest.param(n, marks=[pytest.mark.full] * (n != "both")) for n in FAMILIES])
 def test_padded_rows_and_generation_stay_what_they_were(family: str) -> None:
     model, plain = make(*FAMILIES[family]), make(*FAMILIES[family])
     assert enable_packing(model) == ""
@@ -206,7 +206,7 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> FakeVarlen:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_one_call_of_the_kernel_per_layer_gives_the_logits_and_gradients_of_separate_rows(
     family: str, recompute: bool, varlen: FakeVarlen
 ) -> None:

@@ -80,6 +80,12 @@ AFFECTING = [
     ("validation.dataset.split=dev", {"prepare"}),
     ("pipeline.threads=2", {"sft", "validate"}),
 ]
+ALIKE = {
+    "train.epoch", "train.train_batch_per_replica", "train.train_policy.dataset.test_size", "validation.dataset.split",
+    "train.train_policy.dataset.max_skipped_fraction", "rollout.sampling_config.top_p", "train.train_policy.mini_batch",
+    "validation.max_response_length",
+}  # fmt: skip
+"""Keys of a table that the same stages read whole, and of which another key is changed."""
 HARMLESS = [
     "train.output_dir=elsewhere", "pipeline.output_dir=elsewhere", "train.timestamp='1'", "train.ckpt.save_freq=3",
     "train.ckpt.max_keep=2", "train.ckpt.enable_checkpoint=true", "train.ckpt.save_mode=sync", "pipeline.name=other",
@@ -89,7 +95,13 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("setting", "stages"), AFFECTING, ids=[setting for setting, _ in AFFECTING])
+@pytest.mark.parametrize(
+    ("setting", "stages"),
+    [
+        pytest.param(*each, id=each[0], marks=[pytest.mark.full] * (each[0].partition("=")[0] in ALIKE))
+        for each in AFFECTING
+    ],
+)
 def test_a_value_that_can_change_results_changes_the_stages_that_read_it(
     shared: Path, setting: str, stages: set[str]
 ) -> None:
@@ -356,7 +368,9 @@ def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(fold
         check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))
 
 
-@pytest.mark.parametrize("key", ["train.train_policy.trainer_type", "rollout.backend"])
+@pytest.mark.parametrize(
+    "key", ["train.train_policy.trainer_type", pytest.param("rollout.backend", marks=pytest.mark.full)]
+)
 def test_code_of_the_users_counts_by_what_is_in_it_and_not_by_where_it_lies(folder: Path, key: str) -> None:
     found = []
     for name, text in (("a", "Mine = 1\n"), ("b", "Mine = 1\n"), ("a", "Mine = 2\n")):

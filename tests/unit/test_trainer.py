@@ -20,7 +20,7 @@ from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import score_in, trainer_of
 
 
-@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("is_moved", [pytest.param(False, marks=pytest.mark.full), True])
 def test_outputs_under_further_weights_are_those_of_each_sample_whatever_its_length(
     tmp_path: Path, is_moved: bool
 ) -> None:
