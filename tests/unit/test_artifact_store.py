@@ -185,6 +185,7 @@ def test_a_stage_whose_outputs_do_not_arrive_is_not_complete(tmp_path: Path, run
     assert ArtifactStore(url).read_result("one", "first") is not None
 
 
+@pytest.mark.full
 def test_an_object_that_was_altered_there_is_one_line(
     tmp_path: Path, run: Run, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,10 +368,7 @@ def test_runs_that_have_one_name_on_two_machines_do_not_mix(
     assert [each.path.name for each in there] == ["one", "one-2", "one-3", "one"], "the third of another store"
     for each, result in zip(there[:2], first[:2], strict=True):
         StageSync(each, each.pipeline.stage("second")).receive_inputs()
-        made(each, "second")
         assert (read_result(each.stage_path("first")) or {})["digest"] == result["digest"]
-    for each in runs[:2]:
-        assert StageSync(each, each.pipeline.stage("second")).receive_result() is not None
     counts = [(ArtifactStore(url).read_result(name, "first") or {})["metrics"]["count"] for name in ("one", "one-2")]
     assert counts == [3.0, 5.0]
 

@@ -50,9 +50,18 @@ def cosmos(*arguments: str) -> str:
     return done.output
 
 
-def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Path) -> None:
+def test_age_and_number_both_keep_and_old_runs_go_after_they_were_shown_and_leave_nothing_behind(
+    tmp_path: Path,
+) -> None:
     runs = runs_of(tmp_path, 40, 30, 1)
-    output_dir = runs[0].output_dir
+    first, output_dir = runs[0], runs[0].output_dir
+    assert fates(first, keep=2) == {first.id: "", "run-1": "one of the newest 2 of its pipeline",
+                                    "run-2": "one of the newest 2 of its pipeline"}  # fmt: skip
+    assert fates(first, keep=0, older_than_days=35) == {first.id: "", "run-1": "not old enough",
+                                                        "run-2": "not old enough"}  # fmt: skip
+    assert set(fates(first, keep=0).values()) == {""}
+    with pytest.raises(ConfigError, match="--older-than '30 dys': write a number and a unit: 12h or 30d"):
+        cosmos("clean", "--older-than", "30 dys", "--output-dir", str(output_dir))
     result = read_result(runs[0].stage_path("first"))
     assert result is not None
     own = [output_dir / ".cosmos" / "retraining" / "x" / f"{number}.json" for number in range(3)]
@@ -69,17 +78,6 @@ def test_old_runs_go_after_they_were_shown_and_leave_nothing_behind(tmp_path: Pa
     assert not list(fingerprint_folder(output_dir, result["fingerprint"]).glob(f"{runs[0].id}.*"))
     assert not list((output_dir / ".cosmos" / "removed").iterdir())
     assert [note.exists() for note in own] == [False, False, True]
-
-
-def test_age_and_number_both_keep(tmp_path: Path) -> None:
-    first, *_ = runs_of(tmp_path, 40, 30, 1)
-    assert fates(first, keep=2) == {first.id: "", "run-1": "one of the newest 2 of its pipeline",
-                                    "run-2": "one of the newest 2 of its pipeline"}  # fmt: skip
-    assert fates(first, keep=0, older_than_days=35) == {first.id: "", "run-1": "not old enough",
-                                                        "run-2": "not old enough"}  # fmt: skip
-    assert set(fates(first, keep=0).values()) == {""}
-    with pytest.raises(ConfigError, match="--older-than '30 dys': write a number and a unit: 12h or 30d"):
-        cosmos("clean", "--older-than", "30 dys", "--output-dir", str(first.output_dir))
 
 
 def test_what_a_run_that_stays_refers_to_stays_and_so_on(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_held_out_rows_of_a_stage_are_found_in_folders_of_splits_and_in_a_saved_
 
 @pytest.mark.parametrize("policy_of", [sft, pytest.param(grpo, marks=pytest.mark.full)])
 def test_the_bytes_depend_neither_on_the_run_nor_on_the_number_of_processes(tmp_path, model, policy_of):
-    rows = write_rows(tmp_path / "a.jsonl", 700)
+    rows = write_rows(tmp_path / "a.jsonl", 520)
     with open(rows, "a", encoding="utf-8") as file:
         file.write('{"text": ""}\n')
     before = set(psutil.Process().children(recursive=True))

@@ -150,7 +150,7 @@ def test_loss_and_metrics_by_hand_whatever_the_order_of_rows(loss_type: tuple[st
 
 
 def test_preferences_are_learned_and_measured_on_what_was_held_out(inputs: Path, tmp_path: Path) -> None:
-    settings = {"train.epoch": 8, "validation.freq": 12, "validation.val_before_train": True}
+    settings = {"train.epoch": 4, "train.optm_lr": 3e-3, "validation.freq": 12, "validation.val_before_train": True}
     at = stage(inputs, tmp_path / "dpo", **settings)
     outcome = run(at)
     lines = read_metrics(at.path / "metrics.jsonl")

@@ -146,7 +146,7 @@ def test_a_name_with_its_layer_means_that_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [
-        ({"use_rslora": True}, [4, 8]),
+        pytest.param({"use_rslora": True}, [4, 8], marks=pytest.mark.full),
         ({"r_pattern": {"experts\\..*": 2}, "alpha_pattern": {"layers\\.1\\..*": 3}}, [2, 4]),
     ],
     ids=["rslora", "patterns"],

@@ -42,13 +42,13 @@ attention.register_autograd(
 )
 
 
-def gradients(how: RecomputeMode, *, compiled: bool) -> list[Tensor]:
+def gradients(how: RecomputeMode, *, backend: str = "") -> list[Tensor]:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(CONFIG).train()
     packing._set_attention_function(model, PACKED_ATTENTION)
     recompute_activations(model, how)
-    for block in model.model.layers if compiled else ():
-        block.compile(dynamic=True, backend="aot_eager")
+    for block in model.model.layers if backend else ():
+        block.compile(dynamic=True, backend=backend)
     for lengths in ((7, 13), (5, 17, 3)):
         inputs = collate_rows([np.arange(length) for length in lengths], 0, is_packed=True).inputs
         model.model(**inputs, use_cache=False).last_hidden_state.sin().sum().backward()
@@ -56,13 +56,17 @@ def gradients(how: RecomputeMode, *, compiled: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "how", ["selective", pytest.param(True, marks=pytest.mark.full), pytest.param(False, marks=pytest.mark.full)]
+    ("how", "backend"),
+    [
+        ("selective", "eager"),
+        *(pytest.param(how, "aot_eager", marks=pytest.mark.full) for how in ("selective", True, False)),
+    ],
 )
 def test_compiled_packed_blocks_have_the_gradient_of_plain_ones(
-    how: RecomputeMode, monkeypatch: pytest.MonkeyPatch
+    how: RecomputeMode, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_VARLEN_DEVICE", "cpu")
     monkeypatch.setattr(packing, "_VARLEN_DTYPES", {torch.float32})
     monkeypatch.setattr(packing, "varlen_attn", lambda q, k, v, bounds, *_, **__: attention(q, k, v, bounds))
-    for ours, plain in zip(gradients(how, compiled=True), gradients(False, compiled=False), strict=True):
+    for ours, plain in zip(gradients(how, backend=backend), gradients(False), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)

@@ -83,6 +83,7 @@ def test_a_resumed_stage_continues_its_run_on_mlflow(mlflow: Any, tmp_path: Path
     assert run.data.params["logging.experiment_name"] == "small"
 
 
+@pytest.mark.full
 def test_a_validation_that_was_cut_off_reaches_mlflow(mlflow: Any, tmp_path: Path) -> None:
     interrupted(tmp_path, "mlflow")
     (run,) = mlflow_runs(mlflow)
@@ -246,9 +247,8 @@ def test_the_alias_moves_and_one_version_is_found_without_reading_all_of_them(ml
     assert stored(mlflow) == [("1", "one"), ("2", "two"), ("3", "one")] and target.where("one") == "mlflow://sums@3"
 
 
-@pytest.mark.parametrize(
-    "lost", ["set_registered_model_alias", pytest.param("set_registered_model_tag", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("lost", ["set_registered_model_alias", "set_registered_model_tag"])
 def test_a_rollback_that_breaks_off_does_not_make_the_next_one_go_forward(
     mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
@@ -287,6 +287,7 @@ def test_an_upload_that_was_interrupted_makes_one_version(mlflow: Any, tmp_path:
     assert stored(mlflow) == [("1", "r1-abc")] and len(mlflow_runs(mlflow, "sums")) == 1
 
 
+@pytest.mark.full
 def test_an_empty_file_is_complete_on_a_server_which_tells_no_size_of_it(mlflow: Any, tmp_path: Path) -> None:
     from mlflow.entities import FileInfo
 

@@ -89,6 +89,8 @@ FEW = pytest.mark.parametrize(
     indirect=True,
 )
 """Of what no family does in its own way."""
+LIKE_OTHERS = {"llava", "internvl", "qwen2.5-vl"}
+"""Their images go the way of those of LLaVA-NeXT, and of Qwen3-VL; each has its own tokens."""
 
 
 @pytest.fixture(params=VLMS)
@@ -223,6 +225,9 @@ def test_tokens_and_masks_are_those_of_the_processor(
     assert said["images"] == 4 and said["image_tokens"] == num_image_tokens
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[pytest.mark.full] * (n in LIKE_OTHERS)) for n in VLMS], indirect=True
+)
 def test_loss_and_gradients_are_those_of_the_models_own_forward(
     family: str, stages: Callable[[str], Stage], tmp_path: Path
 ) -> None:

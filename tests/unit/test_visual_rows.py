@@ -90,7 +90,11 @@ def test_rows_whose_learned_tokens_a_processor_shifts_unseen_are_refused(tmp_pat
 
 @pytest.mark.parametrize(
     ("family", "word", "method"),
-    [("qwen2.5-vl", "<|video_pad|>", "grpo"), ("internvl", "<img>", "sft"), ("internvl", "<video>", "sft")],
+    [
+        ("qwen2.5-vl", "<|video_pad|>", "grpo"),
+        ("internvl", "<img>", "sft"),
+        pytest.param("internvl", "<video>", "sft", marks=pytest.mark.full),
+    ],
 )
 def test_a_text_with_a_word_that_the_model_takes_for_media_is_refused_with_its_row(
     tmp_path: Path, family: str, word: str, method: str
@@ -149,7 +153,7 @@ def test_an_export_has_no_other_template_than_the_one_that_was_trained(
         shutil.rmtree(export)
 
 
-@pytest.mark.parametrize("layout", ["own file", "bounds by name", "table"])
+@pytest.mark.parametrize("layout", ["own file", pytest.param("bounds by name", marks=pytest.mark.full), "table"])
 def test_the_processor_of_an_export_makes_as_many_tokens_of_an_image_as_the_rows_have(
     tmp_path: Path, layout: str
 ) -> None:
