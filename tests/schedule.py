@@ -1,6 +1,7 @@
 """Which tests run where, and in which order: the longest first, by times that were measured.
 
-A file's tests stay together, because they share servers and engines, save where `SPLIT` says that they share nothing.
+A file's tests stay together, because they share servers and engines, as do those of one folder, save where `SPLIT`
+says that they share nothing.
 `python -m pytest ... --record-durations` writes `durations.json` anew.
 """
 
@@ -26,6 +27,8 @@ SPLIT = frozenset({
     "tests/distributed/test_run.py", "tests/faults/test_kill.py", "tests/faults/test_worker.py",
 })  # fmt: skip
 """Files whose tests are dealt one by one."""
+TOGETHER = "tests/flows/"
+"""A folder whose tests share one server, which each process would start for itself."""
 
 
 class Longest(LoadScopeScheduling):
@@ -38,6 +41,8 @@ class Longest(LoadScopeScheduling):
 def group_of(nodeid: str) -> str:
     """The group of tests that run one after the other in one process."""
     file = nodeid.partition("::")[0]
+    if file.startswith(TOGETHER):
+        return TOGETHER
     return nodeid if file in SPLIT else file
 
 

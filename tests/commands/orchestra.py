@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import httpx
 
 from cosmos_core.launch.server import _copy_database, _locate_empty_database
 from cosmos_core.observe.logs import add_log_silencing_variables
+from cosmos_core.run.lock import FileLock
 from tests.conftest import one_certificate, processes_below, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -63,14 +65,22 @@ class Orchestra:
         return f"sqlite+aiosqlite:///{self._file}"
 
     def open(self) -> None:
-        """Start the server, make the pool, deploy everything in `prefect.yaml`."""
-        self.start_server()
-        done = subprocess.run(
-            [sys.executable, "-m", "cosmos_core", "bootstrap"], cwd=ROOT, env=self.environment, capture_output=True,
-            text=True, timeout=180,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        self.prefect("deploy", "--all")
+        """Start the server, make the pool, deploy everything in `prefect.yaml`: once in a run of tests, whose other
+        servers get a copy of what that one then knows."""
+        kept = Path(tempfile.gettempdir()) / "orchestra.db"
+        with FileLock(kept.with_suffix(".lock")) as lock:
+            lock.acquire()
+            is_kept = _copy_database(kept, self._file)
+            self.start_server()
+            if is_kept:
+                return
+            done = subprocess.run(
+                [sys.executable, "-m", "cosmos_core", "bootstrap"], cwd=ROOT, env=self.environment, capture_output=True,
+                text=True, timeout=180,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            self.prefect("deploy", "--all")
+            assert _copy_database(self._file, kept)
 
     def start_server(self) -> subprocess.Popen[str]:
         """Start the server, with the database that there is, or a copy of the empty one that is kept."""

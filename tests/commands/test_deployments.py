@@ -306,29 +306,6 @@ def test_a_worker_that_is_terminated_leaves_nothing_running_and_resume_completes
     place.expect_quiet()
 
 
-def test_retrying_a_failed_flow_run_continues_the_failed_stage_and_goes_on_to_its_end_though_its_worker_is_killed(
-    orchestra: Orchestra, place: Workspace
-) -> None:
-    text = IN_PLACE.replace("steps = 6", "steps = 6, crash_at = 3")
-    config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0') + LAST)
-    flow_run = orchestra.begin("post-train/local", config=config, run_id="retried")
-    orchestra.wait_for(flow_run, "FAILED", 120)
-    # Its worker would take the end of the first attempt's process for that of the second, and call it crashed.
-    wait_until(lambda: not processes_below(Path(flow_run)), 60, "the first attempt's process has ended")
-    orchestra.prefect("flow-run", "retry", flow_run)
-    wait_for_steps(place, "retried", "left")
-    worker = orchestra.ensure_worker()
-    worker.kill()
-    worker.wait(timeout=180)
-    release(place)
-    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["run_count"] == 2
-    stages = place.path / "outputs" / "retried" / "stages"
-    visits = {name: (stages / name / "visits.txt").read_text() for name in ("first", "second_half", "left")}
-    assert visits == {"first": "start 0\n", "second_half": "start 0\nstart 3\n", "left": "start 0\n"}
-    assert len(list((place.path / "outputs").glob("*/pipeline.toml"))) == 1, "the retry made no run of its own"
-    expect_gone(flow_run, 15)
-
-
 def test_a_flow_run_that_died_before_it_began_is_begun_again_by_resume_and_shows_curves_and_cards(
     orchestra: Orchestra, place: Workspace
 ) -> None:
@@ -355,6 +332,29 @@ def test_a_flow_run_that_died_before_it_began_is_begun_again_by_resume_and_shows
     assert head == "data:image/png;base64" and base64.b64decode(image).startswith(b"\x89PNG")
     assert "| count | 4 |" in artifacts["counting-first-card"]["data"]
     assert "| second_half | custom | done |" in artifacts["counting-run"]["data"]
+
+
+def test_retrying_a_failed_flow_run_continues_the_failed_stage_and_goes_on_to_its_end_though_its_worker_is_killed(
+    orchestra: Orchestra, place: Workspace
+) -> None:
+    text = IN_PLACE.replace("steps = 6", "steps = 6, crash_at = 3")
+    config = write(place, text.replace('after = "first"', 'after = "first"\nretries = 0') + LAST)
+    flow_run = orchestra.begin("post-train/local", config=config, run_id="retried")
+    orchestra.wait_for(flow_run, "FAILED", 120)
+    # Its worker would take the end of the first attempt's process for that of the second, and call it crashed.
+    wait_until(lambda: not processes_below(Path(flow_run)), 60, "the first attempt's process has ended")
+    orchestra.prefect("flow-run", "retry", flow_run)
+    wait_for_steps(place, "retried", "left")
+    worker = orchestra.ensure_worker()
+    worker.kill()
+    worker.wait(timeout=180)
+    release(place)
+    assert orchestra.wait_for(flow_run, "COMPLETED", 120)["run_count"] == 2
+    stages = place.path / "outputs" / "retried" / "stages"
+    visits = {name: (stages / name / "visits.txt").read_text() for name in ("first", "second_half", "left")}
+    assert visits == {"first": "start 0\n", "second_half": "start 0\nstart 3\n", "left": "start 0\n"}
+    assert len(list((place.path / "outputs").glob("*/pipeline.toml"))) == 1, "the retry made no run of its own"
+    expect_gone(flow_run, 15)
 
 
 @pytest.mark.full

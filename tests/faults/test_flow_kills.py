@@ -6,17 +6,13 @@ import pytest
 
 from tests.faults.flow_cells import CELLS, Cell, Cells
 
-USUAL = Cell("sd3", "nft+data", "full")
-"""The cell with the most that a checkpoint has to keep: three copies of the weights, two feeds."""
-
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     return Cells(tmp_path_factory.mktemp("cells"))
 
 
-@pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=str(cell), marks=() if cell == USUAL else pytest.mark.full) for cell in CELLS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_killed_training_ends_with_the_same_bits(cells: Cells, cell: Cell) -> None:
     assert cells.run(cell).problems == []

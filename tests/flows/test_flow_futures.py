@@ -140,7 +140,7 @@ def test_the_end_of_a_flow_is_an_event_and_one_that_completes_without_the_stage_
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_writes", [0, 1])
+@pytest.mark.parametrize("num_writes", [pytest.param(0, marks=pytest.mark.full), 1])
 @pytest.mark.parametrize("by", [1, 2])
 def test_a_kill_while_a_call_is_changed_leaves_no_stage_with_the_settings_of_another_call(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, by: int

@@ -366,6 +366,7 @@ def test_a_flow_called_by_a_flow_has_a_run_of_its_own_under_any_name_of_the_firs
     assert outer() == 4.0 and len(list(folder.glob("outputs/*/pipeline.toml"))) == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("workers")
 def test_a_flow_whose_time_is_over_stops_its_stage(folder: Path) -> None:
     @flow
