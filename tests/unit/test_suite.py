@@ -213,6 +213,7 @@ def test_it(tmp_path):
 """
 
 
+@pytest.mark.full
 def test_a_failure_is_printed_before_the_run_ends_and_shows_what_the_stages_in_its_folder_said(tmp_path: Path) -> None:
     done = subprocess.run(inner(tmp_path, FAILS, "-n", "1"), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1

@@ -247,8 +247,9 @@ def test_the_alias_moves_and_one_version_is_found_without_reading_all_of_them(ml
     assert stored(mlflow) == [("1", "one"), ("2", "two"), ("3", "one")] and target.where("one") == "mlflow://sums@3"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("lost", ["set_registered_model_alias", "set_registered_model_tag"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param("set_registered_model_alias", marks=pytest.mark.full), "set_registered_model_tag"]
+)
 def test_a_rollback_that_breaks_off_does_not_make_the_next_one_go_forward(
     mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
