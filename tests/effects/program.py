@@ -33,13 +33,11 @@ def other(stage):
 
 
 def scored(stage):
-    """Ask the reward service, where the stage has one."""
+    """Ask the reward service."""
     from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
     from cosmos_core.rewards.exchange import read_service_endpoints
     from cosmos_core.rewards.remote import RemoteRewards
 
-    if "REMOTE_REWARD_ENQUEUE_URL" not in os.environ:
-        return Outcome(info={"value": None, "pid": 0})
     config = RemoteRewardConfig.model_validate({"reward_fns": [{"name": "exact_match"}], "timeout_seconds": 60.0})
     remote = RemoteRewards(config, read_service_endpoints())
     [score] = remote.score([{"prompt": "", "to_be_evaluated": "42", "reference": "42"}])

@@ -9,6 +9,7 @@ import pytest
 
 from cosmos_core.run.directory import create_run, find_differing_keys, open_run
 from tasks.stage import run_stage
+from tests.cells import full
 from tests.effects.change import Change, changes
 from tests.effects.test_pipeline import ALONE, pipeline, sides
 
@@ -38,8 +39,7 @@ def test_it_changes_who_may_read_the_folder_of_a_run(change: Change, expected: t
 
 
 @pytest.mark.parametrize(
-    ("umask", "private", "mode"),
-    [pytest.param(0o077, None, 0o700, marks=pytest.mark.full), (0o027, None, 0o750), (0o002, True, 0o700)],
+    ("umask", "private", "mode"), [*full((0o077, None, 0o700)), (0o027, None, 0o750), (0o002, True, 0o700)]
 )
 def test_the_umask_of_the_user_is_kept_and_goes_with_the_run(
     umask: int, private: bool | None, mode: int, tmp_path: Path

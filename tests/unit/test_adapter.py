@@ -20,6 +20,7 @@ from cosmos_core.models.hf import model_without_weights
 from cosmos_core.models.lora import add_adapter, save_adapter
 from tasks.kinds import all_kinds
 from tests import tiny_pipelines
+from tests.cells import cells, full
 from tests.effects.change import recipe
 from tests.unit.test_diffusion_models import opened
 from tests.unit.test_lora import BEGUN_ALIKE, EVERY, LIKE_OTHERS, TAKING, disturb, logits, ours, theirs
@@ -41,9 +42,7 @@ def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in LIKE_OTHERS | BEGUN_ALIKE)) for n in EVERY]
-)
+@pytest.mark.parametrize("name", cells(EVERY, LIKE_OTHERS | BEGUN_ALIKE))
 def test_an_adapter_is_gone_on_with_from_its_folder(folder: Path, tmp_path: Path, name: str) -> None:
     model = ours(folder, EVERY[name])
     disturb(model)
@@ -68,11 +67,7 @@ def test_an_adapter_of_peft_s_own_is_gone_on_with(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("error:Unexpected keyword")
-@pytest.mark.parametrize(
-    "pattern",
-    [{"r_pattern": {"q_proj": 4}}]
-    + [pytest.param(each, marks=pytest.mark.full) for each in ({}, {"alpha_pattern": {"q_proj": 4.0}})],
-)
+@pytest.mark.parametrize("pattern", [{"r_pattern": {"q_proj": 4}}, *full({}, {"alpha_pattern": {"q_proj": 4.0}})])
 def test_an_adapter_that_cosmos_rl_exported_is_gone_on_with(
     folder: Path, tmp_path: Path, pattern: dict[str, Any]
 ) -> None:
@@ -88,7 +83,7 @@ def test_an_adapter_that_cosmos_rl_exported_is_gone_on_with(
     assert torch.equal(logits(ours(folder, {"lora_path": str(tmp_path / "lora")})), logits(model))
 
 
-@pytest.mark.parametrize("name", ["cosmos_predict", pytest.param("sd3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["cosmos_predict", *full("sd3")])
 def test_an_adapter_of_a_diffusion_model_that_cosmos_rl_exported_is_gone_on_with(tmp_path: Path, name: str) -> None:
     family = opened(tiny_pipelines.save(name, tmp_path / name))
     first, found = family.load_denoiser(torch.float32), family.load_denoiser(torch.float32)
@@ -114,7 +109,7 @@ def test_a_saved_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
         ours(tied, {"lora_path": str(tmp_path / "lora")})
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", pytest.param("lm_head", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["embed_tokens", *full("lm_head")])
 def test_base_weights_that_peft_copied_into_an_adapter_are_named_with_the_remedy(
     folder: Path, tmp_path: Path, name: str
 ) -> None:

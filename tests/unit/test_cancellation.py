@@ -51,6 +51,7 @@ from tasks.cancellation import (
     stop_stages,
     terminate_on_signals,
 )
+from tests.cells import full
 from tests.conftest import one_certificate
 from tests.unit.run_folder import counting_run
 
@@ -170,9 +171,7 @@ def publish(folder: Path) -> FileTarget:
     return target
 
 
-@pytest.mark.parametrize(
-    "said", [["RUNNING", "500", "500", "CANCELLED"], pytest.param(["CANCELLING"], marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("said", [["RUNNING", "500", "500", "CANCELLED"], *full(["CANCELLING"])])
 def test_nothing_is_published_after_a_cancel_though_the_server_was_away_meanwhile(
     server: Server, tmp_path: Path, said: list[str]
 ) -> None:
@@ -230,8 +229,7 @@ def test_reap_corrects_a_flow_run_whose_process_is_gone(
 
 
 @pytest.mark.parametrize(
-    ("said", "confirmed"),
-    [("CANCELLING", "CANCELLED"), ("RUNNING", ""), pytest.param("CANCELLED", "", marks=pytest.mark.full)],
+    ("said", "confirmed"), [("CANCELLING", "CANCELLED"), ("RUNNING", ""), *full(("CANCELLED", ""))]
 )
 def test_a_process_that_ends_confirms_its_cancellation_because_its_worker_may_be_gone(
     server: Server, said: str, confirmed: str
@@ -271,8 +269,7 @@ def test_status_says_that_nobody_is_asked_for_an_approval_once_the_flow_run_was_
 
 
 @pytest.mark.parametrize(
-    ("newest", "is_stopped"),
-    [("CANCELLED", True), pytest.param("CANCELLING", True, marks=pytest.mark.full), ("RUNNING", False)],
+    ("newest", "is_stopped"), [("CANCELLED", True), *full(("CANCELLING", True)), ("RUNNING", False)]
 )
 def test_reap_stops_a_process_that_goes_on_after_a_cancel_but_not_one_that_resumed_the_run(
     server: Server, tmp_path: Path, newest: str, is_stopped: bool

@@ -8,6 +8,7 @@ import pytest
 
 from cosmos_core.models.check_model import check_model
 from tests import tiny_pipelines
+from tests.cells import cells
 
 NAMES = ["family", "noise levels", "text", "media", "prediction", "gradient", "adapter"]
 WRONG = '''
@@ -26,10 +27,7 @@ class HalfTime(SD3):
 '''
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.full] * n.startswith("sana")) for n in tiny_pipelines.FAMILIES],
-)
+@pytest.mark.parametrize("name", cells(tiny_pipelines.FAMILIES, {"sana", "sana_video"}))
 def test_every_family_passes(name: str, tmp_path: Path) -> None:
     checks = list(check_model(str(tiny_pipelines.save(name, tmp_path / name))))
     assert [check for check in checks if not check.is_passed] == []

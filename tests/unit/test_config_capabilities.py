@@ -9,6 +9,7 @@ import pytest
 
 from cosmos_core.config.capabilities import check_capabilities, unique_notices
 from cosmos_core.errors import ConfigError
+from tests.cells import full
 from tests.unit.test_config_compose import CHAIN, stages
 from tests.unit.test_config_load import GRPO, SFT, load, refused
 
@@ -42,8 +43,7 @@ def settings_in(text: str) -> list[str]:
          "of one group; make it at least 2"),
         (CHAIN, f"grpo.rollout.n_generation=1; grpo.{P}.algo='reinforce++'; grpo.{P}.variant='dapo'",
          "stage 'grpo': rollout.n_generation = 1: variant = 'dapo' trains on groups that differ; make it at least 2"),
-        pytest.param(CHAIN, "grpo.rollout.sampling_config.temperature=0",
-                     f"rollout.sampling_config.temperature = 0.0 {GREEDY}", marks=pytest.mark.full),
+        *full((CHAIN, "grpo.rollout.sampling_config.temperature=0", f"sampling_config.temperature = 0.0 {GREEDY}")),
         (CHAIN, "grpo.rollout.sampling_config.top_k=1", f"rollout.sampling_config.top_k = 1 {GREEDY}; raise it"),
         (CHAIN, f"grpo.rollout.sampling_config.temperature=2.5; grpo.{P}.temperature=2.5",
          f"stage 'grpo': rollout.sampling_config.temperature = 2.5: {VLLM}"),
@@ -107,9 +107,9 @@ CLIPPING = "'grpo' or 'dapo' or 'gspo' or 'dppo_tv' or 'dppo_kl'"
         (CHAIN, "sft.timeout=1h", []),
         *((GRPO, f"mode={mode!r}", []) for mode in ("colocated_separated", "disaggregated")),
         (GRPO, f"{P}.ratio_cap=2.0; {P}.sapo_temperature_pos=2.0; {P}.max_retry_for_on_policy=3",
-         [*of_variants("max_retry_for_on_policy", "'dapo'"),
-          *of_variants("ratio_cap", "'cispo' or 'dppo_tv' or 'dppo_kl'"),
-          *of_variants("sapo_temperature_pos", "'sapo'")]),
+         of_variants("max_retry_for_on_policy", "'dapo'")
+         + of_variants("ratio_cap", "'cispo' or 'dppo_tv' or 'dppo_kl'")
+         + of_variants("sapo_temperature_pos", "'sapo'")),
         (GRPO, f"{P}.variant='cispo'; {P}.epsilon_high=5.0", of_variants("epsilon_high", CLIPPING)),
         (GRPO, f"{P}.variant='gspo'; {P}.lower_bound_ratio=4.0; {P}.loss_type='token-mean'",
          of_variants("lower_bound_ratio", "'grpo' or 'dapo'")),
@@ -230,9 +230,7 @@ def test_measuring_against_a_reference_that_no_training_saves_is_refused(algorit
     [
         ((), "has never run on a GPU; without a GPU or NCCL, weights travel through host memory"),
         (("rollout.backend=hf",), "has no effect with rollout.backend = 'hf'"),
-        pytest.param(
-            ("rollout.quantization=mxfp4",), "has no effect with rollout.quantization = 'mxfp4'", marks=pytest.mark.full
-        ),
+        *full((("rollout.quantization=mxfp4",), "has no effect with rollout.quantization = 'mxfp4'")),
         (("rollout.async_r2r_sync=inference",), "has no effect with rollout.async_r2r_sync = 'inference'"),
         (("policy.lora.r=8",), "has no effect with policy.lora"),
         (("mode=colocated",), "has no effect here: with mode = 'colocated'"),
@@ -317,10 +315,7 @@ require = "{}"
         ("data/train_rows > 1", ["gate.after=['more', 'accuracy']"], ""),
         ("export/bytes > 1", ["gate.after=['more']"], "no stage in its `after` reports 'export/bytes'"),
         ("validation/accuracy > 0.5", [], ""),
-        *(
-            pytest.param(require, [], "", marks=pytest.mark.full)
-            for require in ("validation/tool_errors < 0.1", "validation/diversity > 0.1")
-        ),
+        *full(("validation/tool_errors < 0.1", [], ""), ("validation/diversity > 0.1", [], "")),
         ("validation/logps/chosen > -9", [], ""),
         ("reward/mean > 0.5", [], ""),
         ("grpo.validation/reward > 0.5", ["grpo.validation.enable=true"], ""),

@@ -15,6 +15,7 @@ from cosmos_core.config.mesh import check_mesh, describe_placements, read_text_m
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from tasks.kinds import all_kinds
+from tests.cells import cells
 from tests.unit.test_config_load import GRPO, load
 from tests.unit.test_machine_properties import machine_with
 
@@ -189,13 +190,7 @@ PLACED = {
 """GPUs that there are, settings, and where the stage runs."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.full] * (case in {"more ranks", "one engine", "both replicas", "said"}))
-        for case in PLACED
-    ],
-)
+@pytest.mark.parametrize("case", cells(PLACED, {"more ranks", "one engine", "both replicas", "said"}))
 def test_a_recipe_of_cosmos_rl_that_leaves_mode_out_runs_as_there_where_the_gpus_are_enough(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from cosmos_core.models.pipeline_folder import MODEL_INDEX_FILE, PipelineFolder
 from cosmos_core.models.verify_pipeline_export import ImageRequest, generate_images
 from cosmos_core.observe.record import render_loading_code
 from tests import tiny_pipelines
+from tests.cells import full
 
 PROMPTS = ["7 is a digit", "a cat"]
 LENGTH = 24
@@ -338,11 +339,7 @@ def test_a_guardrail_that_the_folder_names_is_not_loaded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "lora"),
-    [
-        ("sd3", {"r": 1}),
-        pytest.param("sana", {"target_modules": ["linear_1", "proj_out"]}, marks=pytest.mark.full),
-    ],
+    ("name", "lora"), [("sd3", {"r": 1}), *full(("sana", {"target_modules": ["linear_1", "proj_out"]}))]
 )
 def test_kernels_that_round_differently_refuse_no_export(
     name: str, lora: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from cosmos_core.errors import CosmosError, DataError
 from cosmos_core.machine_properties import measure_machine
 from cosmos_core.rewards.base import load_reward
 from cosmos_core.run.inputs import check_inputs
+from tests.cells import cells
 from tests.unit.run_folder import fingerprint_of, load_recipe, make_inputs
 
 NAME = "train.train_policy.dataset.name=reasoning-gym:chain_sum"
@@ -38,9 +39,7 @@ def generated(name: str, **arguments: Any) -> list[dict[str, Any]]:
     return [row for _, row in load_rows(config, "train.train_policy.dataset")]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in {"basic_arithmetic", "chain_sum"})) for n in GENERATORS]
-)
+@pytest.mark.parametrize("name", cells(GENERATORS, {"basic_arithmetic", "chain_sum"}))
 def test_rows_and_scores_are_those_of_the_package(name: str) -> None:
     import reasoning_gym
 

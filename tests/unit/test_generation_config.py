@@ -17,27 +17,29 @@ from cosmos_core.models.export import export_model
 from cosmos_core.models.generation_config import GENERATION_CONFIG_FILE
 from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.rollout.base import stop_token_ids
+from tests.cells import full
 from tests.unit.tiny_model import save_tiny_model
 
 # What transformers loads, but refuses to save; many published models have the first.
-NOT_SAVED: list[dict[str, Any]] = [
-    {"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"min_p": 0.1}, {"top_h": 0.4}, {"typical_p": 0.5},
-    {"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.1}, {"early_stopping": True}, {"length_penalty": 2.0},
-    {"pad_token_id": -1}, {"use_cache": False, "cache_implementation": "static"}, {"output_scores": True},
-    {"temperature": "warm"},
+NOT_SAVED = [
+    {"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"use_cache": False, "cache_implementation": "static"},
+    {"temperature": "warm"}, *full(
+        {"min_p": 0.1}, {"top_h": 0.4}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.1},
+        {"pad_token_id": -1}, {"early_stopping": True}, {"length_penalty": 2.0}, {"output_scores": True},
+    ),
 ]  # fmt: skip
 # What it refuses to load, with the setting that is left out.
-NOT_LOADED: list[tuple[dict[str, Any], str]] = [
-    ({"early_stopping": "sometimes"}, "early_stopping"),
+NOT_LOADED = [
     ({"num_return_sequences": 3}, "num_return_sequences"),
-    ({"cache_implementation": "unknown"}, "cache_implementation"),
     ({"forced_eos_token_id": 2, "suppress_tokens": [2]}, "suppress_tokens"),
-    ({"max_new_tokens": 0}, "max_new_tokens"),
-    ({"watermarking_config": {"seeding_scheme": "q"}}, "watermarking_config"),
-    ({"pad_token_id": [1]}, "pad_token_id"),
     ({"streamer": None, "compile_config": 3}, "compile_config, streamer"),
     ({"eos_token_id": "</s>"}, "eos_token_id"),
-]
+    *full(
+        ({"early_stopping": "sometimes"}, "early_stopping"), ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"cache_implementation": "unknown"}, "cache_implementation"), ({"pad_token_id": [1]}, "pad_token_id"),
+        ({"watermarking_config": {"seeding_scheme": "q"}}, "watermarking_config"),
+    ),
+]  # fmt: skip
 
 
 def exported(folder: Path, said: Any, target: Path) -> Path:
@@ -54,15 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-ALIKE = {"min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "length_penalty", "output_scores",
-         "early_stopping", "max_new_tokens", "pad_token_id", "cache_implementation", "watermarking_config"}  # fmt: skip
-"""Settings that transformers refuses, and that are treated here, as it does others."""
-
-
-@pytest.mark.parametrize(
-    "said",
-    [pytest.param(each, id=(n := next(iter(each))), marks=[pytest.mark.full] * (n in ALIKE)) for each in NOT_SAVED],
-)
+@pytest.mark.parametrize("said", NOT_SAVED, ids=lambda said: next(iter(said)))
 def test_what_transformers_refuses_to_save_is_exported_as_it_was(
     folder: Path, tmp_path: Path, said: dict[str, Any]
 ) -> None:
@@ -75,9 +69,7 @@ def test_what_transformers_refuses_to_save_is_exported_as_it_was(
     assert written == {"eos_token_id": [255, 258], **said}
 
 
-@pytest.mark.parametrize(
-    ("said", "refused"), [pytest.param(*e, id=e[1], marks=[pytest.mark.full] * (e[1] in ALIKE)) for e in NOT_LOADED]
-)
+@pytest.mark.parametrize(("said", "refused"), NOT_LOADED)
 def test_what_transformers_refuses_to_load_is_left_out_by_name(
     folder: Path, tmp_path: Path, said: dict[str, Any], refused: str, caplog: pytest.LogCaptureFixture
 ) -> None:

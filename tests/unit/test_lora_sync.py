@@ -22,6 +22,7 @@ from cosmos_core.rollout.hf import HfEngine
 from cosmos_core.rollout.publish import WeightPublisher
 from cosmos_core.rollout.replica import pack_bucket, unpack_bucket
 from cosmos_core.rollout.vllm_adapter import VllmAdapter
+from tests.cells import full
 from tests.unit.test_lora import disturb, folder, ours, tied_folder  # noqa: F401 - fixtures
 from tests.unit.tiny_families import save_family
 
@@ -59,10 +60,7 @@ def test_an_engine_in_another_process_gets_the_adapter_alone_where_nothing_else_
     assert (metrics["sync/bytes"] == factors) == (form == "adapter")
 
 
-@pytest.mark.parametrize(
-    ("targets", "form"),
-    [pytest.param(["q_proj"], "adapter", marks=pytest.mark.full), (["q_proj", "lm_head"], "module")],
-)
+@pytest.mark.parametrize(("targets", "form"), [*full((["q_proj"], "adapter")), (["q_proj", "lm_head"], "module")])
 def test_an_engine_beside_one_stage_of_a_pipeline_knows_the_adapter_of_all_layers(
     folder: Path,  # noqa: F811
     targets: list[str],

@@ -24,6 +24,7 @@ from cosmos_core.models.model_files import translate_load_errors
 from cosmos_core.models.processor import load_processor
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.train import check
+from tests.cells import cells, full
 from tests.unit.test_train import GRPO, SFT, make_stage, recipe
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.tiny_vlms import save_vlm
@@ -171,18 +172,12 @@ ALIKE = {
 """Further mistakes that the same line of the product finds."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [
-        pytest.param(kind, case, marks=[pytest.mark.full] * (case in ALIKE))
-        for kind, cases in (("single", SINGLE), ("sharded", SHARDED))
-        for case in cases
-    ],
-)
+@pytest.mark.parametrize("case", cells([*SINGLE, *SHARDED], ALIKE))
 def test_what_is_wrong_with_a_model_is_one_line_and_the_same_everywhere(
-    folders: Path, tmp_path: Path, kind: str, case: str
+    folders: Path, tmp_path: Path, case: str
 ) -> None:
-    damage, message = {"single": SINGLE, "sharded": SHARDED}[kind][case]
+    kind = "single" if case in SINGLE else "sharded"
+    damage, message = {**SINGLE, **SHARDED}[case]
     folder = Path(shutil.copytree(folders / kind, tmp_path / "model"))
     shutil.copytree(folder, tmp_path / "outside")
     damage(folder)
@@ -220,9 +215,7 @@ VALUES: dict[str, tuple[str, Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[pytest.mark.full] * (n in {"infinity", "NaN of torch"})) for n in VALUES]
-)
+@pytest.mark.parametrize("case", cells(VALUES, {"infinity", "NaN of torch"}))
 def test_wrong_values_are_told_by_the_check_as_by_a_load(folders: Path, tmp_path: Path, case: str) -> None:
     kind, damage, message = VALUES[case]
     folder = Path(shutil.copytree(folders / kind, tmp_path / "model"))
@@ -274,7 +267,7 @@ def test_code_in_the_folder_of_a_model_is_never_run(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "was_run").exists()
 
 
-@pytest.mark.parametrize("names", [[], ["QWen3LMHeadModel"], pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("names", [[], ["QWen3LMHeadModel"], *full(None)])
 def test_a_config_that_names_no_class_is_that_of_its_model_type(
     folders: Path, tmp_path: Path, names: list[str] | None
 ) -> None:
@@ -333,9 +326,7 @@ def test_a_name_longer_than_a_path_can_be_is_one_line(name: str) -> None:
     assert f"policy.model_name_or_path = '{name}': " in line(lambda: load_config(name))
 
 
-@pytest.mark.parametrize(
-    "kind", ["sft", pytest.param("rl", marks=pytest.mark.full), pytest.param("sample", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("kind", ["sft", *full("rl", "sample")])
 def test_what_vllm_refuses_of_a_generation_config_is_told_wherever_it_generates(
     folders: Path, tmp_path: Path, kind: str
 ) -> None:

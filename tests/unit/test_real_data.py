@@ -76,6 +76,7 @@ def num_bytes(text: str) -> int:
     return len(unicodedata.normalize("NFC", text).encode())  # as the tokenizer of Qwen does
 
 
+@pytest.mark.full
 def test_sharegpt_is_prepared_whole_and_learned(tmp_path: Path, model: Path, test_data: Path) -> None:
     length = 700
     recipe = recipe_of(tmp_path, model, test_data / "sharegpt52k_small", length)

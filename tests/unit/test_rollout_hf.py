@@ -31,6 +31,7 @@ from cosmos_core.rollout.registry import check_engine, make_engine
 from cosmos_core.rollout.sample_tokens import sample_tokens
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.types import Group, Prompt, Sampling
+from tests.cells import full
 from tests.unit.tiny_model import save_tiny_model
 from tests.unit.trainers import logprobs, sequence_logprobs, trainer_of
 
@@ -59,7 +60,7 @@ def tokens(groups: list[Group]) -> list[tuple[int, ...]]:
     return [c.token_ids for group in groups for c in group.completions]
 
 
-@pytest.mark.parametrize("penalty", [1.3, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("penalty", [1.3, *full(1.0)])
 def test_greedy_answers_are_those_of_generate(engine: HfEngine, model: Any, penalty: float) -> None:
     sampling = Sampling(temperature=0, repetition_penalty=penalty, max_tokens=12)
     for group in generate(engine, PROMPTS, sampling, step=0):
@@ -70,7 +71,7 @@ def test_greedy_answers_are_those_of_generate(engine: HfEngine, model: Any, pena
         assert list(group.completions[0].token_ids) == expected[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("temperature", [0.7, *full(1.0)])
 def test_logprobs_are_those_of_the_trainer(engine: HfEngine, model: PreTrainedModel, temperature: float) -> None:
     for group in generate(engine, PROMPTS, dataclasses.replace(SAMPLED, temperature=temperature), step=4):
         for answer in group.completions:
@@ -291,12 +292,7 @@ _SMALL: dict[str, Any] = {
     [
         (transformers.BartForCausalLM, transformers.BartConfig, {}),  # takes no positions
         (transformers.MambaForCausalLM, transformers.MambaConfig, {"state_size": 8}),  # another name of the cache
-        pytest.param(
-            transformers.RobertaForCausalLM,
-            transformers.RobertaConfig,
-            {"pad_token_id": 1, "is_decoder": True},
-            marks=pytest.mark.full,
-        ),
+        *full((transformers.RobertaForCausalLM, transformers.RobertaConfig, {"pad_token_id": 1, "is_decoder": True})),
     ],
 )
 def test_models_without_padding_or_positions_get_prompts_of_one_length(

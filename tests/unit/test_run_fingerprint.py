@@ -16,6 +16,7 @@ from cosmos_core.run.plan import save_fingerprint
 from cosmos_core.train.resume_from import _fingerprint_inputs_without_mesh
 from tasks.kinds import all_kinds
 from tasks.layout import supersede_outdated_stage
+from tests.cells import full
 from tests.unit.run_folder import counting, fingerprint_of, load_recipe, make_inputs
 
 STAGES = ("prepare", "sft", "validate", "export")
@@ -59,33 +60,26 @@ def changed_stages(shared: Path, *overrides: str) -> set[str]:
 # The setting, and the stages that must be made again for it.
 AFFECTING = [
     ("train.optm_lr=1e-3", {"sft"}),
-    ("train.epoch=3", {"sft"}),
     ("train.seed=1", {"prepare", "sft", "validate"}),
     ("train.param_dtype='float32'", {"sft", "validate", "export"}),
-    ("train.train_batch_per_replica=4", {"sft"}),
     ("train.deterministic=true", {"sft", "validate"}),
-    ("train.train_policy.mini_batch=4", {"sft", "validate"}),
     ("train.train_policy.system_prompt=hello", {"prepare"}),
-    ("train.train_policy.dataset.test_size=0.5", {"prepare"}),
     ("train.train_policy.dataset.split=test", {"prepare"}),
     ("policy.model_max_length=128", {"prepare", "sft", "validate"}),
     ("policy.model_revision=v2", {"prepare", "sft", "validate", "export"}),
     ("rollout.max_response_length=7", {"prepare", "sft", "validate"}),
-    ("rollout.sampling_config.top_p=0.5", {"sft", "validate"}),
     ("custom.x=1", {"sft", "validate"}),
     ("validation.temperature=0.5", {"sft", "validate"}),
     ("validation.freq=3", {"sft"}),
-    ("validation.max_response_length=7", {"prepare", "sft", "validate"}),
-    ("train.train_policy.dataset.max_skipped_fraction=0.5", {"prepare"}),
-    ("validation.dataset.split=dev", {"prepare"}),
     ("pipeline.threads=2", {"sft", "validate"}),
 ]
-ALIKE = {
-    "train.epoch", "train.train_batch_per_replica", "train.train_policy.dataset.test_size", "validation.dataset.split",
-    "train.train_policy.dataset.max_skipped_fraction", "rollout.sampling_config.top_p", "train.train_policy.mini_batch",
-    "validation.max_response_length",
-}  # fmt: skip
-"""Keys of a table that the same stages read whole, and of which another key is changed."""
+FURTHER = [
+    *((f"train.{key}", {"sft"}) for key in ("epoch=3", "train_batch_per_replica=4")),
+    *((f"{key}=0.5", {"prepare"}) for key in ("dataset.test_size", "dataset.max_skipped_fraction")),
+    *((key, {"sft", "validate"}) for key in ("rollout.sampling_config.top_p=0.5", "train.train_policy.mini_batch=4")),
+    ("validation.max_response_length=7", {"prepare", "sft", "validate"}), ("validation.dataset.split=dev", {"prepare"}),
+]  # fmt: skip
+"""Of keys that the same stages read whole with another one."""
 HARMLESS = [
     "train.output_dir=elsewhere", "pipeline.output_dir=elsewhere", "train.timestamp='1'", "train.ckpt.save_freq=3",
     "train.ckpt.max_keep=2", "train.ckpt.enable_checkpoint=true", "train.ckpt.save_mode=sync", "pipeline.name=other",
@@ -95,13 +89,7 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("setting", "stages"),
-    [
-        pytest.param(*each, id=each[0], marks=[pytest.mark.full] * (each[0].partition("=")[0] in ALIKE))
-        for each in AFFECTING
-    ],
-)
+@pytest.mark.parametrize(("setting", "stages"), [*AFFECTING, *full(*FURTHER)])
 def test_a_value_that_can_change_results_changes_the_stages_that_read_it(
     shared: Path, setting: str, stages: set[str]
 ) -> None:
@@ -368,9 +356,7 @@ def test_an_adapter_to_go_on_with_counts_by_its_content_and_has_to_be_there(fold
         check_inputs(load_recipe(folder, f"policy.lora.lora_path='{second}'"))
 
 
-@pytest.mark.parametrize(
-    "key", ["train.train_policy.trainer_type", pytest.param("rollout.backend", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("key", ["train.train_policy.trainer_type", *full("rollout.backend")])
 def test_code_of_the_users_counts_by_what_is_in_it_and_not_by_where_it_lies(folder: Path, key: str) -> None:
     found = []
     for name, text in (("a", "Mine = 1\n"), ("b", "Mine = 1\n"), ("a", "Mine = 2\n")):

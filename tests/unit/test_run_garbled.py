@@ -20,6 +20,7 @@ from cosmos_core.run.files import write_json
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.progress import MetricsWriter, ProgressWriter
 from cosmos_core.run.state import read_state, record_event, update_state
+from tests.cells import full
 from tests.unit.run_folder import counting_run, finish
 
 WRONG: list[Any] = [
@@ -116,11 +117,7 @@ def test_no_damage_to_a_run_directory_ends_in_a_traceback(
             shutil.copy2(kept / file, outputs / file)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["{}", '[{"run_id": []}]', "\ud800"]
-    + [pytest.param(each, marks=pytest.mark.full) for each in ('"x"', "[1, null, {}]", "[")],
-)
+@pytest.mark.parametrize("damage", ["{}", '[{"run_id": []}]', "\ud800", *full('"x"', "[1, null, {}]", "[")])
 def test_a_damaged_list_of_runs_never_stops_a_new_run_and_is_made_again(tmp_path: Path, damage: str) -> None:
     run = counting_run(tmp_path)
     (run.output_dir / "runs.json").write_bytes(damage.encode(errors="surrogatepass"))

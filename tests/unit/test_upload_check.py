@@ -19,6 +19,7 @@ from cosmos_core.upload.base import check_targets
 from cosmos_core.upload.file import FileTarget
 from cosmos_core.upload.mlflow import MlflowTarget
 from tasks.kinds import all_kinds
+from tests.cells import full
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,7 @@ def test_a_folder_that_may_not_be_read_is_an_error_of_the_configuration(
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(401, ConfigError), (503, UploadError)]
-    + [pytest.param(*each, marks=pytest.mark.full) for each in ((403, ConfigError), (400, UploadError))],
+    ("status", "kind"), [(401, ConfigError), (503, UploadError), *full((403, ConfigError), (400, UploadError))]
 )
 def test_an_mlflow_server_that_refuses_the_credentials_is_an_error_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, status: int, kind: type[CosmosError]

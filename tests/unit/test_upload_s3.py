@@ -22,6 +22,7 @@ from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
 from cosmos_core.upload.transfer import FileTransfer
 from tests import store
+from tests.cells import full
 from tests.conftest import wait_until
 from tests.store import Proxy, Request
 
@@ -197,7 +198,7 @@ def is_pointer(request: Request) -> bool:
                         ("stall", is_part(4), 1), ("lost", is_part(5), 1), ("lost", is_end_of_parts, 1),
                         ("truncate", is_read, 1), ("lost", is_read, 1), ("lost", is_pointer, 1)]),
         (1000, [("503", is_weights, 2), ("501", is_pointer, 1)]),
-        pytest.param(1000, [("flip", is_weights, 3)], marks=pytest.mark.full),
+        *full((1000, [("flip", is_weights, 3)])),
     ],
 )  # fmt: skip
 def test_what_a_bad_network_does_is_mended(
@@ -239,7 +240,7 @@ def test_a_store_that_alters_every_object_gets_no_pointer(tmp_path: Path, target
     [
         ("403", ConfigError, "the store refuses the credentials (403); set AWS_ACCESS_KEY_ID and"),
         ("400", ConfigError, "has another region or address (400); set AWS_ACCESS_KEY_ID and"),
-        ("503", UploadError, "the store responds with 503; the pointer was not moved"),
+        *full(("503", UploadError, "the store responds with 503; the pointer was not moved")),
     ],
 )
 def test_what_does_not_pass_is_one_line(
@@ -348,13 +349,7 @@ def test_two_machines_that_send_the_same_content_do_not_end_what_the_other_has_b
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PROD_S3_CHECKPOINT_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
-        pytest.param("AWS_ENDPOINT_URL", marks=pytest.mark.full),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["PROD_S3_CHECKPOINT_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", *full("AWS_ENDPOINT_URL")])
 def test_an_endpoint_without_a_scheme_is_one_line_that_names_the_variable(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

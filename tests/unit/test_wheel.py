@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_core.cli import demo
+from cosmos_core.errors import ConfigError
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cosmos_core", "flows", "tasks", "configs")
 
@@ -60,6 +63,11 @@ def test_its_demo_is_planned_in_an_empty_folder(wheel: Path, tmp_path: Path) -> 
     planned = subprocess.run([sys.executable, "-c", where, "plan", str(demo)], **run)
     assert planned.returncode == 0 and "grpo-accuracy" in planned.stdout, planned.stderr
     assert planned.stdout.startswith(str(tmp_path / "site/cosmos_core/__main__.py"))
+
+
+def test_a_demo_that_is_not_there_is_told_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="there is no demo 'singing'; there are arithmetic, digits, distillation"):
+        demo("singing")
 
 
 @pytest.mark.full
