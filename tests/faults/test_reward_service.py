@@ -363,14 +363,6 @@ def test_beyond_this_machine_it_does_not_start_without_a_token(monkeypatch: pyte
 
 
 @pytest.mark.full
-def test_a_reward_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
-    reason = r"reward 'jpegsize' cannot be loaded: .* did you mean 'jpeg_size'"
-    config = {"reward_args": [{"reward_type": "jpegsize"}]}
-    with pytest.raises(AssertionError, match=reason), running(tmp_path, config):
-        pass
-
-
-@pytest.mark.full
 def test_the_classifier_of_the_digits_gives_the_same_to_the_bit_behind_the_service(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the extra digits is not installed")
     from configs.demo.digits import SIZE, WORDS, likeness
