@@ -26,7 +26,7 @@ import pytest
 from cosmos_core.run.files import read_json
 from cosmos_core.run.state import read_state
 from tests import schedule
-from tests.compiled import compile_tests
+from tests.pytest_speed import catch_logs_of_root, compile_tests
 from tests.warm import spawner
 
 Found = TypeVar("Found")
@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for work would spin on busy cores
         if config.getoption("numprocesses", None):
             _start_reaper(config)
+    catch_logs_of_root()
     if not config.getoption("--fast"):
         has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
         spawner.install(partial(compile_tests, config) if has_workers else None)
@@ -157,8 +158,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # A test that uses neither library does not wait for their import.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
+    if torch := sys.modules.get("torch"):  # `torch.manual_seed` notes the stack for each device that is not there
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seed)
 
 
 @pytest.hookimpl(wrapper=True)
