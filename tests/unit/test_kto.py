@@ -95,7 +95,7 @@ def test_rows_without_a_label_or_a_prompt_are_refused(
             quick_check.run(stage_of(tmp_path / "stage", recipe(names)))
 
 
-MEASURED = {"train.epoch": 4, "validation.enable": True, "validation.freq": 16, "validation.val_before_train": True}
+MEASURED = {"train.epoch": 3, "validation.enable": True, "validation.freq": 12, "validation.val_before_train": True}
 LABELLED = [{"prompt": str(i), "completion": ("yes", "no")[i % 2], "label": i % 2 == 0} for i in range(20)]
 
 
