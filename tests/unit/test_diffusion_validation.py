@@ -86,19 +86,6 @@ def test_the_average_is_drawn_with_where_there_is_one(inputs: Inputs, tmp_path: 
     assert all((a != b).any() for a, b in zip(images(raw, 2), images(averaged, 2), strict=True))
 
 
-@pytest.mark.full
-def test_more_steps_draw_other_images_and_the_stage_hands_them_on(inputs: Inputs, tmp_path: Path) -> None:
-    stages = []
-    for count in (2, 5):
-        settings = {**QUICK, "policy.diffusers.sample.eval_num_steps": count}
-        stage = inputs.stage(tmp_path / str(count), **settings)
-        outcome = validate.run(stage)
-        assert outcome.outputs == ("metrics.json", "samples.jsonl", SAMPLES_FOLDER)
-        assert outcome.metrics.keys() >= {"validation/loss"}
-        stages.append(stage)
-    assert all((a != b).any() for a, b in zip(images(stages[0], 0), images(stages[1], 0), strict=True))
-
-
 def test_videos_are_drawn_as_clips(inputs: Inputs, tmp_path: Path) -> None:
     settings = {**QUICK, "policy.diffusers.inference_frames": 9, "policy.diffusers.is_video": True}
     stage = inputs.stage(tmp_path / "stage", "sana_video", **settings)

@@ -25,14 +25,10 @@ NO_PATHS = ("train.train_policy.dataset.split", "rollout.backend")
 """Names a part of the data, and a thing that fine-tuning does not use."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"org/{LONG}",
-        f"{LONG}.py:f",
-        *(pytest.param(x, marks=pytest.mark.full) for x in (LONG, f"./{LONG}", f"{LONG}:f")),
-    ],
-)
+FURTHER = [pytest.param(name, marks=pytest.mark.full) for name in (LONG, f"./{LONG}", f"{LONG}:f")]
+
+
+@pytest.mark.parametrize("name", [f"org/{LONG}", f"{LONG}.py:f", *FURTHER])
 def test_a_name_longer_than_a_path_can_be_is_refused_in_a_line_with_its_key(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

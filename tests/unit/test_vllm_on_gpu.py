@@ -156,24 +156,19 @@ def test_logits_of_a_prompt_are_those_of_its_tokens_also_with_the_position_that_
 
 def parameters(module: str, function: str) -> list[str]:
     """Names of the parameters of `Class.method` in a module of vLLM, which is not imported for it."""
-    scope: Any = tree(module)
+    scope: Any = parsed(source(module))
     for name in function.split("."):
         [scope] = [node for node in scope.body if getattr(node, "name", "") == name]
     rest = [argument for argument in (scope.args.vararg, scope.args.kwarg) if argument]
     return [argument.arg for argument in (*scope.args.args, *scope.args.kwonlyargs, *rest)]
 
 
-@cache
 def source(module: str) -> str:
     assert SOURCE is not None and SOURCE.origin is not None
     return (Path(SOURCE.origin).parent / module).read_text(encoding="utf-8")
 
 
-@cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(source(module))
-
-
+parsed = cache(ast.parse)
 TRANSFER = "distributed/weight_transfer"
 PYNCCL = "distributed/device_communicators/pynccl.py"
 
