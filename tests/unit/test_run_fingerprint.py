@@ -75,7 +75,7 @@ AFFECTING = [
 ]
 FURTHER = [
     *((f"train.{key}", {"sft"}) for key in ("epoch=3", "train_batch_per_replica=4")),
-    *((f"{key}=0.5", {"prepare"}) for key in ("dataset.test_size", "dataset.max_skipped_fraction")),
+    *((f"train.train_policy.dataset.{key}=0.5", {"prepare"}) for key in ("test_size", "max_skipped_fraction")),
     *((key, {"sft", "validate"}) for key in ("rollout.sampling_config.top_p=0.5", "train.train_policy.mini_batch=4")),
     ("validation.max_response_length=7", {"prepare", "sft", "validate"}), ("validation.dataset.split=dev", {"prepare"}),
 ]  # fmt: skip
