@@ -6,6 +6,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
@@ -238,9 +239,9 @@ def result_values(table: Table) -> dict[str, Any]:
 
 def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceKind, str], str]) -> TableT:
     """Return a table with converted values of the fields that have a `ReferenceKind`, nested tables included."""
-    converted_values: dict[str, Any] = {}
-    for name, field in type(table).model_fields.items():
-        value, reference_kind = getattr(table, name), find_metadata(field, ReferenceKind)
+    reference_kinds, converted_values = _reference_kinds(type(table)), dict[str, Any]()
+    for name in type(table).model_fields:
+        value, reference_kind = getattr(table, name), reference_kinds.get(name)
         if isinstance(value, Table):
             converted_values[name] = convert_references(value, convert_reference_fn)
         elif _are_tables(value):
@@ -251,7 +252,15 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
             converted_values[name] = tuple(convert_reference_fn(reference_kind, item) for item in value)
         elif reference_kind and isinstance(value, dict):
             converted_values[name] = {convert_reference_fn(reference_kind, key): item for key, item in value.items()}
+    converted_values = {name: value for name, value in converted_values.items() if value is not getattr(table, name)}
     return table.copy_with(**converted_values) if converted_values else table
+
+
+@cache
+def _reference_kinds(table_type: type[Table]) -> dict[str, ReferenceKind]:
+    """Return the kinds of the references that fields of a table hold, by the name of the field."""
+    kinds = {name: find_metadata(field, ReferenceKind) for name, field in table_type.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def flatten_nonempty_tables(nested_tables: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
