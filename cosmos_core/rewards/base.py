@@ -240,7 +240,7 @@ def full_reward(
     reward function distinguishes completions. `metrics` are the metrics of the completion's score; reward functions
     without a metric do not count, unless `metrics` is empty. A function of negative weight adds its weighted metric."""
     if not isinstance(rewards, dict):
-        return rewards.max_total_reward
+        return rewards.compute_full_reward(metrics)
     metric_name_by_reward, weight_by_reward = metric_names(rewards), reward_weights_of_source(rewards, data_source)
     weight_by_metric = {metric_name_by_reward[r]: w for r, w in weight_by_reward.items() if r not in PENALTY_REWARDS}
     positive_weights = [w for name, w in weight_by_metric.items() if w > 0 and (not metrics or name in metrics)]

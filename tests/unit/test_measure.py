@@ -14,6 +14,7 @@ import pytest
 
 from cosmos_core.config.schema.dataset import PASS_RATES_FILE
 from cosmos_core.config.schema.recipe import Recipe
+from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.errors import StageFailed
 from cosmos_core.rewards.base import full_reward
 from cosmos_core.run.workspace import Workspace
@@ -136,6 +137,7 @@ def test_several_completions_give_pass_at_k_over_prompts_with_so_many_valid_ones
         ({"a.py:right": 1.0, "a.py:repeats": -1.0}, {"right": 1.0, "repeats": 0.3}, True),
         ({"a.py:right": 1.0, "a.py:form": 1.0, "a.py:long": -1.0}, {"right": 0.0, "form": 1.0, "long": 0.0}, False),
         ({"a.py:repeats": -1.0}, {"repeats": 0.0}, None),
+        ({"a.py:logged": 0.0}, {"logged": 0.0}, None),
     ],
 )
 def test_a_completion_is_right_if_each_reward_that_applies_to_it_is_1_whatever_it_loses(
@@ -151,6 +153,10 @@ def test_a_completion_is_right_if_each_reward_that_applies_to_it_is_1_whatever_i
     assert json.loads((tmp_path / PASS_RATES_FILE).read_text())["pass_rate"] == expected
     sampled = SampledPrompt(0, [ScoredCompletion("4", [], total, values, "", 0, 1, True)])
     assert compute_pass_rate(sampled, partial(full_reward, weights, "")) == expected
+    if len(values) == len(weights):  # a reward service always returns all scores
+        functions = [{"name": name.partition(":")[2], "weight": weight} for name, weight in weights.items()]
+        service = RemoteRewardConfig.model_validate({"reward_fns": functions})
+        assert completion_metrics([group], partial(full_reward, service)).get("validation/accuracy") == expected
 
 
 def test_accuracy_is_left_out_where_no_data_set_with_a_full_reward_has_a_valid_completion() -> None:

@@ -1,6 +1,7 @@
 """`[train.train_policy.remote_reward]`: requests to a reward service, and the rewards computed from its scores."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -88,8 +89,13 @@ class RemoteRewardConfig(Table):
         num_functions_by_name = Counter(reward_function.name for reward_function in self.reward_fns)
         return {f: f.name if num_functions_by_name[f.name] == 1 else f"{f.name}/{f.score_key}" for f in self.reward_fns}
 
-    @property
-    def max_total_reward(self) -> float:
-        """Return the total reward of a completion for which each function returns 1."""
-        weighted_sum = sum(function.weight * function.clip_score(1.0) for function in self.reward_fns)
+    def compute_full_reward(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the total reward of a completion for which each function of positive weight returns 1; None if there
+        is none. A function of negative weight adds its weighted score in `metrics`."""
+        if all(function.weight <= 0 for function in self.reward_fns):
+            return None
+        weighted_sum = sum(
+            function.weight * (function.clip_score(1.0) if function.weight > 0 else metrics.get(metric_name, 0.0))
+            for function, metric_name in self.metric_names.items()
+        )
         return self.scale * min(max(weighted_sum, self.reward_clip_min), self.reward_clip_max)
