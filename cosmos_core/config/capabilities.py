@@ -77,7 +77,7 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
             yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
         stderr_metric = metric + STANDARD_ERROR_SUFFIX
         has_std_error = is_fraction_of_prompts(metric) or _can_any_report_metric(pipeline, stage_names, stderr_metric)
-        if stage.confidence and condition.needs_published_model and "*" not in metric and not has_std_error:
+        if stage.confidence and condition.allows_for_noise and "*" not in metric and not has_std_error:
             yield (
                 f"confidence = {stage.confidence:g}: no stage in its `after` reports {stderr_metric!r}, "
                 f"the noise of {condition.text!r}; compare another metric, or leave confidence out"

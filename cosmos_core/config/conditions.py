@@ -42,6 +42,11 @@ class MetricCondition:
         """Return True if the condition compares with the published model."""
         return self.threshold_text == _PUBLISHED_KEYWORD
 
+    @property
+    def allows_for_noise(self) -> bool:
+        """Return True if the condition is about an improvement, of which a gate can ask that it exceeds the noise."""
+        return self.needs_published_model and self.operator != "=="
+
     def threshold(self, published_value: float | None) -> float | None:
         """Return the number with which the condition compares its metric; None if no model was published to compare
         with. `published_value` is the value of the metric of the published model."""

@@ -40,7 +40,7 @@ def describe_smallest_effects(pipeline: Pipeline) -> Iterator[str]:
     """Yield a line of text with the smallest difference to the published model that a gate with `confidence` detects,
     for each benchmark. User-defined targets are left out, because user code is imported only when a stage runs."""
     for stage in pipeline.stages:
-        conditions = [each for each in map(parse_condition, stage.require) if each.needs_published_model]
+        conditions = [each for each in map(parse_condition, stage.require) if each.allows_for_noise]
         has_paired_comparison = conditions and stage.confidence and stage.target
         if not has_paired_comparison or is_import_path(split_publication_target(stage.target)[0]):
             continue
@@ -58,8 +58,8 @@ def describe_smallest_effects(pipeline: Pipeline) -> Iterator[str]:
 def _describe_detectable_effect(
     stage: StageConfig, condition: MetricCondition, metric: str, published_record: dict[str, Any]
 ) -> Iterator[str]:
-    items_folder = next(find_published_item_folders(published_record, metric), None)
-    if condition.operator == "==" or items_folder is None:
+    items_folder = next(find_published_item_folders(published_record, metric, stage.after), None)
+    if items_folder is None:
         return
     smallest_effect = compute_detectable_effect(
         metric, published_record["metrics"][metric], items_folder, stage.confidence

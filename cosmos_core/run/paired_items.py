@@ -6,7 +6,7 @@ Most items are as hard for one model as for the other, so that the differences p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, pstdev
@@ -82,10 +82,14 @@ def compute_sample_size(num_items: int, detectable_difference: float, difference
     return math.ceil(num_items * (detectable_difference / difference) ** 2 - 1e-9) if difference > 0 else None
 
 
-def find_published_item_folders(publication_record: Mapping[str, Any], metric: str) -> Iterator[Path]:
+def find_published_item_folders(
+    publication_record: Mapping[str, Any], metric: str, stage_names: Collection[str]
+) -> Iterator[Path]:
     """Yield the stage directories on this machine whose evaluation measured `metric` of the published model and kept
-    the items; `publication_record` is the record of the published model."""
-    for file in sorted(Path(publication_record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")):
+    the items, first those of `stage_names`: others may have measured the same value of another model.
+    `publication_record` is the record of the published model."""
+    item_files = Path(publication_record.get("stage") or "-").parent.glob(f"*/{ITEMS_FILE}")
+    for file in sorted(item_files, key=lambda file: (file.parent.name not in stage_names, file)):
         result = read_result(file.parent)
         if result is not None and result["metrics"].get(metric) == publication_record["metrics"][metric]:
             yield file.parent
@@ -118,12 +122,15 @@ def compare_items(metric: str, new_folder: Path, old_folder: Path) -> PairedDiff
 def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], float]:
     """Return the value of a metric for each item of a benchmark, by the item's position and the hash of its content."""
     _, _, item_metric = metric.partition("/")
-    task_name, _, metric_column = item_metric.rpartition("/")
-    if not task_name or not items_file.is_file():
+    if not items_file.is_file():
         return {}
     import pyarrow.parquet as pq
 
-    if metric_column not in pq.read_schema(items_file).names:
+    # The name of a task, or of a metric, may have a slash itself.
+    parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
+    splits = [("/".join(parts[:i]), "/".join(parts[i:])) for i in range(1, len(parts))]
+    task_name, metric_column = next((each for each in splits if each[1] in columns), ("", ""))
+    if not task_name:
         return {}
     item_rows: Sequence[dict[str, Any]] = pq.read_table(
         items_file, columns=["doc_id", "doc_hash", metric_column], filters=[("task", "=", task_name)]

@@ -54,10 +54,8 @@ def run(stage: Stage) -> Outcome:
         verdicts: list[dict[str, Any]] = []
         for metric_name, stage_metrics in _find_measured_metrics(condition, stage, compared_metrics):
             paired_differences, noise_margin = None, 0.0
-            if published_record is not None and stage.config.confidence and condition.needs_published_model:
-                paired_differences = _compare_paired_items(
-                    stage, condition, metric_name, stage_metrics, published_record
-                )
+            if published_record is not None and stage.config.confidence and condition.allows_for_noise:
+                paired_differences = _compare_paired_items(stage, metric_name, stage_metrics, published_record)
                 if not paired_differences:
                     noise_margin = _compute_noise_margin(
                         stage, condition, metric_name, stage_metrics, published_metrics
@@ -143,16 +141,14 @@ def _format_refusal(condition: MetricCondition, verdict: dict[str, Any]) -> str:
 
 
 def _compare_paired_items(
-    stage: Stage, condition: MetricCondition, name: str, measured_metrics: dict[str, float], record: dict[str, Any]
+    stage: Stage, name: str, measured_metrics: dict[str, float], record: dict[str, Any]
 ) -> PairedDifferences | None:
     """Compare the measured model with the published model on each item of a benchmark. Return None if the run of the
     published model is not on this machine, if it measured other items, or if the metric is not the mean over the items:
     for a perplexity, for example, the items are log-likelihoods."""
-    if condition.operator == "==":
-        return None
     stage_path = next(result.get("path") for result in stage.inputs.values() if result["metrics"] is measured_metrics)
     published_value = record["metrics"][name]
-    for old_folder in find_published_item_folders(record, name):
+    for old_folder in find_published_item_folders(record, name, [Path(stage_path or "-").name]):
         if stage_path and (paired_differences := compare_items(name, Path(stage_path), old_folder)):
             # The condition is negated, so that a difference of NaN counts as equal.
             is_mean_of_items = not abs(paired_differences.mean - (measured_metrics[name] - published_value)) > 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,33 @@ def test_a_gate_compares_the_items_of_both_models(tmp_path: Path) -> None:
     stage.config = stage.config.model_copy(update={"require": ("evaluation/a/acc > published + 0.05",)})
     message = r"\+0.06 \(.* \.\. .*\) on 100 items, of which 6 are better and 0 worse, p = 0"
     with pytest.raises(GateFailed, match=message):
+        gate.run(stage)
+
+
+def test_a_gate_compares_with_the_items_of_the_published_model_and_not_of_another_with_as_many_right(
+    tmp_path: Path,
+) -> None:
+    alike, other = ([float((i + shift) % 2) for i in range(100)] for shift in (0, 1))
+    new = [1.0 if i < 12 else score for i, score in enumerate(alike)]  # six items more than `alike`, and none less
+    metric = "evaluation/a/right/strict"
+    columns: Any = {"metrics": {metric: 0.5}, "right/strict": alike}
+    published = evaluation(tmp_path, "old", alike, **columns)
+    write_evaluation(tmp_path / "old" / "stages" / "base", other, **columns | {"right/strict": other})
+    stage = confident_gate(tmp_path, f"{metric} > published", published)
+    publish_items(tmp_path)
+    stage.inputs["after"] = evaluation(tmp_path, "new", new, **{"metrics": {metric: 0.56}, "right/strict": new})
+    [entry] = gate.run(stage).info["conditions"]  # type: ignore[union-attr, misc]
+    found: Any = entry["paired"]  # type: ignore[index, call-overload]
+    assert (found["better"], found["worse"]) == (6, 0)
+
+
+@pytest.mark.parametrize(("published", "passes"), [(0.5, True), (0.51, False)])
+def test_an_equal_metric_is_equal_whatever_the_noise(tmp_path: Path, published: float, passes: bool) -> None:
+    old = evaluation(tmp_path, "old", [float(i % 2) for i in range(100)])
+    metrics = {**old["metrics"], "evaluation/a/acc": published}
+    stage = confident_gate(tmp_path, "evaluation/a/acc == published", {**old, "metrics": metrics})
+    stage.inputs["after"] = old
+    with nullcontext() if passes else pytest.raises(GateFailed, match=r"= 0\.5, bound 0\.51$"):
         gate.run(stage)
 
 
