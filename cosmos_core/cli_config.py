@@ -104,14 +104,14 @@ def print_notices(notices: list[str]) -> None:
 def describe_usage_error(error: Any) -> str:
     """Return the message for an error in the command line. For an unknown option, suggest `--set` if the command has
     this option, because the unknown option may be a setting of the recipe."""
-    click_context, set_option_hint = vars(error).get("ctx"), ""
+    click_context, syntax_hint = vars(error).get("ctx"), ""
     if {"option_name", "possibilities"} <= vars(error).keys():
         similar_options = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
         error.possibilities = similar_options
         if not similar_options and any(parameter.name == "overrides" for parameter in click_context.command.params):
-            set_option_hint = "; a setting of the recipe is given as --set KEY=VALUE, such as --set train.epoch=2"
+            syntax_hint = "; a setting of the recipe is given as --set KEY=VALUE, such as --set train.epoch=2"
     help_command = getattr(click_context, "command_path", "cosmos")
-    return f"{error.format_message().rstrip('.')}{set_option_hint}; see {help_command} --help"
+    return f"{error.format_message().rstrip('.')}{syntax_hint}; see {help_command} --help"
 
 
 def describe_system_error(system_error: Exception) -> str:

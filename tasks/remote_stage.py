@@ -33,7 +33,7 @@ from cosmos_core.run.manifest import Result, find_output_damage
 from cosmos_core.run.state import FINISHED_STATES, read_state, record_event, update_state
 from tasks.budget import BudgetCheck
 from tasks.cancellation import request_once
-from tasks.reuse import find_result_of_pool
+from tasks.reuse import find_result_of_work_pool
 from tasks.store_sync import StageSync
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def run_remote_stage(
     reason why the stage waits is passed to `report_line`. Raises the error with which the child flow run ended, or
     `ConfigError` if the deployment does not exist."""
     stage_path, stage_sync = run.stage_path(stage.name), StageSync(run, stage)
-    if reused_result := find_result_of_pool(run, stage):
+    if reused_result := find_result_of_work_pool(run, stage):
         return reused_result, True
     try:
         ended_flow_run = _wait_for_child(run, stage, stage_sync, report_line)

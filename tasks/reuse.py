@@ -48,7 +48,7 @@ def find_result(run: Run, stage: StageConfig, expected_fingerprint: Fingerprint)
     return result
 
 
-def find_result_of_pool(run: Run, stage: StageConfig) -> Result | None:
+def find_result_of_work_pool(run: Run, stage: StageConfig) -> Result | None:
     """Return a verified result that any machine of the stage's work pool has made from the same inputs and settings;
     None if no such result exists, or if an input can be read only on the machines of the pool."""
     # Ignore errors: this machine may lack inputs that only the machines of the work pool can read.

@@ -132,7 +132,7 @@ class StageTask(Task[Any, StageHandle]):
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
-        current_flow()  # raises an error outside of a flow
+        current_flow()  # raises the error of a call outside of a flow
         flow_context: Any = FlowRunContext.get()
         # Use a thread of its own: tasks of the user that call stages may occupy all threads of the flow's task runner.
         with ThreadPoolTaskRunner[Any](1) as task_runner, flow_context.model_copy(update={"task_runner": task_runner}):
@@ -233,7 +233,7 @@ def _make_call(
         source_stage = _find_merge_source(flow.run.pipeline, predecessors)
         settings["model"] = source_stage.model
         recipe_tables = flow.run.pipeline.recipes[source_stage.name].model_dump(mode="json", exclude_none=True)
-        recipe_tables.pop(kind.table if source_stage.kind == kind.name else "", None)  # weights of another merge
+        recipe_tables.pop(kind.table if source_stage.kind == kind.name else "", None)  # configured the first merge
         predecessors += filter(None, [referenced_stage(settings["model"])])
     if isinstance(recipe, Mapping):
         recipe_tables = dict(recipe)

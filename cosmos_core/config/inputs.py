@@ -160,18 +160,18 @@ def _row_inputs(
     data_patterns, media_patterns = (
         (ALL_FILES, ALL_FILES) if stage.entry else (modality.data_files, modality.media_files)
     )
-    reads_raw_rows, policy_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
+    reads_raw_rows, tables_by_dataset = stage_kind.reads_data == "source", recipe.train.train_policy.tables_by_dataset
     annotation_path = image_config.annotation_path
     is_annotation_read = (reads_raw_rows and not stage.data) or (
         stage.entry and existing_path(annotation_path, Path.cwd())
     )
     dataset_names_by_key = {"data": stage.data, ANNOTATION_PATH_KEY: annotation_path if is_annotation_read else ""}
     for dataset_key, dataset in recipe.datasets.items() if reads_raw_rows else ():
-        if dataset_key not in policy_by_dataset or not stage.data:
+        if dataset_key not in tables_by_dataset or not stage.data:
             key = "local_dir" if getattr(dataset, "local_dir", "") else "name"
             dataset_names_by_key[f"{dataset_key}.{key}"] = getattr(dataset, key)
         dataset_names_by_key[f"{dataset_key}.pass_rates"] = dataset.pass_rates
-    datasets = [source.dataset for source in policy_by_dataset.values()]
+    datasets = [source.dataset for source in tables_by_dataset.values()]
     has_dataset_name = any(dataset.name or getattr(dataset, "local_dir", "") for dataset in datasets)
     if reads_raw_rows and not (stage.data or annotation_path or has_dataset_name):
         yield StageInput(f"{_TRAIN_DATASET_KEY}.name", "data", "", "folder")

@@ -89,7 +89,7 @@ def make_tool_runner(
 ) -> ToolRunner:
     """Return a `ToolRunner` for the tools of a recipe; it is a context manager, which the caller enters."""
     return ToolRunner(
-        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, env_names=config.tool_env,
+        config.enabled_tools, timeout_seconds=config.tool_timeout_seconds, variable_names=config.tool_env,
         num_workers=num_workers, send_heartbeat=send_heartbeat,
     )  # fmt: skip
 

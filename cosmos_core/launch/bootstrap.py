@@ -106,7 +106,7 @@ def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     try:
         existing_pool = prefect_client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != WorkPool.type:  # a Prefect server always has the type "process"
+        if not job_template and pool.type != WorkPool.type:  # every Prefect server knows the pool type `process`
             _check_pool_type(prefect_client, pool)
         pool_settings = {"concurrency_limit": run_limit} | ({"base_job_template": job_template} if job_template else {})
         prefect_client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_settings))

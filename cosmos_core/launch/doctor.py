@@ -126,7 +126,8 @@ def _check_cancellation(prefect_client: Any) -> Iterator[Diagnosis]:
 def _check_deployment_folders(prefect_client: Any) -> Iterator[Diagnosis]:
     work_pools_by_folder: dict[str, list[str]] = {}
     for deployment in prefect_client.read_deployments():
-        is_user_flow = not str(deployment.entrypoint).startswith("flows/")  # user flows may run in any folder
+        # Flows of users are not checked, because they may run in any folder.
+        is_user_flow = not str(deployment.entrypoint).startswith("flows/")
         for step in [] if is_user_flow else deployment.pull_steps or []:
             if folder := step.get(worker_report.WORKING_DIRECTORY_STEP, {}).get("directory"):
                 work_pools_by_folder.setdefault(folder, []).append(str(deployment.work_pool_name))

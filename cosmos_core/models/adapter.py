@@ -83,7 +83,7 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
     Raise ModelError if they are missing or damaged, or belong to another model or adapter."""
     file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
     if not file.exists() and (cosmos_rl_file := file.with_name("model.safetensors")).exists():
-        file = cosmos_rl_file  # the adapter of a diffusion model of Cosmos-RL
+        file = cosmos_rl_file  # Cosmos-RL gives adapters of diffusion models this name
     try:
         saved_tensors = load_file(file)
     except (OSError, SafetensorError) as error:

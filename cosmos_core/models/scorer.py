@@ -168,11 +168,11 @@ class LogprobScorer(nn.Module):
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to logits."""
         config = self.model.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):  # attribute of the model family Cohere
+        if scale := getattr(config, "logit_scale", None):  # models of the family Cohere multiply
             logits_MV = logits_MV * scale
-        if scaling := getattr(config, "logits_scaling", None):  # attribute of the model family Granite
+        if scaling := getattr(config, "logits_scaling", None):  # models of the family Granite divide
             logits_MV = logits_MV / scaling
-        if soft_cap := getattr(config, "final_logit_softcapping", None):  # attribute of the model family Gemma
+        if soft_cap := getattr(config, "final_logit_softcapping", None):  # models of the family Gemma cap
             logits_MV = torch.tanh(logits_MV / soft_cap) * soft_cap
         return logits_MV
 

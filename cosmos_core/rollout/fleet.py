@@ -160,7 +160,8 @@ class EngineFleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities from each engine whose weights have version `version`; None: any version."""
+        """Return the log-probabilities of `token_ids` from each engine whose weights have the version `version`;
+        None: from all engines."""
         logprobs: list[list[float]] = []
         if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]

@@ -251,7 +251,8 @@ class HfEngine(ModuleEngine):
         return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding_tokens:], use_cache=False).logits[0, -1]
 
     def _make_cache(self) -> DynamicCache:
-        cache = DynamicCache(config=self._model.config)  # only layers of full attention are replaced
+        # Cache layers of sliding-window and linear attention stay: their size does not grow with the sequence.
+        cache = DynamicCache(config=self._model.config)
         cache.layers = [_PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache
 

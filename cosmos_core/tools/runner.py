@@ -38,8 +38,8 @@ _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a 
 class ToolRunner(WorkerPool):
     """Pool of worker processes that call tools by the names of their functions.
 
-    `timeout_seconds` is the deadline of each call. The processes see standard environment variables and the variables
-    in `env_names`. Only one thread may use the runner at a time. Its context manager raises `ConfigError` if a tool
+    `timeout_seconds` is the deadline of each call. The processes see standard environment variables and those in
+    `variable_names`. Only one thread may use the runner at a time. Its context manager raises `ConfigError` if a tool
     cannot be imported or is not marked with `@tool`, and `StageFailed` if a process ended while it loaded the tools.
     """
 
@@ -48,13 +48,14 @@ class ToolRunner(WorkerPool):
         tool_paths: Sequence[str],
         *,
         timeout_seconds: float,
-        env_names: Sequence[str] = (),
+        variable_names: Sequence[str] = (),
         num_workers: int | None = None,
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Set up the runner, which calls `send_heartbeat` when it waits; `num_workers` None: one per core, up to 16."""
         self._paths = tool_paths_by_name(tool_paths)
-        self._timeout, self._env_names, self._send_heartbeat = timeout_seconds, tuple(env_names), send_heartbeat
+        self._timeout, self._variable_names = timeout_seconds, tuple(variable_names)
+        self._send_heartbeat = send_heartbeat
         self._num_workers = min(num_workers or count_usable_cores(), _MAX_PROCESSES)
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -103,7 +104,7 @@ class ToolRunner(WorkerPool):
     def _start_pool(self) -> ProcessPool:
         tool_paths = list(self._paths.values())
         process_pool = self._replace_pool(
-            _start_worker, tool_paths, environment_names=self._env_names, num_processes=self._num_workers
+            _start_worker, tool_paths, environment_names=self._variable_names, num_processes=self._num_workers
         )
         self._call_in_pool(_load_tools)
         return process_pool
@@ -128,7 +129,8 @@ def _make_error_result(error_text: str) -> ToolResult:
 
 
 def _start_worker(tool_paths: Sequence[str], variable_names: Sequence[str], parent_pid: int) -> None:
-    """Initialise a worker process and import the user's tools; the import before the first call reports errors."""
+    """Initialise a worker process and import the user's tools. It ignores errors, because the tools are imported again
+    before the first call, which reports them."""
     init_worker(variable_names, parent_pid)
     with suppress(ConfigError):
         _load_tools(tool_paths)

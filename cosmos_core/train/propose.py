@@ -81,7 +81,7 @@ class CliOptions(NamedTuple):
 
     @property
     def dataset(self) -> DatasetConfig:
-        """Return the data set that the options name; raise ConfigError if an option has an invalid value."""
+        """Return the table of the data set with the values of the options; raise ConfigError if a value is invalid."""
         return parse_table(
             DatasetConfig, {"name": self.data, **self.rows}, error_prefix="--set", key_prefix=_DATASET_KEY
         )
@@ -101,8 +101,8 @@ class Hardware:
     num_gpus: int
 
     @property
-    def name(self) -> str:
-        """Return a description of the memory, for messages that explain a setting."""
+    def memory_text(self) -> str:
+        """Return the size of the memory as messages show it, such as "80 GiB of a GPU"."""
         return f"{self.memory / _BYTES_PER_GIB:.0f} GiB {'of a GPU' if self.num_gpus else 'of host memory, no GPU'}"
 
 
@@ -249,7 +249,8 @@ def _model_size_settings(method: TrainingMethod, num_weights: int, hardware: Har
     size_text = f"{num_weights / 1e9:.2f} billion" if num_weights >= 1e9 else f"{num_weights / 1e6:.3g} million"
     fits_in_memory = num_weights * _STATE_BYTES / max(1, hardware.num_gpus) <= hardware.memory * _STATE_MEMORY_FRACTION
     if not fits_in_memory:
-        yield "policy.lora.r", 16, f"{size_text} weights x {_STATE_BYTES} bytes do not fit {hardware.name}: an adapter"
+        lora_reason = f"{size_text} weights x {_STATE_BYTES} bytes do not fit {hardware.memory_text}: an adapter"
+        yield "policy.lora.r", 16, lora_reason
         yield "policy.lora.lora_alpha", 32.0, "twice the rank"
     lr_index = bisect((1e8, 1e9), num_weights) if fits_in_memory else 3  # index 3: learning rate of adapters
     trained_weights_text = "all weights" if fits_in_memory else "an adapter"

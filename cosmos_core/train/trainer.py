@@ -341,8 +341,8 @@ def _find_shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices
 
 
 def _move_loss_to_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
-    metrics, cpu_values = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
-    return loss.value.cpu(), metrics, cpu_values
+    metrics, value_tensors = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
+    return loss.value.cpu(), metrics, value_tensors
 
 
 def _compute_quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:

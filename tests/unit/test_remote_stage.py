@@ -30,7 +30,7 @@ from flows.post_train import supersede_stages
 from tasks import remote_stage, stage
 from tasks import reward_service as stage_rewards
 from tasks.kinds import all_kinds
-from tasks.reuse import find_result_of_pool
+from tasks.reuse import find_result_of_work_pool
 from tasks.store_sync import StageSync
 from tests import attempts
 from tests.conftest import PROGRAMS
@@ -277,7 +277,7 @@ def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_mach
 ) -> None:
     attempts.use(monkeypatch)
     run = pooled(tmp_path, "one")
-    assert find_result_of_pool(run, run.pipeline.stage("first")) is None, "only the pool can make it"
+    assert find_result_of_work_pool(run, run.pipeline.stage("first")) is None, "only the pool can make it"
     path = run.stage_path("first")
     stage.run_stage(run, "first")
     made = json.loads((path / "fingerprint.json").read_text())
@@ -295,10 +295,10 @@ def test_what_the_pool_has_made_is_reused_before_the_pool_is_asked_whatever_mach
     assert read_state(again.stage_path("first")).state == "reused"
     for number, changed in enumerate((("steps = 2", "steps = 3"), ('"gpu"', '"cpu"'))):
         other = pooled(tmp_path, f"changed-{number}", *changed)
-        assert find_result_of_pool(other, other.pipeline.stage("first")) is None, changed
+        assert find_result_of_work_pool(other, other.pipeline.stage("first")) is None, changed
     (path / "out.txt").write_text("altered")
     (again.stage_path("first") / "out.txt").write_text("altered")
-    assert find_result_of_pool(again, again.pipeline.stage("first")) is None
+    assert find_result_of_work_pool(again, again.pipeline.stage("first")) is None
 
 
 def test_a_stage_that_its_pool_still_runs_is_not_begun_again_beside_it(

@@ -88,7 +88,7 @@ def runner(file: Path) -> Iterator[ToolRunner]:
     paths = [f"{file}:{name}" for name in ("add", "later", "act")]
     with (
         pytest.MonkeyPatch.context() as patch,
-        ToolRunner(paths, timeout_seconds=60, env_names=["SHOWN"], num_workers=2) as opened,
+        ToolRunner(paths, timeout_seconds=60, variable_names=["SHOWN"], num_workers=2) as opened,
     ):
         patch.setenv("SHOWN", "seen")
         patch.setenv("SERVICE_KEY", "abcdefgh")

@@ -82,7 +82,7 @@ class PreparedRows(ABC):
 
 
 class HeldOutSet(NamedTuple):
-    """Held-out rows: texts or media to learn, prompts to complete, or both."""
+    """Held-out rows for validation: rows whose loss is computed, prompts whose completions are scored, or both."""
 
     rows: PreparedRows | None
     prompts: Sequence[Prompt] | None
