@@ -70,9 +70,10 @@ def is_publication_record(value: Any) -> TypeGuard[dict[str, Any]]:
 
 def append_version(saved_history: list[str], version: str, history: list[str] | None = None) -> list[str]:
     """Return the list of versions to which a pointer has pointed, at most 100, after it moves to `version`. For a
-    rollback, `history` is the part of the stored list `saved_history` to keep. Raise UploadError if `history` is not
-    `saved_history` without its last version, because another publication has moved the pointer meanwhile."""
-    if history is not None and saved_history and saved_history[:-1] != history:
+    rollback, `history` is the part of the stored list `saved_history` to keep: all of it if the rollback is done and
+    only its response was lost. Raise UploadError if `history` is neither `saved_history` nor `saved_history` without
+    its last version, because another publication has moved the pointer meanwhile."""
+    if history is not None and saved_history not in ([], history) and saved_history[:-1] != history:
         raise UploadError(f"{saved_history[-1]!r} was published meanwhile; the pointer was not moved, run it again")
     history = saved_history if history is None else history
     return history[-_MAX_VERSIONS:] if history[-1:] == [version] else [*history[-_MAX_VERSIONS + 1 :], version]

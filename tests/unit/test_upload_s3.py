@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.cli_models import rollback
 from cosmos_core.errors import Cancelled, ConfigError, DamagedRecord, UploadError
 from cosmos_core.upload.base import open_target
 from cosmos_core.upload.s3 import S3Target
@@ -362,3 +363,14 @@ def test_an_endpoint_without_a_scheme_is_one_line_that_names_the_variable(
     with pytest.raises(ConfigError) as caught:
         S3Target("models/x").check()
     assert str(caught.value) == f"{name} = 'localhost:9000' is no URL; write http://HOST:PORT or https://HOST"
+
+
+def test_a_rollback_whose_response_is_lost_goes_back_one_version(
+    tmp_path: Path, target: S3Target, proxy: Proxy
+) -> None:
+    folder, record = model(tmp_path / "m")
+    for version in ("v1", "v2", "v3"):
+        target.publish(folder, version, record)
+    proxy.once("lost", is_pointer)
+    rollback(f"s3://models/{target.prefix}")
+    assert target.history() == ["v1", "v2"]
