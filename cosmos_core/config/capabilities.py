@@ -76,7 +76,8 @@ def _metric_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:
             suggestion = _suggest_metric(pipeline, stage_names, metric)
             yield f"require = {condition.text!r}: no stage in its `after` reports {metric!r}{suggestion}"
         stderr_metric = metric + STANDARD_ERROR_SUFFIX
-        has_std_error = is_fraction_of_prompts(metric) or _can_any_report_metric(pipeline, stage_names, stderr_metric)
+        noise_metrics = [stderr_metric, f"{metric.rpartition('/')[0]}/prompts"][: 1 + is_fraction_of_prompts(metric)]
+        has_std_error = any(_can_any_report_metric(pipeline, stage_names, each, True) for each in noise_metrics)
         if stage.confidence and condition.allows_for_noise and "*" not in metric and not has_std_error:
             yield (
                 f"confidence = {stage.confidence:g}: no stage in its `after` reports {stderr_metric!r}, "
@@ -104,8 +105,10 @@ def _measured_model_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[s
                 )
 
 
-def _can_any_report_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> bool:
-    return any(_can_report_metric(pipeline, pipeline.stage(name), metric) for name in stage_names)
+def _can_any_report_metric(
+    pipeline: Pipeline, stage_names: Collection[str], metric: str, is_noise: bool = False
+) -> bool:
+    return any(_can_report_metric(pipeline, pipeline.stage(name), metric, is_noise) for name in stage_names)
 
 
 def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: str) -> str:
@@ -116,10 +119,12 @@ def _suggest_metric(pipeline: Pipeline, stage_names: Collection[str], metric: st
     return suggest_names(metric, metric_names) if metric_names else ""
 
 
-def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str) -> bool:
+def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str, is_noise: bool) -> bool:
+    """Return whether a stage can report a metric; `is_noise`: the validation metrics of single rewards, such as
+    `reward/NAME`, come without a standard error and a number of prompts of their own."""
     stage_kind, recipe = pipeline.stage_kind(stage), pipeline.recipes[stage.name]
     if stage_kind.forwards_metrics:
-        return _can_any_report_metric(pipeline, stage.after, metric)
+        return _can_any_report_metric(pipeline, stage.after, metric, is_noise)
     if not (stage_kind.scores and stage_kind.makes and metric.startswith(_VALIDATION_METRIC_PREFIX)):
         return any(fnmatchcase(metric, pattern) for pattern in stage_kind.reports)
     has_validation = recipe.validation.enable or not stage_kind.trains_model
@@ -128,7 +133,8 @@ def _can_report_metric(pipeline: Pipeline, stage: StageConfig, metric: str) -> b
     # Without reward functions, validation reports only the loss, unless the algorithm itself reports rewards.
     has_rewards = validation_config.reward_function or validation_config.remote_reward_config
     metric_patterns = _VALIDATION_METRICS if has_rewards or recipe.train.train_policy.reports_rewards else _LOSS_METRICS
-    return has_validation and (is_user_algorithm or any(fnmatchcase(name, pattern) for pattern in metric_patterns))
+    matches_metric = any(name == each or (not is_noise and fnmatchcase(name, each)) for each in metric_patterns)
+    return has_validation and (is_user_algorithm or matches_metric)
 
 
 def _artifact_store_errors(pipeline: Pipeline, stage: StageConfig) -> Iterator[str]:

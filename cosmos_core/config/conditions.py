@@ -65,8 +65,9 @@ class MetricCondition:
         """Return True if the measured value, made worse by `margin`, satisfies the condition. If `threshold` is None
         because no model was published yet, every number satisfies it. NaN never satisfies it."""
         worst_value = measured_value - margin if self.operator.startswith(">") else measured_value + margin
-        # Ignore a rounding error of the threshold, which is the sum of two numbers.
-        if threshold is not None and self.published_offset and abs(worst_value - threshold) <= _MAX_ROUNDING_ERROR:
+        # Ignore a rounding error: thresholds and rewards are sums, and 0.7 + 0.2 + 0.1 < 1.
+        tolerances = (_MAX_ROUNDING_ERROR, _MAX_ROUNDING_ERROR if self.published_offset else 0.0)
+        if threshold is not None and math.isclose(worst_value, threshold, rel_tol=tolerances[0], abs_tol=tolerances[1]):
             worst_value = threshold
         is_threshold_met = threshold is None or _COMPARISON_FUNCTIONS[self.operator](worst_value, threshold)
         return is_threshold_met and not math.isnan(measured_value)
