@@ -4,6 +4,7 @@ The form in Prefect's UI shows the types of the signature and the descriptions o
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from cosmos_core.run.directory import (
     flow_runs_folder,
     open_or_create_run,
     open_run,
+    read_start_info,
     record_flow_run,
     supersede_stage,
 )
@@ -83,6 +85,11 @@ def open_run_to_execute(config: str, overrides: Sequence[str], run_id: str, flow
             raise ConfigError(
                 f"{path} is a run; its settings and its name are fixed. Start a new run with the overrides: what they "
                 "leave alone is reused"
+            )
+        if (start_info := read_start_info(path)) is not None and start_info.entrypoint:
+            raise ConfigError(
+                f"{path} is a run of the flow {start_info.entrypoint}, which decides on its stages: cosmos resume "
+                f"{shlex.quote(str(path))}"
             )
         return open_run(path, stage_kinds)
     pipeline = resolve_gpu_settings(load_pipeline(path, overrides, stage_kinds))

@@ -35,6 +35,7 @@ from cosmos_core.run.directory import (
     describe_removal,
     extend_run,
     open_run,
+    read_start_info,
     record_flow_run,
     replace_budget,
     try_claim_run,
@@ -241,7 +242,9 @@ class PythonFlowState:
         run_path = create_writable_folder(pipeline.output_dir) / self.run_id
         if not (run_path / "pipeline.toml").is_file():
             return None
-        run = open_run(run_path, all_kinds())
+        run, start_info = open_run(run_path, all_kinds()), read_start_info(run_path)
+        if start_info is not None and not start_info.entrypoint:
+            raise ConfigError(f"run {run.id} was made from a file, not by a flow; give the flow another run_id")
         old_config, new_config = run.pipeline.config, pipeline.config
         configured_keys = self.settings.keys() - BUDGET_KEYS - {"output_dir"}
         if changed := [key for key in sorted(configured_keys) if getattr(old_config, key) != getattr(new_config, key)]:

@@ -12,12 +12,14 @@ import pytest
 from prefect import flow, task
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 
-from cosmos_core.config.compose import Pipeline
+from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.errors import ConfigError, DataError, UploadError
 from cosmos_core.observe.record import read_run
+from cosmos_core.run.directory import create_run
 from cosmos_core.run.state import read_state
 from flows.post_train import post_train
 from tasks import custom, flow_run, remote_stage
+from tasks.kinds import all_kinds
 from tasks.stage import produce_result
 from tests.conftest import MOST_SECONDS, PROGRAMS
 from tests.flows.test_flows_in_python import GROW, folder
@@ -104,6 +106,21 @@ def test_a_run_that_the_worker_removes_with_its_clone_is_told(
     post_train("kept.toml", run_id="kept")
     told = [record.getMessage() for record in caplog.records if "the worker removes" in record.getMessage()]
     assert [message.split()[3] for message in told] == [str(clone / "outputs" / name) for name in ("cloned", "lost")]
+
+
+def test_a_flow_leaves_a_run_of_a_file_as_it_is(folder: Path) -> None:
+    """Its stages would be dropped from the pipeline of that run, whose name both were given."""
+    (folder / "r.toml").write_text(f'[[pipeline.stages]]\nname = "model"\nkind = "custom"\nentry = "{GROW}"\n')
+    run = create_run(load_pipeline(folder / "r.toml", [], all_kinds()), run_id="taken")
+    pipeline = (run.path / "pipeline.toml").read_text()
+
+    @flow
+    def taking(run_id: str = "taken") -> None:
+        custom(GROW, name="other", retries=0)
+
+    with pytest.raises(ConfigError, match="run taken was made from a file, not by a flow; give the flow another"):
+        taking()
+    assert (run.path / "pipeline.toml").read_text() == pipeline
 
 
 def test_a_stage_whose_task_runs_out_of_time_has_failed_and_the_flow_goes_on(folder: Path) -> None:
