@@ -36,7 +36,7 @@ def select_completions(
     min_reward = float("-inf") if keep_config.min_reward is None else keep_config.min_reward
     valid_completions = _list_valid_completions(sampled_prompt)
     completions = [each for each in valid_completions if each.is_finished or not keep_config.finished]
-    completions = [each for each in completions if each.reward is not None and each.reward >= min_reward]
+    completions = [each for each in completions if each.reward is not None and has_full_reward(each.reward, min_reward)]
     completions.sort(key=_descending_reward_key)
     if keep_config.unique:
         best_completion_by_text: dict[str, ScoredCompletion] = {}
@@ -60,7 +60,7 @@ def select_pair(
         return None
     chosen, rejected = kept_completions[0], max(_list_valid_completions(sampled_prompt), key=_descending_reward_key)
     assert chosen.reward is not None and rejected.reward is not None
-    return (chosen, rejected) if chosen.reward - rejected.reward > min_margin else None
+    return None if has_full_reward(min_margin, chosen.reward - rejected.reward) else (chosen, rejected)
 
 
 def make_rows(

@@ -14,7 +14,8 @@ class KeepConfig(Table):
     """`[sample.keep]`: filter for completions."""
 
     best: NonNegativeInt = 0
-    """Number of completions of each prompt to keep, those with the highest rewards; 0: all that pass the other keys."""
+    """Number of completions of each prompt to keep, those with the highest rewards; 0: all that pass the other keys.
+    Without any key of `[sample.keep]` it is 1."""
     min_reward: float | None = None
     """Lowest reward of a kept completion; None: any valid reward."""
     unique: bool = True
@@ -65,6 +66,8 @@ class SampleStageConfig(Table):
             )
         if stage.recipe.policy.is_diffusers:
             yield "policy.is_diffusers = true: kind sample writes rows of text; take a language model"
+        if self.pairs and stage.recipe.rollout.n_generation < 2:
+            yield f"sample.pairs = {self.pairs!r} compares completions of a prompt; set rollout.n_generation above 1"
         if self.endpoint and stage.recipe.rollout.multi_turn_config.enable:
             yield (
                 "rollout.multi_turn_config.enable = true: a server of sample.endpoint completes one turn, in its own "
