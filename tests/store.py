@@ -54,6 +54,8 @@ class Proxy:
     choose: Choice = lambda request: ""
     requests: list[Request] = field(default_factory=list)
     connections: set[Any] = field(default_factory=set)
+    rewrite_header: Callable[[str, str], tuple[str, str]] = lambda name, value: (name, value)
+    """What is done to each header of a response."""
     server: ThreadingHTTPServer | None = None
 
     @property
@@ -150,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response_only(response.status)
         for name, value in response.getheaders():
             if name.lower() not in {"connection", "transfer-encoding", "content-length"}:
-                self.send_header(name, value)
+                self.send_header(*self.owner.rewrite_header(name, value))
         length = response.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
         self.send_header("Content-Length", length or "0")
         self.end_headers()

@@ -7,12 +7,13 @@ import base64
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 S3_SCHEME = "s3://"
 CREDENTIAL_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or PROD_S3_CHECKPOINT_*"
 _COSMOS_VARIABLE_PREFIX = "PROD_S3_CHECKPOINT_"
+_DEFAULT_REGION = "us-east-1"
 _ENDPOINT_URL_VARIABLES = (f"{_COSMOS_VARIABLE_PREFIX}ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _DENIED_CODES = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _NOT_FOUND_CODES = {"404", "NoSuchKey", "NotFound"}
@@ -32,6 +34,7 @@ _WRITE_CONFLICT_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflic
 _DOWNLOAD_BLOCK_BYTES = 1 << 20
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _MAX_REQUEST_ATTEMPTS = 6
+_MAX_CLIENT_AGE_SECONDS = 300.0
 _MAX_TRANSFER_ATTEMPTS = 3  # number of transfers of one object after which a wrong digest is an error
 _SHA256_PATTERN, _MD5_PATTERN = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
@@ -87,13 +90,13 @@ def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, 
         read_timeout=read_timeout_seconds,
         retries={"total_max_attempts": _MAX_REQUEST_ATTEMPTS, "mode": "standard"},
         max_pool_connections=32,
-        s3={"addressing_style": "path" if endpoint else "auto"},
         # Use no checksums of boto3, which some compatible stores lack; `_TransferDigest` compares digests instead.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
     try:
-        return session.client("s3", endpoint_url=endpoint, config=client_config)
+        region_name = session.region_name or _DEFAULT_REGION  # the session may have the region of a profile
+        return session.client("s3", region_name=region_name, endpoint_url=endpoint, config=client_config)
     except BotoCoreError:  # some BotoCoreErrors are ValueErrors, but not about the URL
         raise
     except ValueError as error:
@@ -108,25 +111,37 @@ class Bucket:
         self.name = name
         self._read_timeout_seconds = read_timeout_seconds
         """Read timeout in seconds, after which the connection is closed and the request is retried."""
+        self._client: Any = None
+        self._client_time = 0.0
 
-    @cached_property
+    @property
     def s3_client(self) -> Any:
-        """Return the boto3 client, created at the first use because importing boto3 takes a third of a second; raise
-        ConfigError if there are no credentials, or the endpoint is no URL."""
+        """Return the boto3 client, created at the first use because importing boto3 takes a third of a second. A client
+        with credentials of a file or a role is replaced after minutes, as another program may have renewed the file.
+        Raise ConfigError if there are no credentials, or the endpoint is no URL."""
+        if self._client is None or time.monotonic() > self._client_time + _MAX_CLIENT_AGE_SECONDS:
+            self._client, self._client_time = self._open_client(), time.monotonic()
+        return self._client
+
+    def _open_client(self) -> Any:
         access_key_id = _read_environment_variable("ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID")
+        secret_access_key = _read_environment_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY")
         # Credentials from files or roles may change while the process runs, so a client with them is not cached.
         create_client: Callable[..., Any] = _create_client if access_key_id else _create_client.__wrapped__
         has_cosmos_access_key = bool(os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"))
+        session_token = None if has_cosmos_access_key else os.environ.get("AWS_SESSION_TOKEN", "").strip() or None
         s3_client = create_client(
             os.getpid(),
             endpoint=_read_environment_variable("ENDPOINT_URL", *_ENDPOINT_URL_VARIABLES[1:]),
             read_timeout_seconds=self._read_timeout_seconds,
-            region_name=_read_environment_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1",
+            region_name=_read_environment_variable("REGION_NAME", "AWS_REGION", "AWS_DEFAULT_REGION")
+            or (_DEFAULT_REGION if has_cosmos_access_key else None),
             aws_access_key_id=access_key_id,
-            aws_secret_access_key=_read_environment_variable("SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
-            aws_session_token=None if has_cosmos_access_key else os.environ.get("AWS_SESSION_TOKEN"),
+            # A secret or a token without an access key would hide the credentials of files and roles.
+            aws_secret_access_key=secret_access_key if access_key_id else None,
+            aws_session_token=session_token if access_key_id else None,
         )
-        if s3_client is None:
+        if s3_client is None or (access_key_id and not secret_access_key):
             raise ConfigError(f"{S3_SCHEME}{self.name}: no credentials; set {CREDENTIAL_VARIABLES}")
         return s3_client
 
@@ -135,11 +150,12 @@ class Bucket:
         return f"{S3_SCHEME}{self.name}/{key}"
 
     def check_write_access(self, key: str) -> None:
-        """Check that the object `key` may be written, without writing it; for errors see `translate_errors`."""
+        """Check that the object `key` may be read and written; write nothing. For errors see `translate_errors`."""
         from botocore.exceptions import ClientError
 
         with translate_errors(f"{S3_SCHEME}{self.name}"):
             self.s3_client.head_bucket(Bucket=self.name)
+            self.head(key)  # what was sent is read back
             try:
                 multipart_upload = self.s3_client.create_multipart_upload(Bucket=self.name, Key=key)
                 self.s3_client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=multipart_upload["UploadId"])
@@ -165,7 +181,7 @@ class Bucket:
         if response is None:
             return None
         etag = response["ETag"].strip('"')
-        return {"size": response["ContentLength"], "etag": etag, "metadata": response["Metadata"]}
+        return {"size": response["ContentLength"], "etag": etag, "metadata": _read_metadata(response)}
 
     def read(self, key: str) -> bytes | None:
         """Return the content of a small object, or None if the object does not exist."""
@@ -196,10 +212,8 @@ class Bucket:
                 ContentMD5=base64.b64encode(digest.digest()).decode(),
                 **write_condition,
             )
-            etag: str = response["ETag"].strip('"')
-            # The ETag is the MD5 of the data, but with server-side encryption it may be another value.
-            if etag == digest.hexdigest() or "ServerSideEncryption" in response:
-                return etag
+            if may_have_md5(response, digest.hexdigest()):
+                return str(response["ETag"].strip('"'))
             if write_condition:  # the retry may replace only the altered object of this attempt
                 write_condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
@@ -275,7 +289,7 @@ class _TransferDigest:
 
     def __init__(self, response: dict[str, Any]) -> None:
         etag = response["ETag"].strip('"')
-        stored_sha256 = response.get("Metadata", {}).get("sha256", "")
+        stored_sha256 = _read_metadata(response).get("sha256", "")
         encryption_algorithm = response.get("ServerSideEncryption", "AES256")
         has_customer_key = encryption_algorithm != "AES256" or "SSECustomerAlgorithm" in response
         self._hash: hashlib._Hash | None = None
@@ -341,13 +355,26 @@ def _call_or_none(error_codes: set[str], function: Callable[..., Any], *argument
     return None
 
 
+def may_have_md5(response: dict[str, Any], md5: str) -> bool:
+    """Return False if the response to a write shows that the stored object has another MD5. The ETag is the MD5, except
+    with server-side encryption, and in some stores, whose ETags have another form."""
+    etag = response["ETag"].strip('"')
+    return etag == md5 or "ServerSideEncryption" in response or not _MD5_PATTERN.fullmatch(etag)
+
+
+def _read_metadata(response: dict[str, Any]) -> dict[str, str]:
+    """Return the metadata of an object by name in lower case, because proxies such as Traefik capitalise headers."""
+    return {name.lower(): value for name, value in response.get("Metadata", {}).items()}
+
+
 def _read_error_code(error: Any) -> str:
     return str(error.response.get("Error", {}).get("Code", "an error"))
 
 
 def _read_environment_variable(cosmos_variable_suffix: str, *aws_variables: str) -> str | None:
     """Return the value of the first environment variable in `aws_variables` that is set. If the access key of Cosmos-RL
-    is set, return the value of the variable of Cosmos-RL with this suffix instead."""
-    if os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID"):
-        return os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}{cosmos_variable_suffix}") or None
-    return next((value for value in map(os.environ.get, aws_variables) if value), None)
+    is set, return the value of the variable of Cosmos-RL with this suffix instead. White space around a value is
+    removed: a mounted secret may end with a line break."""
+    has_cosmos_access_key = os.environ.get(f"{_COSMOS_VARIABLE_PREFIX}ACCESS_KEY_ID")
+    names = (f"{_COSMOS_VARIABLE_PREFIX}{cosmos_variable_suffix}",) if has_cosmos_access_key else aws_variables
+    return next((value for name in names if (value := os.environ.get(name, "").strip())), None)

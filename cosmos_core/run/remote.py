@@ -8,6 +8,7 @@ the stage kind `upload` has published is resolved to the version that its pointe
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,7 @@ DOWNLOADS_FOLDER = "fetched"
 PARTIAL_DOWNLOAD_SUFFIX = ".partial"
 _MAX_PARALLEL_FILES = 8
 _LATEST_FOLDER = "latest"
+_PIN_PATTERN = re.compile("#[0-9a-f]{64}$")
 
 
 def pin_urls(pipeline: Pipeline) -> Pipeline:
@@ -39,7 +41,7 @@ def pin_urls(pipeline: Pipeline) -> Pipeline:
     pinned_urls: dict[str, str] = {}
 
     def pin_url(reference_kind: ReferenceKind, reference: str) -> str:
-        if reference_kind is not ReferenceKind.PATH or not is_s3_url(reference) or "#" in reference:
+        if reference_kind is not ReferenceKind.PATH or not is_s3_url(reference) or _PIN_PATTERN.search(reference):
             return reference
         if reference not in pinned_urls:
             pinned_urls[reference] = append_content_digest(reference)
@@ -89,8 +91,9 @@ def download_url(location: str, output_dir: Path) -> str:
 def download_pinned_url(url: str, downloads_folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
     """Return the file or folder below `downloads_folder` with the content of a pinned URL, after downloading the
     objects that are missing in it. For errors see `download_inputs`."""
-    unpinned_url, _, digest = url.partition("#")
-    local_folder = downloads_folder / (digest or append_content_digest(url).rpartition("#")[2])
+    pinned_url = url if _PIN_PATTERN.search(url) else append_content_digest(url)
+    unpinned_url, _, digest = pinned_url.rpartition("#")
+    local_folder = downloads_folder / digest
     object_name = split_s3_url(unpinned_url)[1].rpartition("/")[2]
     partial_folder = local_folder.with_name(local_folder.name + PARTIAL_DOWNLOAD_SUFFIX)
     with FileLock(downloads_folder / f"{local_folder.name}.lock") as lock:

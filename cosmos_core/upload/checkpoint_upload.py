@@ -62,9 +62,11 @@ class CheckpointUploader:
                 return False
             # Contents are compared, because a training that starts again makes other checkpoints of the same names.
             manifest_key, manifest_data = self._object_key(name, MANIFEST_FILE), (folder / MANIFEST_FILE).read_bytes()
-            is_stored = self._bucket.read(manifest_key) == manifest_data
+            stored_manifest = self._bucket.read(manifest_key)
+            is_stored = stored_manifest == manifest_data
             if not is_stored:
-                self._bucket.remove(manifest_key)
+                if stored_manifest is not None:  # an account that may remove nothing can send new checkpoints
+                    self._bucket.remove(manifest_key)
                 file_entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
                 files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}
                 journal = UploadJournal(self._stage_path / _UPLOAD_JOURNAL_FILE)

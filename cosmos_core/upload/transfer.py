@@ -10,12 +10,13 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import UploadError
-from cosmos_core.run.bucket import Bucket, thread_map
+from cosmos_core.run.bucket import Bucket, may_have_md5, thread_map
 from cosmos_core.run.files import parse_json_objects
 
 PART_BYTES = 16 << 20
@@ -119,31 +120,33 @@ class FileTransfer:
         self.journal.append_line(gone=key)
 
     def _upload_in_parts(self, key: str, file: Path, file_size: int, part_bytes: int, sha256: str) -> None:
-        upload_id = self._get_upload_id(key, sha256)
+        upload_id, stored_etags = self._open_upload(key, sha256)
         part_numbers = range(1, -(-file_size // part_bytes) + 1)
-        s3_client = self.bucket.s3_client
-        upload_arguments = {"Bucket": self.bucket.name, "Key": key, "UploadId": upload_id}
-        pages = s3_client.get_paginator("list_parts").paginate(**upload_arguments)
-        stored_etags = {part["PartNumber"]: part["ETag"].strip('"') for page in pages for part in page.get("Parts", ())}
         numbered_slices = [(number, (file, (number - 1) * part_bytes, part_bytes)) for number in part_numbers]
         part_arguments = ((key, upload_id, number, file_slice, stored_etags) for number, file_slice in numbered_slices)
         part_etags = thread_map(self._upload_part, part_arguments, _MAX_PARALLEL_PARTS, "part")
         sent_parts = [
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in zip(part_numbers, part_etags, strict=True)
         ]
-        s3_client.complete_multipart_upload(**upload_arguments, MultipartUpload={"Parts": sent_parts})
+        self.bucket.s3_client.complete_multipart_upload(
+            Bucket=self.bucket.name, Key=key, UploadId=upload_id, MultipartUpload={"Parts": sent_parts}
+        )
 
-    def _get_upload_id(self, key: str, sha256: str) -> str:
-        """Return the id of the multipart upload in the journal, or of a new upload. Other uploads of the same key are
-        kept, because another machine may be sending the same content."""
-        s3, name = self.bucket.s3_client, self.bucket.name
-        journal_upload_id = self.journal.upload_ids.get(key)
-        uploads = s3.list_multipart_uploads(Bucket=name, Prefix=key).get("Uploads", ()) if journal_upload_id else ()
-        if any((upload["Key"], upload["UploadId"]) == (key, journal_upload_id) for upload in uploads):
-            return str(journal_upload_id)
-        upload_id: str = s3.create_multipart_upload(Bucket=name, Key=key, Metadata={"sha256": sha256})["UploadId"]
+    def _open_upload(self, key: str, sha256: str) -> tuple[str, dict[int, str]]:
+        """Return the id of the multipart upload in the journal, and the ETags of its stored parts by number. Return a
+        new upload if the store does not list the parts: the upload is gone, or this account may only write. Other
+        uploads of the same key are kept, because another machine may be sending the same content."""
+        from botocore.exceptions import ClientError
+
+        s3, object_arguments = self.bucket.s3_client, {"Bucket": self.bucket.name, "Key": key}
+        if upload_id := self.journal.upload_ids.get(key):
+            with suppress(ClientError):
+                pages = s3.get_paginator("list_parts").paginate(**object_arguments, UploadId=upload_id)
+                stored_parts = [part for page in pages for part in page.get("Parts", ())]
+                return upload_id, {part["PartNumber"]: part["ETag"].strip('"') for part in stored_parts}
+        upload_id = str(s3.create_multipart_upload(**object_arguments, Metadata={"sha256": sha256})["UploadId"])
         self.journal.append_line(upload=upload_id, key=key)
-        return upload_id
+        return upload_id, {}
 
     def _upload_part(
         self, key: str, upload_id: str, number: int, file_slice: tuple[Path, int, int], etags_by_number: dict[int, str]
@@ -168,8 +171,6 @@ class FileTransfer:
         content_md5 = base64.b64encode(md5_hash.digest()).decode()
         for _ in range(_MAX_UPLOAD_ATTEMPTS):
             response = send_request(Bucket=self.bucket.name, Body=data, ContentMD5=content_md5, **request_arguments)
-            etag = str(response["ETag"].strip('"'))
-            # The ETag of an encrypted object is not its MD5, so it cannot be compared.
-            if "ServerSideEncryption" in response or etag == md5_hash.hexdigest():
+            if may_have_md5(response, md5_hash.hexdigest()):
                 break
-        return etag
+        return str(response["ETag"].strip('"'))

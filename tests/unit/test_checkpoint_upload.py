@@ -146,3 +146,9 @@ def test_one_sender_at_a_time_which_may_be_stopped(tmp_path: Path, url: str) -> 
     with pytest.raises(InterruptedError):
         list(CheckpointUploader(tmp_path, url).push(stop))
     assert list(CheckpointUploader(tmp_path, url).push()) == ["step_2"]
+
+
+def test_an_account_that_may_remove_nothing_sends_new_checkpoints(tmp_path: Path, url: str, proxy: Proxy) -> None:
+    checkpoint(tmp_path, 2)
+    proxy.reset(lambda request: "403" if request.method == "DELETE" else "")
+    assert list(CheckpointUploader(tmp_path, url).push()) == ["step_2"]

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 
 from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
-from cosmos_core.errors import ConfigError, DataError, UploadError
+from cosmos_core.errors import Cancelled, ConfigError, DataError, UploadError
 from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.directory import create_run, open_or_create_run, open_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import append_content_digest, download_pinned_url
 from cosmos_core.upload.bundle import encode_document, read_document, write_document
-from cosmos_core.upload.transfer import FileTransfer
+from cosmos_core.upload.transfer import FileTransfer, UploadJournal
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
 from tasks.stage import run_stage
-from tests.store import Proxy, Request
+from tests.store import KEY, Proxy, Request
 from tests.unit.run_folder import fingerprint_of
 from tests.unit.tiny_model import save_tiny_model
 
@@ -232,3 +235,109 @@ def test_commands_that_write_a_recipe_or_try_a_model_read_from_a_store(
     monkeypatch.setattr(cli_train.os, "execv", lambda _, arguments: executed.append(arguments))
     cli_train.try_model(["s3://models/tried"])
     assert (Path(executed[0][-1]) / "config.json").is_file()
+
+
+def test_headers_in_capitals_hold_the_same_metadata(
+    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy in Go writes them, such as Traefik."""
+    monkeypatch.setattr(proxy, "rewrite_header", lambda name, value: (name.title(), value))
+    (tmp_path / "weights").write_bytes(b"weights")
+    digest = sha256(tmp_path / "weights")
+    FileTransfer(Bucket("models")).send({"capitals": (tmp_path / "weights", digest)})
+    found = Bucket("models").head("capitals")
+    assert found is not None and found["metadata"] == {"sha256": digest}
+
+
+def test_an_etag_that_is_no_md5_is_not_compared(tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Azure makes them, behind a gateway that speaks S3."""
+
+    def rewrite(name: str, value: str) -> tuple[str, str]:
+        return name, '"0x8DC"' if name.lower() == "etag" else value
+
+    monkeypatch.setattr(proxy, "rewrite_header", rewrite)
+    (tmp_path / "weights").write_bytes(b"weights")
+    proxy.reset()
+    FileTransfer(Bucket("models")).send({"azure/weights": (tmp_path / "weights", sha256(tmp_path / "weights"))})
+    Bucket("models").write("azure/published.json", b"{}")
+    assert [request.key for request in proxy.requests if request.method == "PUT"] == [
+        "azure/weights", "azure/published.json"
+    ]  # fmt: skip
+    assert Bucket("models").read("azure/weights") == b"weights"
+
+
+def test_an_account_that_may_not_list_parts_sends_again_what_broke_off(
+    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1000)
+    file, calls = tmp_path / "weights", itertools.count()
+    file.write_bytes(random.Random(0).randbytes(3000))
+    proxy.reset(lambda request: "403" if request.method == "GET" and "upload" in urlsplit(request.path).query else "")
+
+    def pause() -> None:
+        if next(calls) == 2:  # before a part
+            raise Cancelled("its flow run was cancelled")
+
+    for check in (pause, lambda: None):
+        transfer = FileTransfer(Bucket("models"), UploadJournal(tmp_path / "journal"), check, part_bytes=1000)
+        with pytest.raises(Cancelled) if check is pause else nullcontext():
+            transfer.send({"parts": (file, sha256(file))})
+    assert Bucket("models").read("parts") == file.read_bytes()
+
+
+def test_half_of_the_credentials_is_one_line_and_a_token_alone_hides_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"{KEY}\n")  # as a mounted secret ends
+    Bucket("models").check_write_access("x")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ConfigError, match=r"^s3://models: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"):
+        Bucket("models").check_write_access("x")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "left over")
+    (tmp_path / "file").write_text("[default]\naws_access_key_id = of-file\naws_secret_access_key = secret-of-file\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "file"))
+    Bucket("models").check_write_access("x")
+
+
+def test_region_and_addressing_of_a_profile_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def address() -> str:
+        request = {"Params": {"Bucket": "models", "Key": "x"}}
+        return str(Bucket("models").s3_client.generate_presigned_url("get_object", **request)).partition("?")[0]
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://store.example")
+    assert address() == "https://store.example/models/x"
+    profile = "[profile lab]\nregion = cn-north-1\ns3 =\n  addressing_style = virtual\n"
+    keys = "aws_access_key_id = of-lab\naws_secret_access_key = secret-of-lab\n"
+    (tmp_path / "config").write_text(profile + keys)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert Bucket("models").s3_client.meta.region_name == "cn-north-1"
+    assert address() == "https://models.store.example/x"
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    assert Bucket("models").s3_client.meta.region_name == "eu-west-1"
+
+
+def test_credentials_that_a_program_renews_in_a_file_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "file"))
+    monkeypatch.setattr("cosmos_core.run.bucket._MAX_CLIENT_AGE_SECONDS", -1.0, raising=False)
+    bucket, keys = Bucket("models"), []
+    for key in ("first", "second"):
+        (tmp_path / "file").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = of-{key}\n")
+        keys.append(bucket.s3_client._request_signer._credentials.access_key)
+    assert keys == ["first", "second"]
+
+
+@pytest.mark.parametrize("url", ["s3://models/number #3/m", "s3://models/number #3/m/rows"])
+def test_a_name_may_have_a_number_sign(tmp_path: Path, url: str) -> None:
+    put("number #3/m", rows="1")
+    pin = append_content_digest(url)
+    path = download_pinned_url(pin, tmp_path)
+    assert (path if path.is_file() else path / "rows").read_text() == "1"
+    assert download_pinned_url(url, tmp_path) == path

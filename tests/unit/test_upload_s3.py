@@ -264,6 +264,9 @@ def test_what_is_wrong_with_the_target_is_found_before_anything_runs(
     proxy.reset(lambda request: "403" if request.method == "POST" else "")
     with pytest.raises(ConfigError, match=r"^s3://models: the store refuses the credentials \(InvalidAccessKeyId\)"):
         target.check()
+    proxy.reset(lambda request: "403" if request.method == "HEAD" and request.key else "")
+    with pytest.raises(ConfigError, match=r"refuses the credentials \(403\); .* that may list, read and write there$"):
+        target.check()
     proxy.reset()
     with pytest.raises(ConfigError, match=r"^s3://nowhere-at-all: there is no such bucket; make it, or name another$"):
         open_target("s3://nowhere-at-all/x").check()  # type: ignore[attr-defined]
