@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.errors import ConfigError
 from cosmos_core.run.files import parse_documents, read_json_object, sha256
 from cosmos_core.run.manifest import ExternalSource, Result, find_output_damage, read_result
-from cosmos_core.run.stage import Stage
+from cosmos_core.run.stage import Stage, load_stage
 
 PUBLICATION_RECORD_FILE = "published.json"
 """Name of the file in a published version that records where the version comes from."""
@@ -49,10 +50,11 @@ def trace_lineage(path: Path) -> list[LineageEntry]:
     publication_record = read_json_object(path.resolve() / PUBLICATION_RECORD_FILE)
     if not isinstance(publication_record.get("files"), dict):
         return collect_lineage(find_stage_path(path))
-    digest = hashlib.sha256(json.dumps(publication_record["files"], sort_keys=True).encode()).hexdigest()
-    content_status = _find_changed_file(path, publication_record["files"]) or "verified"
+    files, stage_path = publication_record["files"], find_stage_path(path)
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    content_status = _find_changed_file(path, files) or _find_replaced_model(stage_path, files) or "verified"
     published_entry = LineageEntry(0, path.resolve().name, "published", digest, str(path), content_status)
-    upstream_entries = collect_lineage(find_stage_path(path))
+    upstream_entries = collect_lineage(stage_path)
     return [published_entry, *(replace(entry, depth=entry.depth + 1) for entry in upstream_entries)]
 
 
@@ -63,6 +65,17 @@ def _find_changed_file(folder: Path, digest_by_file: dict[str, str]) -> str:
         file = folder / name
         if name != "README.md" and not (file.is_file() and sha256(file) == digest):
             return f"{name} was altered" if file.is_file() else f"{name} is gone"
+    return ""
+
+
+def _find_replaced_model(stage_path: Path, digest_by_file: dict[str, str]) -> str:
+    """Return a description if the stage whose model was published has made a model with other weights since."""
+    with suppress(ConfigError):
+        model_stage = referenced_stage(load_stage(stage_path).config.model)
+        result = read_result(stage_path.parent / model_stage) if model_stage else None
+        weight_digests = {digest for name, digest in digest_by_file.items() if name.endswith(".safetensors")}
+        if result and not weight_digests <= {output["sha256"] for output in result["outputs"]}:
+            return f"stage {model_stage!r} has made another model since"
     return ""
 
 
@@ -119,7 +132,8 @@ def find_model_origin(pipeline: Pipeline, stage: StageConfig) -> dict[str, Any]:
         seen_names.add(current_stage.name)
         dataset_names |= dict.fromkeys(_list_dataset_names(pipeline, current_stage))
         input_names = [*map(referenced_stage, (pipeline.initial_model(current_stage), current_stage.data))]
-        if pipeline.stage_kind(current_stage).merges_models:  # the rows of all models that are merged
+        if pipeline.stage_kind(current_stage).merges_models:
+            # A merged model has learned from the rows of all models in `after`, so visit the stages of all of them.
             merged_stages = map(pipeline.stage, current_stage.after)
             input_names += [each.name for each in merged_stages if pipeline.stage_kind(each).makes in {"", "model"}]
         pending_stages += [pipeline.stage(name) for name in input_names if name is not None and name not in seen_names]

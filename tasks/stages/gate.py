@@ -1,12 +1,13 @@
 """Stage kind `gate`: stop the run unless metrics are good enough compared with a number or the published model."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.config.conditions import MetricCondition, parse_condition, significance_margin
-from cosmos_core.errors import ConfigError, GateFailed
+from cosmos_core.errors import ConfigError, DamagedRecord, GateFailed
 from cosmos_core.run.files import write_json
 from cosmos_core.run.paired_items import (
     PairedDifferences,
@@ -42,7 +43,7 @@ def run(stage: Stage) -> Outcome:
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     needs_record = stage.config.target and any(each.needs_published_model for each in conditions)
     latest_record = _read_published_record(stage, metrics) if needs_record else None
-    # Forward the metrics of a stage that is compared by name too, since another stage may report the same metrics.
+    # Add metrics of stages that conditions name as `STAGE.METRIC`, since several stages may report the same metric.
     for name in {each.metric.partition(".")[0] for each in conditions if each.needs_published_model} & {*stage.inputs}:
         metrics |= {f"{name}.{key}": value for key, value in stage.inputs[name]["metrics"].items()}
     all_verdicts: list[dict[str, Any]] = []
@@ -72,7 +73,7 @@ def run(stage: Stage) -> Outcome:
         failure_messages += [_format_refusal(condition, verdict) for verdict in verdicts if not verdict["passed"]]
         all_verdicts += verdicts
     stage.path.mkdir(parents=True, exist_ok=True)
-    write_json(stage.path / CONDITIONS_FILE, all_verdicts)  # the report shows also a gate that refused
+    write_json(stage.path / CONDITIONS_FILE, all_verdicts)  # write it also for a refusal, which the report shows
     if failure_messages:
         raise GateFailed(f"gate {stage.name!r}: {'; '.join(failure_messages)}")
     return Outcome(metrics=metrics, info={"conditions": [*all_verdicts]})
@@ -83,12 +84,16 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
     model, return the record of the version before it, so that a resumed run does not compare the model with itself."""
     publication_target: Any = open_target(stage.config.target)
     record: dict[str, Any] | None = publication_target.published()
-    if not hasattr(publication_target, "record_of"):  # a target class of a user may keep no earlier versions
+    if not hasattr(publication_target, "record_of"):
+        # A user-defined target without `record_of` gives no access to earlier versions, so use the current record.
         return record
-    version_history = publication_target.history()
+    earlier_versions = [*publication_target.history()][:-1]
     while record and record.get("run_id") == stage.run_path.name and _has_metrics(record, metrics):
-        version_history = version_history[:-1]
-        record = publication_target.record_of(version_history[-1]) if version_history else None
+        if not earlier_versions:
+            return None
+        with suppress(DamagedRecord):
+            # Skip a version whose record is damaged or was removed, and take the version before it.
+            record = publication_target.record_of(earlier_versions.pop())
     return record
 
 

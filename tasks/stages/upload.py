@@ -19,6 +19,8 @@ from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_
 
 logger = logging.getLogger(__name__)
 
+_TOOL_FOLDERS = {".git", ".cache"}
+
 KIND = StageKind(
     name="upload",
     entry="tasks.stages.upload:run",
@@ -50,8 +52,9 @@ def run(stage: Stage) -> Outcome:
             raise UploadError(f"stage {stage.name!r} publishes nothing: stage {name!r}: {damage}")
     metrics = {key: value for result in stage.inputs.values() for key, value in result["metrics"].items()}
     version_name = f"{stage.run_path.name}-{stage.fingerprint[:8]}"
-    # The file with the record of an earlier publication is not part of the model.
+    # Neither the record of an earlier publication nor what git and `hf download` keep in a folder is part of the model.
     model_files = [file for file in list_files_below(model_folder) if file != model_folder / RECORD_FILE]
+    model_files = [each for each in model_files if _TOOL_FOLDERS.isdisjoint(each.relative_to(model_folder).parts)]
     record = {
         "version": version_name,
         "run_id": stage.run_path.name,
@@ -84,7 +87,11 @@ def _find_published_model(stage: Stage, target: PublicationTarget, model_folder:
     if current_record is None or current_record.get("version") in {None, record["version"]}:
         return ""  # publish the same version again, to repair damaged files
     superseded_address = _find_superseded_version(stage, target, model_folder, record, current_record)
-    return superseded_address or _find_same_weights(target, model_folder, record, current_record)
+    if superseded_address or not (address := _find_same_weights(target, model_folder, record, current_record)):
+        return superseded_address
+    # Remember the version of the other run as a publication of this stage, for `_find_superseded_version`.
+    write_json(stage.path / PUBLICATION_FILE, record | {"version": current_record["version"]})
+    return address
 
 
 def _find_superseded_version(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_core.cli import lineage as show_lineage
+from cosmos_core.cli_models import rollback
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.directory import create_run
@@ -21,8 +22,10 @@ from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
 from tasks.reuse import compute_local_fingerprint
 from tasks.stage import run_stage
+from tasks.stages import upload
 from tests.conftest import PROGRAMS
 from tests.unit.run_folder import counting_run, finish
+from tests.unit.test_upload import upload_stage
 
 
 def notes(stage_path: Path) -> list[tuple[int, str, str]]:
@@ -169,3 +172,23 @@ def test_a_public_name_has_no_folder_of_this_machine() -> None:
         "s3://bucket/models/mine": "s3://bucket/models/mine",
     }  # fmt: skip
     assert {name: strip_local_path(name) for name in expected} == expected
+
+
+def test_a_published_model_does_not_come_from_a_stage_that_was_made_again_since(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = upload_stage(tmp_path)
+    export, target = Path(stage.model).parent, FileTarget(tmp_path / "published")
+    for text in ("first", "second"):
+        (Path(stage.model) / "model.safetensors").write_text(text)
+        outcome = Outcome(outputs=("model",), info={"model": "model"})
+        result = commit_manifest(export, outcome, kind="export", fingerprint="e" * 64, inputs={})
+        stage.inputs["export"], stage.fingerprint = {**result, "path": str(export)}, text * 8
+        stage.save()
+        commit_manifest(stage.path, upload.run(stage), kind="upload", fingerprint="f", inputs=stage.inputs)
+    show_lineage(str(target.folder / "latest"))
+    assert capsys.readouterr().out.splitlines()[0].endswith("verified")
+    rollback(str(target.folder))
+    said = r"manifests name: 20250101000000-firstfir: stage 'export' has made another model since$"
+    with pytest.raises(CosmosError, match=said):
+        show_lineage(str(target.folder / "latest"))

@@ -204,3 +204,36 @@ def test_a_users_target_that_records_no_metrics_is_told_what_a_gate_misses(tmp_p
     stage.config = stage.config.model_copy(update={"target": f"{tmp_path}/bare.py:Bare"})
     with pytest.raises(ConfigError, match="what is published has no 'accuracy'; compare with a number"):
         gate.run(stage)
+
+
+def test_a_stage_whose_weights_another_run_had_published_leaves_a_newer_version(tmp_path: Path) -> None:
+    target, stage = FileTarget(tmp_path / "published"), upload_stage(tmp_path)
+    weights, newer = Path(stage.model), model(tmp_path / "newer", "newer")
+    first = target.publish(weights, "v1", record_of(weights) | {"version": "v1"})
+    assert upload.run(stage).info["published"] == first
+    target.publish(newer, "v2", record_of(newer) | {"version": "v2"})
+    assert upload.run(stage).info["published"] == first, "as a resumed run does"
+    assert target.history() == ["v1", "v2"]
+
+
+def test_folders_of_git_and_of_downloads_are_no_part_of_a_model(tmp_path: Path) -> None:
+    stage = upload_stage(tmp_path)
+    for name in (".git/config", ".cache/huggingface/download/config.json.metadata"):
+        (Path(stage.model) / name).parent.mkdir(parents=True)
+        (Path(stage.model) / name).write_text("")
+    upload.run(stage)
+    record = FileTarget(tmp_path / "published").published()
+    assert record is not None and set(record["files"]) == {"model.safetensors", "sub/config.json"}
+
+
+def test_a_resumed_run_is_compared_with_an_older_version_where_the_one_before_it_was_removed(tmp_path: Path) -> None:
+    stage = gate_stage(tmp_path, ("accuracy > published",), {"accuracy": 0.65})
+    outcome, target = gate.run(stage), FileTarget(stage.config.target)
+    record = {"run_id": tmp_path.name, "metrics": outcome.metrics, "files": {}}
+    (tmp_path / "model").mkdir()
+    target.publish(tmp_path / "model", "v2", {**record, "run_id": "another"})
+    target.publish(tmp_path / "model", "v3", record)
+    shutil.rmtree(Path(stage.config.target) / "v2")
+    assert gate.run(stage) == outcome, "with v1"
+    shutil.rmtree(Path(stage.config.target) / "v1")
+    assert gate.run(stage).info["conditions"][0]["bound"] is None, "with nothing"
