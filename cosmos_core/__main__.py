@@ -22,14 +22,15 @@ def _open_closed_streams() -> None:
     """Open /dev/null in place of each standard stream that the caller has closed, as with `cosmos run FILE >&-`."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the number of the closed stream: it is the lowest free one
+            # `os.open` returns the lowest free descriptor, which is the number of the closed stream.
+            descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
 
 
 if __name__ == "__main__":
-    # `python -m` searches the working directory first, where a user's `tasks.py` would hide the package `tasks`. The
-    # command does not search it, unless this code lies there.
+    # `python -m` puts the working directory first in `sys.path`, where a user's `tasks.py` would hide the package
+    # `tasks`. So the working directory is removed, unless it contains this package.
     if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(__file__)):
         del sys.path[0]
     main()

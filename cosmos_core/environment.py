@@ -196,8 +196,8 @@ def mask_file(log_path: Path, variable_names: Iterable[str] = ()) -> None:
     with open(log_path, "r+b", buffering=0) as log_file:
         while block := os.pread(log_file.fileno(), _READ_BLOCK_BYTES + block_overlap_bytes, block_start):
             secret_spans = [match.span() for secret in secret_bytes for match in re.finditer(re.escape(secret), block)]
-            # In Latin-1, which has one character per byte, spans are byte offsets.
-            # The white-space characters 0x85 and 0xA0 of Latin-1 are replaced: UTF-8 letters contain these bytes.
+            # Decode as Latin-1, which has one character per byte, so that spans are byte offsets. Replace its
+            # white-space characters 0x85 and 0xA0, because these bytes also occur inside of UTF-8 letters.
             secret_spans += find_secret_spans(block.decode("latin-1").translate(dict.fromkeys((0x85, 0xA0), "x")))
             for span_start, span_end in secret_spans:
                 os.pwrite(log_file.fileno(), b"*" * (span_end - span_start), block_start + span_start)

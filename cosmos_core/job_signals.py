@@ -25,7 +25,8 @@ def ignore_job_signals() -> None:
     """Let this process continue after each of the signals; must be called in the main thread. Child processes do not
     ignore the signals, because user code may end them with SIGTERM."""
     for signal_number in JOB_SIGNALS:
-        signal.signal(signal_number, lambda *_: None)  # no SIG_IGN, which child processes would inherit
+        # Set an empty handler instead of SIG_IGN, because child processes would inherit SIG_IGN.
+        signal.signal(signal_number, lambda *_: None)
     os.register_at_fork(after_in_child=_restore_default_handlers)
     unblock_job_signals()
 

@@ -188,7 +188,7 @@ def git_commit() -> str:
     """Return the commit hash of the git clone whose code this process runs; empty if the code is not in a clone."""
     if shutil.which("git") is None:
         return ""
-    # The second object exists only if the repository around this file has this file: a wheel may lie in a project's.
+    # With `HEAD:./FILE`, git fails unless the clone contains this file: a wheel may lie in another project's clone.
     git_command, code_file = ["git", "rev-parse", "HEAD", f"HEAD:./{Path(__file__).name}"], Path(__file__)
     git_process = subprocess.run(git_command, cwd=code_file.parent, capture_output=True, text=True, check=False)
     return git_process.stdout.split()[0] if git_process.returncode == 0 else ""

@@ -93,12 +93,13 @@ def import_user_code(import_path: str) -> Any:
         error_text = f"{type(error).__name__}: {error} ({find_error_location(error)})"
         return ConfigError(f"{import_path!r} cannot be imported: {error_text}")
 
-    if (current_folder := os.getcwd()) not in sys.path:  # Python adds the current folder only for `python -m`
+    if (current_folder := os.getcwd()) not in sys.path:
+        # Add the current folder, which may contain the user's code: Python adds it only for `python -m`.
         sys.path.append(current_folder)
     try:
         with convert_errors(make_config_error):
             return import_object(import_path)
-    except SystemExit as error:  # raised by a file that is a script and exits at its end
+    except SystemExit as error:  # raised if the imported file is a script that calls `sys.exit` at its end
         raise make_config_error(error) from error
 
 
@@ -176,8 +177,8 @@ def _read_top_level_names(code_file: Path) -> set[str] | None:
     while pending_nodes:
         syntax_node = pending_nodes.pop()
         if isinstance(syntax_node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            top_level_names.add(syntax_node.name)  # names inside a function or class are not top-level names
-            continue
+            top_level_names.add(syntax_node.name)
+            continue  # skip the body, because names inside a function or class are not top-level names
         if isinstance(syntax_node, ast.Import | ast.ImportFrom):
             top_level_names |= {alias.asname or alias.name.partition(".")[0] for alias in syntax_node.names}
         elif isinstance(syntax_node, ast.Name):

@@ -77,7 +77,8 @@ def run_session(
     if exit_code == EXIT_PREEMPTED and over_budget_message:
         _print_message(over_budget_message)
         return exit_code
-    if exit_code == EXIT_PREEMPTED and failure_reason and not is_interrupted:  # the flow failed, although no stage did
+    if exit_code == EXIT_PREEMPTED and failure_reason and not is_interrupted:
+        # Report a crash instead of a preemption, because the flow itself failed, although no stage did.
         exit_code = EXIT_CRASH
         _print_message(failure_reason)
     _print_failures(run, exit_code)
@@ -250,9 +251,11 @@ def open_session(output_dir: Path, run_function: Callable[..., int] = run_sessio
     os.environ.update(add_log_silencing_variables(os.environ))
     # The display shows the progress; Prefect's own log lines go to the Prefect server only.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    if not os.access(os.path.expanduser("~"), os.W_OK):  # else matplotlib leaves a folder in /tmp at each run
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        # Without a writable home folder, matplotlib would leave a temporary folder in /tmp at each run.
         os.environ.setdefault("MPLCONFIGDIR", str(output_dir.absolute() / SHARED_FOLDER / "matplotlib"))
-    adopt_orphans()  # workers whose supervisor was killed become children of this process
+    # Adopt workers whose supervisor was killed, so that `kill_descendants` can end them.
+    adopt_orphans()
     with ExitStack() as server_stack:
         wait_for_server = server_stack.enter_context(prefect_server(output_dir / SHARED_FOLDER))
         yield partial(run_function, server_stack, wait_for_server)

@@ -349,7 +349,7 @@ def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
         stage = pipeline.stage(name)
         stage_kind, source_stage_name = pipeline.stage_kind(stage), referenced_stage(stage.model)
         pending_names += [name for branch in (stage.sweep.branches if stage.sweep else ()) for name in branch.stages]
-        # A stage that merges models names them only in `after`.
+        # A stage that merges models names them only in `after`, so its model descends from all stages in `after`.
         has_one_source = source_stage_name or stage_kind.trains_model
         pending_names += [source_stage_name] if has_one_source and not stage_kind.merges_models else stage.after
     return ancestor_names

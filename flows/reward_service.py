@@ -45,7 +45,8 @@ def reward_service(config: str, block: str, of_flow_run: str = "") -> None:
         RewardService(url=service_url, token=SecretStr(service_variables[TOKEN_VARIABLE])).save(block, overwrite=True)
         try:
             _wait_until_service_unneeded(partial(_is_service_needed, prefect_client, block, of_flow_run))
-        finally:  # the flow run of the stage may have been killed before it deleted the block
+        finally:
+            # Delete the block in any case, because the flow run of the stage may have been killed before it did so.
             with suppress(httpx.HTTPError):
                 delete_service_block(prefect_client, block)
 
@@ -66,7 +67,7 @@ def _is_service_needed(prefect_client: SyncPrefectClient, block: str, of_flow_ru
         if read_service_variables(prefect_client, block) is None:
             return False
         return not of_flow_run or prefect_client.read_flow_run(UUID(of_flow_run)).state_type not in TERMINAL_STATES
-    except ObjectNotFound:  # the flow run was deleted
+    except ObjectNotFound:  # the flow run that used the service was deleted
         return False
 
 
@@ -76,6 +77,6 @@ def _get_local_address() -> str:
     host, port = server_url.hostname or "127.0.0.1", server_url.port or 443
     address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     address_family, *_, address = min(address_infos, key=lambda info: info[0] != socket.AF_INET)  # prefer IPv4 to IPv6
-    with socket.socket(address_family, socket.SOCK_DGRAM) as probe_socket:  # connecting a UDP socket sends no packet
+    with socket.socket(address_family, socket.SOCK_DGRAM) as probe_socket:  # connecting a UDP socket sends nothing
         probe_socket.connect(address)
         return str(probe_socket.getsockname()[0])

@@ -138,7 +138,8 @@ class StageArtifacts:
         metric_records = self._metrics_reader.update()
         if not metric_records:
             return
-        while len(metric_records) > _MAX_PLOTTED_LINES:  # drop every second step of the older half
+        # Drop every second step of the older half, so that at most `_MAX_PLOTTED_LINES` steps are plotted.
+        while len(metric_records) > _MAX_PLOTTED_LINES:
             del metric_records[: len(metric_records) // 2 : 2]
         table_records = metric_records[-_MAX_TABLE_ROWS:]
         column_names = ["step", *sorted({key for line in table_records for key in line} - {"step", "time"})]

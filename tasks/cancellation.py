@@ -88,7 +88,8 @@ def raise_if_suspended() -> None:
 def confirm_cancellation_at_exit() -> None:
     """Let this process set the state Cancelled of the current flow run when it exits, if the flow run is then in the
     state Cancelling. A worker usually does so, but may have died; the server would do so after five minutes."""
-    if flow_run.id and os.environ.get("PREFECT_API_URL"):  # without this URL, the server ends with this process
+    if flow_run.id and os.environ.get("PREFECT_API_URL"):
+        # Without this URL, the Prefect server ends with this process, so the flow run needs no final state.
         if not _executed_flow_run_ids:
             atexit.register(confirm_cancellations)
         _executed_flow_run_ids.add(UUID(flow_run.id))
@@ -193,7 +194,8 @@ def request_once() -> Iterator[None]:
     """Let Prefect's client not repeat a failed request in the block: it would wait for minutes between two attempts,
     during which a flow would see neither the end of a stage nor a cancellation."""
     context = get_settings_context()
-    if not _single_request_settings or _single_request_settings[0] is not context.settings:  # a copy takes 40 ms
+    if not _single_request_settings or _single_request_settings[0] is not context.settings:
+        # Keep the copied settings for later calls, because copying Prefect's settings takes 40 ms.
         updated_settings = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
         _single_request_settings[:] = context.settings, updated_settings
     with SettingsContext(profile=context.profile, settings=_single_request_settings[1]):

@@ -368,6 +368,7 @@ def _record_flow_end(flow: object, flow_run: FlowRun, state: State[Any]) -> None
         events.emit_run_ended(started_runs[-1], is_failed=not state.is_completed())
 
 
-atexit.register(_record_flow_stops)  # Prefect calls no hook of a flow that is suspended or has crashed
+# Record the state at exit, because Prefect calls no hook of a flow that is suspended or has crashed.
+atexit.register(_record_flow_stops)
 _flows_by_attempt: dict[str, PythonFlowState] = {}
 _flows_lock = threading.Lock()

@@ -83,7 +83,7 @@ def _collect_model_ancestors(pipeline: Pipeline, stages: list[StageConfig]) -> s
         stage = pipeline.stage(name)
         pending_names += filter(None, [referenced_stage(stage.model)])
         pending_names += [each for branch in (stage.sweep.branches if stage.sweep else ()) for each in branch.stages]
-        # A stage that merges models names them in `after`.
+        # A stage that merges models names them only in `after`, so its model descends from all stages in `after`.
         pending_names += stage.after if pipeline.stage_kind(stage).merges_models else ()
     return ancestor_names
 

@@ -93,7 +93,8 @@ def _wait_for_child(run: Run, stage: StageConfig, stage_sync: StageSync, report_
     stage_path, budget_check = run.stage_path(stage.name), BudgetCheck(run, stage)
     last_child, stage_state = read_document(stage_path / CHILD_RUN_FILE, ChildFlowRun), read_state(stage_path)
     num_failures = last_child.failures if last_child and last_child.flow_run else stage_state.failures
-    if task_run.run_count == 1:  # a new flow run, such as one that resumes the run, has all retries and does not wait
+    if task_run.run_count == 1:
+        # A new flow run, such as one that resumes the run, has all retries and starts the stage without a delay.
         if last_child:
             write_json(stage_path / CHILD_RUN_FILE, last_child.model_copy(update={"failures": 0}).model_dump())
         if stage_state.state == "failed":
@@ -123,7 +124,8 @@ def require_second_slot(
     pool_setting, deployment_flow = getattr(stage, key), "stage" if key == "work_pool" else "reward-service"
     if not flow_run_id:
         return
-    with suppress(ObjectNotFound):  # the server lost its database, or a deployment is missing: its start reports that
+    with suppress(ObjectNotFound):
+        # Skip the check if the server lost its database or a deployment is missing: starting the child reports that.
         parent = prefect_client.read_flow_run(UUID(flow_run_id))
         if not (pool := parent.work_pool_name):
             return
@@ -192,7 +194,7 @@ def _find_running_child(
             sleep_unless_stopping(_POLL_SECONDS)
             with suppress(httpx.HTTPError), request_once():  # ignore a short outage of the server
                 state_type = prefect_client.read_flow_run(UUID(child.flow_run)).state_type
-    except ObjectNotFound:  # the child flow run was started on another Prefect server
+    except ObjectNotFound:  # this server does not know the child, which was started on another server
         return None
     return None if state_type in TERMINAL_STATES else child
 
@@ -265,7 +267,7 @@ def _poll_child(
                 child_flow_run = prefect_client.read_flow_run(flow_run_id)
                 if child_flow_run.state_type in _WAITING_STATES and time.monotonic() > next_report_time:
                     next_report_time = time.monotonic() + _REPORT_PERIOD_SECONDS
-                    # The deployment may have another work pool than the one after which it is named.
+                    # Name the pool of the flow run, because a deployment may have another pool than its name says.
                     work_pool = child_flow_run.work_pool_name or stage.work_pool
                     last_message = report_wait_reason(work_pool, child_flow_run.work_queue_id, last_message)
             last_response_time = time.monotonic()
@@ -282,7 +284,8 @@ def _poll_child(
             last_mirror_time = time.monotonic()
         if child_flow_run.state_type in TERMINAL_STATES:
             return child_flow_run
-        budget_check.raise_if_spent()  # the child knows only the cost of stages on its own disks
+        # Check the budget in this process, because the child flow run knows only the cost of stages on its own disks.
+        budget_check.raise_if_spent()
         sleep_unless_stopping(_POLL_SECONDS)
 
 

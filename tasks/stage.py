@@ -107,7 +107,7 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
         if was_cancelled:
             get_run_logger().warning("the flow run was cancelled or suspended: its stages are asked to stop")
             stop_stages(run, list(futures.values()))
-    # A stage may have noticed the cancellation first; the server then accepts only the final state Cancelled.
+    # Ask the server again: a stage may have noticed a cancellation first, and then only Cancelled is accepted.
     was_cancelled = was_cancelled or bool(is_cancelled(repeats_requests=True))
     final_state = derive_flow_state(run, futures, is_cancelled=was_cancelled)
     if not is_local:
@@ -152,7 +152,8 @@ def should_retry(run: Run, stage_name: str, error: object) -> bool:
     in a row made no progress. User errors, cancellations, spent budgets and repeated errors are not retried."""
     if worker.is_stopping() or not isinstance(error, CosmosError) or error.exit_code in {EXIT_USAGE, EXIT_REFUSED}:
         return False
-    if isinstance(error, (Cancelled, OverBudget, DiskFull)):  # a full disk prevents saving the number of failures
+    if isinstance(error, (Cancelled, OverBudget, DiskFull)):
+        # Do not retry on a full disk, because the number of failures cannot be saved there.
         return False
     if isinstance(error, Preempted):
         return True
@@ -195,7 +196,8 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
     stage, stage_path = run.pipeline.stage(stage_name), run.stage_path(stage_name)
     earlier_end = read_state(stage_path).ended
     try:
-        if run.pipeline.stage_kind(stage).makes == "publication":  # a machine of the pool may lack the approval file
+        if run.pipeline.stage_kind(stage).makes == "publication":
+            # Check the approval on this machine, because a machine of the pool may lack the approval file.
             check_models_approved(run)
         result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
     except Exception as error:
@@ -208,7 +210,8 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
         must_record_error = isinstance(stage_error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
         if must_record_error:
             record_failure(stage_path, stage_error)
-            if not isinstance(stage_error, (Preempted, DiskFull)):  # a full disk is not tried again
+            if not isinstance(stage_error, (Preempted, DiskFull)):
+                # Count no failure for a preemption, which is always retried, and for a full disk, which never is.
                 update_state(stage_path, failures=count_lost_child_run(stage_path))
         if not should_retry(run, stage_name, stage_error):
             if must_record_error:
@@ -250,7 +253,8 @@ def run_stage(
             expected_fingerprint = compute_local_fingerprint(run, stage)
             local_result = read_result(stage_path) if read_state(stage_path).holds else None
             if local_result and not (local_result["reused_from"] or "attempts" in local_result):
-                add_gpu_time_to_result(stage_path)  # the launcher was killed before it added the time
+                # Add the GPU time that an earlier launcher did not add because it was killed.
+                add_gpu_time_to_result(stage_path)
             if result := find_result(run, stage, expected_fingerprint):
                 return stage_sync.send_result(result), True
             if is_finished:
@@ -369,7 +373,8 @@ def _record_launcher(stage_path: Path) -> None:
     """Record this process as the launcher of the stage. After a failed attempt of the same process, first wait 1, 2, 4
     ... 60 s; a new process, such as one that resumes the run, has the full number of retries and does not wait."""
     stage_state, launcher = read_state(stage_path), identify_process()
-    if stage_state.model_dump(include={*launcher}) != launcher:  # compare all fields: containers often reuse a pid
+    if stage_state.model_dump(include={*launcher}) != launcher:
+        # Another process has the full number of retries; all fields are compared, because containers often reuse a pid.
         update_state(stage_path, **launcher, failures=0, failed_with="", is_repeated=False)
     elif stage_state.state == "failed":
         update_state(stage_path, state="retrying")

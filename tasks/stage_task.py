@@ -103,7 +103,7 @@ class StageTask(Task[Any, StageHandle]):
             )
         name = flow_state.reserve_stage_name(self.kind.name, name)
         with ExitStack() as stack, tags(*flow_state.tags):
-            # Count as an active run until the stage has ended, so that a stop that comes before it starts is not lost.
+            # Register an active run until the stage has ended, so that a stop request before its start is not lost.
             stack.enter_context(worker.register_active_run())
             stage_future = super().submit(*arguments, name=name, **settings)
             active_run_registration = stack.pop_all()
@@ -132,12 +132,13 @@ class StageTask(Task[Any, StageHandle]):
 
     def __call__(self, *arguments: Any, return_state: bool = False, **settings: Any) -> Any:
         """Run the stage until it ends; return its `StageHandle` or, if `return_state` is true, its final state."""
-        current_flow()  # raises the error of a call outside of a flow
+        current_flow()  # raises an error if no flow is running
         flow_context: Any = FlowRunContext.get()
         # Use a thread of its own: tasks of the user that call stages may occupy all threads of the flow's task runner.
         with ThreadPoolTaskRunner[Any](1) as task_runner, flow_context.model_copy(update={"task_runner": task_runner}):
             stage_future: PrefectConcurrentFuture[StageHandle] = self._submit(*arguments, **settings)
-            with cleanup_on_error(stage_future.wait), cleanup_on_error(worker.stop_all):  # also at a timeout
+            # If an error such as a timeout ends the wait, stop the workers, and wait until the stage has ended.
+            with cleanup_on_error(stage_future.wait), cleanup_on_error(worker.stop_all):
                 if wait_unless_cancelled([stage_future.wrapped_future]):
                     raise_if_suspended()
                     raise Cancelled("the flow run was cancelled")
@@ -168,7 +169,8 @@ def _make_stage_function(kind: StageKind) -> Callable[..., Any]:
                     raise ConfigError(f"stage {name!r}: the first argument is its {key}, which is given twice")
                 settings[key] = first
             flow = current_flow()
-            if name not in flow.calls:  # a retry uses the recipe that the first attempt read
+            if name not in flow.calls:
+                # Read the recipe only once, so that a retry of the task uses the recipe that the first attempt read.
                 flow.calls[name] = _make_call(flow, kind, name, settings, overrides or {})
             call, source_file = flow.calls[name]
             with flow.add_stage(call, source_file) as (run, stages):
@@ -233,7 +235,7 @@ def _make_call(
         source_stage = _find_merge_source(flow.run.pipeline, predecessors)
         settings["model"] = source_stage.model
         recipe_tables = flow.run.pipeline.recipes[source_stage.name].model_dump(mode="json", exclude_none=True)
-        recipe_tables.pop(kind.table if source_stage.kind == kind.name else "", None)  # configured the first merge
+        recipe_tables.pop(kind.table if source_stage.kind == kind.name else "", None)  # the table is for source_stage
         predecessors += filter(None, [referenced_stage(settings["model"])])
     if isinstance(recipe, Mapping):
         recipe_tables = dict(recipe)

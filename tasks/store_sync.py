@@ -51,7 +51,7 @@ class StageSync:
         reads. Raises `ConfigError` or `UploadError` if the store cannot be accessed or has lost a file."""
         input_stages = {referenced_stage(each.location) for each in self._run.pipeline.inputs(self._stage)}
         stage_kind = self._run.pipeline.stage_kind(self._stage)
-        # A stage that merges models, or selects one, names them only in `after`.
+        # A stage that merges models, or selects one, names them only in `after`, so it reads all stages listed there.
         reads_all_stages = bool(self._stage.entry) or stage_kind.selects_branch or stage_kind.merges_models
         for name in self._stage.after:
             upstream_path = self._run.stage_path(name)
@@ -62,7 +62,8 @@ class StageSync:
                 result = local_result
             if result is None:
                 continue
-            needs_files = reads_all_stages or name in input_stages  # from other stages, only metrics are read
+            # Fetch no files of a stage of which this stage reads only the metrics, because the manifest contains them.
+            needs_files = reads_all_stages or name in input_stages
             has_fetched_files = needs_files and self._fetch_missing_outputs(result, upstream_path)
             if has_fetched_files or result is not local_result:
                 _write_result(upstream_path, result)

@@ -48,7 +48,7 @@ class DiffusionSft(Algorithm):
             for sample, row in zip(samples, view.evaluate(samples, size=size), strict=True):
                 assert sample.noise is not None
                 velocity_residual = row["velocity"] - compute_velocity(sample.latents, sample.noise).to(row["velocity"])
-                # The first frames of a clip may be conditioning frames; latents of an image have none.
+                # Leave out the conditioning frames, which a clip may have at its start; latents of an image have none.
                 error_sum += velocity_residual[:, sample.num_conditioning_frames :].double().square().mean().item()
                 num_samples += 1
         return {"loss": error_sum / max(1, num_samples), "samples": float(num_samples)}

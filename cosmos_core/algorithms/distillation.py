@@ -82,7 +82,8 @@ def teacher_loss(
 def discounted_sums(values_BS: Tensor, discount: float) -> Tensor:
     """Return for each token the sum over n = 1, 2, ... of discount^n times the value n tokens later."""
     sum_BS, num_summed_terms = values_BS, 1
-    while discount and num_summed_terms < values_BS.shape[1]:  # `sum_BS` is a sum over `num_summed_terms` tokens
+    # Double the number of terms in `sum_BS` each time, so that few additions sum over a long sequence.
+    while discount and num_summed_terms < values_BS.shape[1]:
         sum_BS = sum_BS + discount**num_summed_terms * pad(sum_BS[:, num_summed_terms:], (0, num_summed_terms))
         num_summed_terms *= 2
     return discount * pad(sum_BS[:, 1:], (0, 1))

@@ -106,7 +106,7 @@ def _normalise_rewards(
 
 def _weighted_sum(values: Sequence[float | None], weights: Mapping[str, float]) -> float | None:
     if all(value is None for value in values):
-        return None  # the reward is invalid; a function that does not apply makes only its own value None
+        return None  # the reward is invalid if all functions lack a value; a single None counts as 0
     return sum(weight * (value or 0.0) for value, weight in zip(values, weights.values(), strict=True))
 
 

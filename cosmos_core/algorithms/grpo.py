@@ -112,7 +112,7 @@ class Grpo(Algorithm):
                 for row in zip(all_samples, are_excluded, strict=True)
             ],
         )
-        reward_weights = metric_weights(config)  # no reward weights if `bypass_reward` is set
+        reward_weights = metric_weights(config)  # no weights if `bypass_reward` disables the reward functions
         if config.algo == "gdpo" and reward_weights:
             rewards_by_function = [
                 [[None if s.value is None else s.metrics.get(name) for s in group.scores] for group in groups]
@@ -207,7 +207,7 @@ class Grpo(Algorithm):
                 nll = positive_nll_loss(micro_batch.logprobs_BS, micro_batch.mask_BS, rewards_B, num_positive_tokens)
                 loss_value = loss_value + config.positive_nll_coef * nll
             if config.use_rollout_logprobs_for_loss:
-                # The engine is compared with the old policy, which is the current policy only in the first update.
+                # Compare the engine with the old policy, which the current policy equals only in the first update.
                 if not inputs.is_first_update:
                     return Loss(loss_value, metrics)
                 logprobs = logprobs._replace(preupdate_logprobs_BS=micro_batch.logprobs_BS.detach())

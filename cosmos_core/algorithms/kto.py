@@ -96,7 +96,8 @@ class Kto(Algorithm):
             sources += [sample.source for sample in labelled_samples]
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
             reference_logps.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
-            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # KL needs responses of other rows
+            # The KL estimate pairs prompts with responses of other rows, so it needs at least two rows.
+            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:
                 reference_logps_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
                 log_ratios.append(_sum_logprobs(view, mismatched_samples, "policy", size) - reference_logps_B)
         logps_B = torch.cat(logps)
@@ -109,7 +110,8 @@ class Kto(Algorithm):
     def _evaluate_reference_and_log_ratios(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
         """Return the reference log-probabilities of responses, and the log-ratios of policy to reference of mismatched
         responses, for the KL estimate; the log-ratios are 0 for losses without KL and for a step of one row."""
-        if self.config.kto.loss_type != "kto" or len(samples) < 2:  # KL needs responses of other rows
+        # The KL estimate pairs prompts with responses of other rows, so it needs at least two rows.
+        if self.config.kto.loss_type != "kto" or len(samples) < 2:
             reference_logprobs_B = _sum_logprobs(view, samples, "reference")
             return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
         mismatched_samples = swap_responses(samples, self.max_tokens)

@@ -40,7 +40,7 @@ def make_algorithm(recipe: Recipe, sampling: Sampling | None = None) -> Algorith
     algorithm_config = recipe.train.train_policy
     algorithm = algorithm_class(algorithm_config)(algorithm_config, recipe.custom, sampling)
     for name, value in vars(Algorithm(algorithm_config, recipe.custom, sampling)).items():
-        vars(algorithm).setdefault(name, value)  # for a user's class that does not call `super().__init__`
+        vars(algorithm).setdefault(name, value)  # set what a user's class lacks if it does not call `super().__init__`
     algorithm.diffusers, algorithm.max_tokens = recipe.policy.diffusers, recipe.policy.model_max_length
     if sampling is not None:
         algorithm.teacher = recipe.teacher

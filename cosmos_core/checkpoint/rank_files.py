@@ -92,7 +92,8 @@ def _write_file(output_path: Path, byte_blocks: Iterable[memoryview | bytes]) ->
         for block in byte_blocks:
             for start in range(0, len(block), _CHUNK_BYTES):
                 chunk = block[start : start + _CHUNK_BYTES]
-                hash_future = hash_executor.submit(digest.update, chunk)  # a thread hashes the chunk during the write
+                # Hash the chunk in a second thread while it is written, because both take long.
+                hash_future = hash_executor.submit(digest.update, chunk)
                 num_bytes += output_file.write(chunk)
                 hash_future.result()
         output_file.flush()

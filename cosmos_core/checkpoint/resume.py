@@ -36,7 +36,7 @@ _REMEDY = "name another one, or none"
 _STEP_FOLDER_PATTERN = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
-# Loading uses `no_dist=True`, so that ranks read tensors without collectives, about which DCP warns at each load.
+# Hide DCP's warning at each load: ranks read tensors without collectives on purpose (`no_dist=True`).
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -187,7 +187,8 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
     without the states of its random generators."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
-    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())  # the file's digest is verified
+    # A verified digest shows that the file is undamaged, so parsing it needs no error handling.
+    json_values: dict[str, Any] = json.loads((policy_folder / file_name).read_bytes())
     if num_saved_ranks != num_current_ranks:
         log_message = "%s was saved by %d ranks, here are %d: random numbers begin anew"
         logger.info(log_message, policy_folder, num_saved_ranks, num_current_ranks)

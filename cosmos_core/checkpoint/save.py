@@ -173,7 +173,7 @@ class Checkpointer:
         memory, which the next save reuses."""
         if self._stager is None:
             return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
-        torch.cuda.current_stream().synchronize()  # the stager's stream does not wait for the current stream
+        torch.cuda.current_stream().synchronize()  # the stager's stream would not wait for the current stream
         host_tensors = self._stager.stage({name: shard.tensor for name, shard in tensors.items()}).result()
         return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
@@ -215,7 +215,7 @@ class Checkpointer:
             try:
                 os.rename(step_folder(self._folder, step), deleted_folder)
                 shutil.rmtree(deleted_folder)
-            except OSError as error:  # for example EBUSY on NFS, if other processes still read files
+            except OSError as error:  # raised, for example as EBUSY on NFS, if other processes still read files
                 logger.warning("checkpoint step_%d in %s cannot be deleted: %s", step, self._folder, error)
 
     def _newest_complete_step(self) -> int | None:

@@ -46,10 +46,11 @@ class _ObjectActor:
     CPU threads (0: the default) and the GPUs `visible_devices` (empty: the GPUs that Ray makes visible)."""
 
     def __init__(self, make_object: Callable[[], Any], num_threads: int, visible_devices: str = "") -> None:
-        if visible_devices:  # the GPUs of ranks, which Ray hides from this process
+        if visible_devices:  # show the GPUs of the ranks, which Ray hides from an actor without GPUs of its own
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         if num_threads:
-            os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for child processes, which inherit the variable
+            # Child processes inherit the variable; `torch.set_num_threads` sets the number of threads of this process.
+            os.environ["OMP_NUM_THREADS"] = str(num_threads)
             torch.set_num_threads(num_threads)
         ignore_job_signals()
         self._object = make_object()
@@ -77,7 +78,8 @@ class ActorHandle:
             if error is None:
                 result_future.set_result(actor_future.result())
             elif isinstance(error, RayTaskError):
-                error.cause.add_note(str(error))  # the text of the error includes the traceback of the actor's process
+                # Keep the text of Ray's error as a note, because it has the traceback from the actor's process.
+                error.cause.add_note(str(error))
                 result_future.set_exception(error.cause)
             elif isinstance(error, RayError):  # the actor died, was killed for lack of memory, or its machine was lost
                 error_class = ConnectionRefusedError if isinstance(error, ActorUnavailableError) else ConnectionError

@@ -205,7 +205,8 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                 os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)  # the processes of the ranks inherit the variable
                 # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-            with block_job_signals():  # the processes of an embedded cluster inherit the blocked signals
+            # The processes of an embedded cluster inherit the blocked signals, which therefore do not end them.
+            with block_job_signals():
                 if owns_cluster:
                     ray.init(
                         address="local", num_cpus=num_ranks, num_gpus=torch.cuda.device_count(),

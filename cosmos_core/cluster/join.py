@@ -32,7 +32,8 @@ def is_cluster_node(address: str) -> bool:
     """Return True if this machine runs a raylet of the cluster with the address `host:port`."""
     cluster_address = _resolve_address(address)
     local_addresses = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
-    if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:  # this machine is the head node
+    if cluster_address[0].startswith("127.") or cluster_address[0] in local_addresses:
+        # The address of the cluster is an address of this machine, so this machine is its head node.
         return True
     argv_items = (each for process in psutil.process_iter(["cmdline"]) for each in process.info["cmdline"] or ())
     gcs_addresses = (each.removeprefix(_GCS_ADDRESS_FLAG) for each in argv_items if each.startswith(_GCS_ADDRESS_FLAG))
@@ -88,7 +89,7 @@ def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any,
 def _resolve_address(address: str) -> tuple[str, str]:
     """Return host and port of an address `host:port`, with the host resolved to an IP address if possible."""
     host_name, _, port = address.rpartition(":")
-    host_name = host_name.strip("[]")  # remove the brackets of an IPv6 address
+    host_name = host_name.strip("[]")  # remove the brackets, which an IPv6 address needs only before a port
     try:
         return socket.gethostbyname(host_name), port
     except OSError:

@@ -49,7 +49,7 @@ def rank_environment() -> dict[str, str]:
     """Return the environment variables of this process that ranks and actors on other machines need: variables that a
     worker sets for its stage, and settings of numeric libraries."""
     environment = _select_environment_variables(_RANK_ENVIRONMENT_NAMES, _RANK_ENVIRONMENT_PREFIXES)
-    environment.pop("VLLM_HOST_IP", None)  # the address of this machine is wrong on others
+    environment.pop("VLLM_HOST_IP", None)  # remove the address of this machine, which is wrong on other machines
     return environment
 
 

@@ -299,7 +299,7 @@ def _ignored_settings(stage_context: StageContext, stage_kinds: StageKinds) -> I
             if value and path and not is_subset_read:
                 yield f"{dataset_key}.{key} = {short_toml(value)} has no effect here: {dataset_name} is on this machine"
     for key, value, enabling_field in disabled_settings(stage_context.recipe):
-        # Keys that no stage kind reads, such as those of the profiler, are reported for every stage kind.
+        # Report a disabled key that no stage kind lists as read, such as one of the profiler, for stages of every kind.
         if stage_context.kind.reads_key(key) or not any(kind.reads_key(key) for kind in stage_kinds.values()):
             yield f"{key} = {short_toml(value)} has no effect here: {enabling_field} is off"
 

@@ -188,7 +188,8 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline unchanged; raise `ConfigError` if a run could not save it as TOML and read it again."""
     resolved_tables = pipeline.as_toml()
     problem_text = describe_unsupported_value(resolved_tables)
-    may_be_large = 16 * len(repr(resolved_tables)) > MAX_FILE_BYTES  # `repr` takes a tenth of the time of TOML
+    # Estimate the size by `repr` first, because writing the pipeline as TOML takes ten times as long.
+    may_be_large = 16 * len(repr(resolved_tables)) > MAX_FILE_BYTES
     if not problem_text and may_be_large and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
         problem_text = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem_text:
@@ -255,7 +256,7 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
     if not stage.recipe:
         return {}, []
     recipe_path = path.parent / stage.recipe
-    if not os.path.exists(recipe_path):  # Path.exists would raise an error for an invalid path
+    if not os.path.exists(recipe_path):  # use os.path, because Path.exists fails for an invalid path
         raise ConfigError(f"{path}: stage {stage.name!r}: recipe = {stage.recipe!r}: no such file ({recipe_path})")
     recipe_tables, base_folders = read_config(recipe_path, notices)
     if "pipeline" in recipe_tables:
@@ -520,7 +521,7 @@ def _with_absolute_paths(
         recipe = convert_references(recipes[stage.name], convert_reference_fn)
         recipes[stage.name] = recipe.copy_with(custom=with_absolute_media_paths(recipe.custom, make_absolute))
     python_path = pipeline.config.python
-    # Keep the path of the interpreter if a stage runs on a work pool, because it may differ on the machines there.
+    # If a stage runs on a work pool, keep the interpreter's path, because other machines may resolve it to another one.
     if os.sep in python_path and not any(stage.work_pool for stage in stages):
         # Symbolic links are not resolved, because Python finds its virtual environment by the path of the link.
         python_path = os.path.abspath(os.path.expanduser(python_path))

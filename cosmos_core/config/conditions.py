@@ -20,7 +20,8 @@ _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?
 _NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 _LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte", "brier")
-_LOWER_IS_BETTER_NAMES = frozenset({"ter"})  # translation edit rate: a whole name, because `filter` contains `ter`
+# The name `ter` (translation edit rate) must match as a whole, because longer names such as `filter` contain it.
+_LOWER_IS_BETTER_NAMES = frozenset({"ter"})
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def _standard_error(metric: str, metrics: Mapping[str, float]) -> float | None:
     num_prompts = metrics.get(f"{metric.rpartition('/')[0]}/prompts", 0.0)
     if num_prompts < 1 or not is_fraction_of_prompts(metric):
         return None
-    if metrics[metric] < 0 or metrics[metric] > 1:  # a percentage has no known standard error, unlike a fraction
+    # A value outside of 0 to 1, such as a percentage, has no standard error, because the formula is only for fractions.
+    if metrics[metric] < 0 or metrics[metric] > 1:
         return None
     smoothed_fraction = (metrics[metric] * num_prompts + 1) / (num_prompts + 2)
     return math.sqrt(smoothed_fraction * (1 - smoothed_fraction) / num_prompts)

@@ -85,7 +85,8 @@ def _suggest_keys(name: str) -> str:
     """Return a hint for an unknown key: the keys of the same name in other tables, otherwise the most similar key."""
     known_keys = sorted({key.name for key in all_keys()})
     similar_keys = [key for key in known_keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
-    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:  # do not compare a longer name, which is slow
+    # Do not search for keys similar to a very long name, because the comparison is slow.
+    if not similar_keys and len(name) <= _MAX_COMPARED_NAME_LENGTH:
         # Keys with as many dotted parts as `name` come first, so that no table such as `train` is suggested for a key.
         same_depth_keys = [key for key in known_keys if key.count(".") == name.count(".")]
         similar_key_lists = (difflib.get_close_matches(name, keys, n=1) for keys in (same_depth_keys, known_keys))

@@ -28,7 +28,7 @@ def read_config(path: Path, notices: list[str], overriding_files: Sequence[Path]
 def _read_with_extends(
     path: Path, notices: list[str], extending_files: tuple[Path, ...]
 ) -> tuple[TomlTable, list[Path]]:
-    resolved_path = Path(os.path.realpath(path))  # Path.resolve would raise an error for a cycle of links
+    resolved_path = Path(os.path.realpath(path))  # use os.path, because Path.resolve fails for a cycle of links
     if (depth := len(extending_files)) == MAX_NESTING_DEPTH:
         raise ConfigError(f"{path}: behind {depth} files that extend each other, the most that there may be")
     if resolved_path in extending_files:
@@ -49,7 +49,7 @@ def _read_with_extends(
     config_folders: list[Path] = []
     for name in extended_files:
         extended_file = path.parent / name
-        if not os.path.exists(extended_file):  # Path.exists would raise an error for an invalid path
+        if not os.path.exists(extended_file):  # use os.path, because Path.exists fails for an invalid path
             raise ConfigError(f"{path}: extends = {name!r}: no such file ({extended_file})")
         extended_values, extended_folders = _read_with_extends(
             extended_file, notices, (*extending_files, resolved_path)

@@ -143,7 +143,7 @@ def _model_inputs(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> 
 
 def _weight_inputs(name: str) -> Iterator[StageInput]:
     """Yield the weights files in the folder `name`, or `name` itself if it is a file or contains no such files."""
-    path = Path(os.path.expanduser(name))  # Path.expanduser would raise an error for an unknown user
+    path = Path(os.path.expanduser(name))  # use os.path, because Path.expanduser fails for an unknown user
     candidate_files = [path] if os.path.isfile(path) else sorted(path.iterdir()) if os.path.isdir(path) else []
     weight_files = [str(file) for file in candidate_files if file.name.endswith(WEIGHTS_SUFFIXES)]
     yield from (

@@ -113,7 +113,8 @@ def merge_tables(old_table: Mapping[str, Any], overriding_values: Mapping[str, A
     for name, value in overriding_values.items():
         old_value, key = merged_values.get(name), f"{table_key}.{name}".removeprefix(".").removeprefix("overrides.")
         if isinstance(value, OverrideTable) and key.endswith(".reward_function"):
-            old_value = parse_reward_weights(old_value)  # `--set KEY.NAME=WEIGHT` keeps the names of a list
+            # Convert a list of rewards to a table of weights, so that `--set KEY.NAME=WEIGHT` keeps the other rewards.
+            old_value = parse_reward_weights(old_value)
         if isinstance(old_value, Mapping) and isinstance(value, Mapping) and not _replaces_table(key, old_value, value):
             merged_values[name] = merge_tables(old_value, value, key)
         else:
@@ -161,7 +162,7 @@ def describe_unsupported_value(tables: TomlTable) -> str:
         child_values = list(chain.from_iterable(child_lists))
         if any(isinstance(child, int) and not -(1 << 63) <= child < 1 << 63 for child in child_values):
             return "an integer of more than 64 bits, the most that TOML has"
-        # Texts from the command line and names of files may contain bytes that are not UTF-8.
+        # Refuse bytes that are not UTF-8, which command lines and file names may contain, but TOML cannot.
         strings = [child for child in child_values if isinstance(child, str)]
         if any("\0" in string or string.encode("utf-8", "ignore").decode() != string for string in strings):
             return "a text with null characters or with bytes that are not UTF-8"
@@ -199,7 +200,8 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
         lacks_quotes = error_type == "string_type" and not isinstance(error["input"], dict | list)
         quotes_hint = f", in quotes (with --set: '{key}=\"...\"')" if lacks_quotes and not keys[-1].isdigit() else ""
         return f"{key} = {value}: must be {_TOML_TYPE_BY_ERROR_TYPE[error_type]}{quotes_hint}"
-    if error_type == "literal_error":  # name supported values only, because pydantic's message names all values
+    # List only the values that this version supports, because pydantic's message would list all values of the type.
+    if error_type == "literal_error":
         key_fields = (key_field for name, _, key_field in all_fields(table) if name == ".".join(keys))
         if supported_values := next(
             filter(None, (find_metadata(key_field, SupportedValues) for key_field in key_fields)), None

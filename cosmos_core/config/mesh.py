@@ -128,7 +128,7 @@ def read_text_model_config(model_folder: Path | None) -> dict[str, Any]:
     """Return the settings of the text model in config.json of a model folder; empty if there is none."""
     try:
         json_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8")) if model_folder else {}
-    except (OSError, ValueError):  # a damaged config.json is reported by a later check of the model
+    except (OSError, ValueError):  # ignore a damaged config.json, because a later check of the model reports it
         return {}
     text_config = json_config.get("text_config") if isinstance(json_config, dict) else None
     text_model_config = text_config if isinstance(text_config, dict) else json_config
@@ -146,7 +146,8 @@ def _check_mesh_sizes(key_prefix: str, mesh: ParallelismConfig, model: Mapping[s
     count_keys = (_HEAD_COUNT_KEYS, _LAYER_COUNT_KEYS)
     num_heads, num_layers = (next((model[key] for key in key_group if key in model), None) for key_group in count_keys)
     num_kv_heads = model.get("num_key_value_heads")
-    if key_prefix == "rollout.parallelism":  # vLLM replicates key-value heads if `tp_size` exceeds their number
+    # vLLM replicates key-value heads if their number divides `tp_size`, so do not check that `tp_size` divides it.
+    if key_prefix == "rollout.parallelism":
         replicates_kv_heads = isinstance(num_kv_heads, int) and num_kv_heads > 0 and mesh.tp_size % num_kv_heads == 0
         num_kv_heads = None if replicates_kv_heads else num_kv_heads
     item_counts_by_name = (

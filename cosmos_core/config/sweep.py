@@ -33,7 +33,8 @@ _GRID_TABLE_NAMES = (*Recipe.model_fields, _STAGE_ARGUMENTS_KEY)
 """Names of the tables to which the keys of a grid may belong."""
 # Branches that differ in the seed share their prepared rows, so that they are compared on the same held-out rows.
 _SEED_KEY = "train.seed"
-_TOKENIZER_KEY = "policy.model_name_or_path"  # key of the model whose tokenizer prepares the rows
+# Branches that differ in this key have separate prepared rows, because the tokenizer of the model prepares the rows.
+_TOKENIZER_KEY = "policy.model_name_or_path"
 _DIGEST_LENGTH = 6
 
 
@@ -48,7 +49,8 @@ def with_expanded_sweeps(pipeline: Pipeline, tables_by_stage: Mapping[str, TomlT
             pipeline = _expand_sweep(pipeline, stage, stage.sweep, tables_by_stage)
     new_stages = []
     for stage in pipeline.stages:
-        if stage.sweep is not None and not stage.sweep.branches:  # a select stage chooses among the stages in `after`
+        # A `select` stage names no branches: each stage in `after` becomes a branch, of which it selects one.
+        if stage.sweep is not None and not stage.sweep.branches:
             branches = tuple(SweepBranch(stages=(name,)) for name in stage.after)
             stage = stage.model_copy(update={"sweep": stage.sweep.model_copy(update={"branches": branches})})
         if stage.sweep is not None:

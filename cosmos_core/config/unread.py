@@ -61,7 +61,7 @@ def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:
         return False
     if stage_kind.reads_data == "prepared":
         if data_stage_name is None or pipeline.stage_kind(pipeline.stage(data_stage_name)).makes != "data":
-            return True  # rows of unknown origin may be prompts to complete
+            return True  # assume that the stage completes prompts, because rows of unknown origin may be prompts
         stage = pipeline.stage(data_stage_name)
     recipe = pipeline.recipes[stage.name]
     return recipe.train.train_policy.has_rollouts or bool(recipe.validation.reward_function)
@@ -71,7 +71,7 @@ def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe])
     """Yield notices about keys that change results, but are set only in recipes of stages that do not read them. The
     pipeline must contain all its stages, unlike that of a running Python flow. `loaded_recipes` are its recipes with
     the values of the user, some of which `resolve_gpu_settings` has replaced in the stages that read them."""
-    if any(stage.entry for stage in pipeline.stages):  # report no key, because a user function may read any
+    if any(stage.entry for stage in pipeline.stages):  # report no key as unread: a user function may read any key
         return
     grid_keys = [key for s in pipeline.stages if s.sweep for branch in s.sweep.branches for key in branch.settings]
     used_settings: set[str] = set()
@@ -92,7 +92,7 @@ def unread_key_notices(pipeline: Pipeline, loaded_recipes: Mapping[str, Recipe])
             elif stage_kind in reading_kinds:
                 reason_by_setting[setting_text] = reason
             elif reading_kinds and not (
-                any(each.endswith(key) for each in grid_keys)  # keys of a grid are read by the branches of the sweep
+                any(each.endswith(key) for each in grid_keys)  # do not report keys of a grid, which the branches read
                 or (stage_kind.reads_data == "prepared" and all(each.reads_data == "source" for each in reading_kinds))
             ):
                 kind_names_text = " or ".join(repr(each.name) for each in reading_kinds)

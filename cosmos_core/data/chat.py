@@ -122,7 +122,7 @@ class ToolResultTokens:
         """Determine the template's text between turns; `stop_ids` are the tokens that end an assistant turn."""
         self._tokenizer, self._render_settings = tokenizer, render_settings
         self._end_token_ids = {str(tokenizer.decode([token])): token for token in stop_ids}
-        # `all_special_tokens` has only those with a role; a model's marks of turns and images are often not among them.
+        # `all_special_tokens` has only tokens with a role, such as BOS, and often no marks of turns and images.
         added_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special_tokens = {*tokenizer.all_special_tokens, *added_tokens}
         escaped_special_tokens = [re.escape(token) for token in special_tokens if len(token) > 2]

@@ -14,7 +14,7 @@ from cosmos_core.errors import DataError
 _ROLE_KEYS, _CONTENT_KEYS = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
 _TURN_LIST_START_REGEX = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _TURN_PAIR_KEYS = ({"human", "assistant"}, {"user", "assistant"})
-_MAX_LITERAL_CHARACTERS = 1 << 20  # limit for `_parse_literal`, which takes 100 times the memory of a text
+_MAX_LITERAL_CHARACTERS = 1 << 20  # longest text for `_parse_literal`, which needs 100 times its memory
 
 
 def decode_conversation(cell: Any, location: str = "") -> Any:
@@ -22,7 +22,7 @@ def decode_conversation(cell: Any, location: str = "") -> Any:
     unchanged. Raise DataError if a text that begins like turns cannot be decoded; without a `location` such a text is
     returned unchanged."""
     if isinstance(cell, list) and cell and all(isinstance(e, dict) and e.keys() in _TURN_PAIR_KEYS for e in cell):
-        is_assistant = "assistant".__eq__  # put the user first, because columnar formats may have sorted the keys
+        is_assistant = "assistant".__eq__  # sort the user's turn first: columnar formats may have sorted the keys
         return [{"role": role, "content": pair[role]} for pair in cell for role in sorted(pair, key=is_assistant)]
     if not isinstance(cell, str) or not re.match(r"\s*\[\s*\{", cell):
         return cell

@@ -67,7 +67,8 @@ def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
     with ExitStack() as exit_stack:
         with convert_reader_errors(f"{path.name} cannot be read"):
             file = exit_stack.enter_context(_FILE_OPENERS.get(path.suffix.lower(), open)(path, "rb"))
-            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):  # do not ignore damage after the first compressed stream
+            # Let bz2 and lzma report damage after the first compressed stream, which they ignore by default.
+            if isinstance(file, bz2.BZ2File | lzma.LZMAFile):
                 cast(Any, file)._buffer.raw._trailing_error = ()
             num_bom_bytes = 0  # bytes to skip; some programs add a byte order mark with each save
             while file.read(len(BOM_UTF8)) == BOM_UTF8:
@@ -231,7 +232,7 @@ def _open_parquet(path: Path) -> RowReader:
                 if record_batch is None:
                     return
                 record_batch.validate(full=True)
-                if "map<" in str(record_batch.schema.types):  # `datasets` cannot read map columns of Spark
+                if "map<" in str(record_batch.schema.types):  # bypass `datasets`, which cannot read map columns
                     batch_rows = record_batch.to_pylist(maps_as_pydicts="strict")
                 else:
                     batch_rows = _read_undecoded_rows(_make_dataset(pa.Table.from_batches([record_batch])))

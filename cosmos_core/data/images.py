@@ -65,7 +65,8 @@ def align_images(turns: list[Message], row: Row, location: str) -> tuple[list[Me
         turns_with_placeholders.append({**turn, "content": content})
     num_missing_images, unshown_images = sum(source is None for source in image_sources), list(images_of_column)
     repeats_turns = all(isinstance(each, str | dict) for each in unshown_images) and unshown_images == image_sources
-    if num_missing_images or (unshown_images and not repeats_turns):  # allow a column that repeats the sources in turns
+    # Images of the column that no turn shows are an error, unless the column only repeats the images in the turns.
+    if num_missing_images or (unshown_images and not repeats_turns):
         raise DataError(
             f"{location}: the turns show {len(image_sources)} images and the row has "
             f"{len(image_sources) - num_missing_images + len(unshown_images)}; write <image> once for each image"
@@ -161,7 +162,7 @@ def _take_image_source(content_part: dict[str, Any], unused_images: Iterator[Any
 
 def locate_image(source: Any, location: str) -> tuple[str | None, bytes | None]:
     """Return the path of an image, or its bytes; raise DataError if the source has neither a local path nor bytes."""
-    if isinstance(source, dict):  # image keys: `url` of OpenAI, `image` of verl, `bytes` and `path` of Hugging Face
+    if isinstance(source, dict):  # read the keys of OpenAI (`url`), verl (`image`) or Hugging Face (`bytes`, `path`)
         image_bytes = source.get("bytes")
         path_or_url = source.get("url") or source.get("path") or source.get("image")
         source = path_or_url if image_bytes is None else image_bytes
@@ -206,7 +207,7 @@ def _decode_data_uri(data_uri: str, location: str) -> bytes:
     try:
         if not uri_header.endswith(";base64"):
             raise ValueError("it is not ;base64")
-        return base64.b64decode("".join(encoded_data.split()), validate=True)  # base64 data may have line breaks
+        return base64.b64decode("".join(encoded_data.split()), validate=True)  # remove line breaks in base64 data
     except ValueError as error:
         raise DataError(f"{location}: the image {data_uri[:30]!r}... cannot be decoded: {error}") from error
 

@@ -16,7 +16,8 @@ def find_lost_text(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     lost), and whether at least a tenth is lost. Case, accents, punctuation and repeated spaces may differ."""
     lost_characters, num_characters = Counter[str](), 0
     for full_text in texts:
-        compared_text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()  # drop lone surrogates
+        # Drop lone surrogates, which tokenizers refuse.
+        compared_text = full_text[:_MAX_COMPARED_CHARACTERS].encode(errors="ignore").decode()
         token_ids = tokenizer.encode(compared_text, add_special_tokens=False)
         known_token_ids = [token_id for token_id in token_ids if token_id != tokenizer.unk_token_id]
         character_counts = _count_characters(compared_text)

@@ -97,7 +97,7 @@ def _are_tool_results_learned(render_messages: RenderFn, turns: list[Message], a
         return False
     result_placeholder = make_unused_word(turns)
     turns = [{**turn, "content": result_placeholder} if turn["role"] == "tool" else turn for turn in turns]
-    with suppress(TemplateError):  # ignore a template that fails because a tool result is not JSON
+    with suppress(TemplateError):  # a template may fail because the placeholder of a tool result is not JSON
         rendered_text = render_messages(turns, False)
         spans = _find_turn_spans(render_messages, turns, rendered_text, added_tokens)
         return any(result_placeholder in rendered_text[start:end] for start, end in spans or ())
@@ -132,7 +132,7 @@ def _extend_to_end_token(
     if has_end_token and not has_generation_tags:
         return span
     end_token_start = end
-    if has_generation_tags and not has_end_token:  # the span includes whitespace between a tag and the end token
+    if has_generation_tags and not has_end_token:  # skip whitespace between the span and the end token
         end_token_start = len(rendered_text) - len(rendered_text[end:].lstrip())
     following_end_tokens = (text for text in end_token_texts if rendered_text.startswith(text, end_token_start))
     return start, next((end_token_start + len(text) for text in following_end_tokens), end)
@@ -147,7 +147,7 @@ def _decode_end_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, 
 def _make_missing_turns_error(turns: list[Message], location: str) -> DataError:
     """Return the error to raise if the assistant's turns cannot be located in the rendering."""
     first_role = next(turn["role"] for turn in turns if turn["role"] not in {"system", "developer"})
-    if first_role == "assistant":  # several chat templates leave out an assistant turn before the first user turn
+    if first_role == "assistant":  # skip the row: some templates leave out an assistant turn before the first user turn
         return SkippedRow(location, "that begins with the assistant, in a way that the chat template hides")
     return DataError(
         f"{location}: the assistant's turns cannot be found in what the chat template renders, which reorders turns, "

@@ -29,7 +29,7 @@ from cosmos_core.run.files import apply_umask, read_json, remove_temporary_files
 logger = logging.getLogger(__name__)
 
 _TEXT_CACHE_VERSION, _MEDIA_CACHE_VERSION = 2, 3  # increase a version to invalidate the cached texts or media
-_LEFTOVER_AGE_SECONDS = 3600  # age from which a temporary file counts as left by a killed process
+_LEFTOVER_AGE_SECONDS = 3600  # age at which a temporary file counts as left by a killed process, and is removed
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
 EncoderOutput = dict[str, Tensor]

@@ -88,7 +88,7 @@ def decode_media(media_content: MediaContent, frame_settings: FrameSettings, cli
 
 
 def _convert_decoder_error(media_content: MediaContent, error: Exception) -> Exception:
-    # FFmpeg reports EIO also for a Matroska file that ends within its header, and ENOMEM for a damaged size.
+    # FFmpeg reports EIO and ENOMEM also for damage in a file, such as a truncated Matroska header or a wrong size.
     if type(error).__module__.startswith("av.") and getattr(error, "errno", None) in {errno.EIO, errno.ENOMEM}:
         media_content.digest()  # read the file again: this raises OSError if the disk is at fault
         return DataError("it cannot be decoded: it is damaged or cut off")
@@ -104,7 +104,7 @@ def is_upscaled(media_content: MediaContent, frame_settings: FrameSettings) -> b
         return False
     with pillow.open(BytesIO(media_content.read())) as image:
         width, height = image.size
-        if image.getexif().get(Base.Orientation) in range(5, 9):  # these EXIF orientations swap the image's sides
+        if image.getexif().get(Base.Orientation) in range(5, 9):  # EXIF orientations 5 to 8 swap width and height
             width, height = height, width
     return any(map(int.__lt__, (height, width), frame_settings.target_size(height, width)))
 
@@ -192,7 +192,7 @@ def _count_frames(media_content: MediaContent) -> int:
                 packet_seconds = float(packet.duration * packet.time_base) if packet.duration else frame_seconds
                 end_seconds = max(end_seconds, packet_start_seconds + packet_seconds)
     min_end_seconds = header_seconds - 0.75 * frame_seconds
-    if num_header_frames:  # compare times too: the header's number of frames includes frames that players skip
+    if num_header_frames:  # also compare durations, because the header counts frames that players skip
         is_truncated = num_shown_frames < num_header_frames and end_seconds < min_end_seconds
     else:
         min_end_seconds = min(_MIN_READABLE_FRACTION * header_seconds, min_end_seconds)

@@ -131,12 +131,12 @@ def read_conversation(
         num_turns = len(prompt_turns)  # find the overlap: the response may begin with the prompt or its last turns
         overlap_starts = (i for i in range(num_turns) if prompt_turns[i:] == response_turns[: num_turns - i])
         overlap_start = next(overlap_starts, num_turns)
-        if not isinstance(decode_conversation(row[pair_columns[0]]), str):  # do not learn turns of the prompt column
+        if not isinstance(decode_conversation(row[pair_columns[0]]), str):  # do not learn assistant turns of the prompt
             prompt_turns = mask_assistant_turns(prompt_turns)
         turns = prompt_turns + response_turns[num_turns - overlap_start :]
         return add_system_turn(turns, read_system_prompt(row) or system_prompt)
     remedy = "set train.train_policy.prompt_column_name and response_column_name"
-    if not _has_response_column(row):  # one column may hold the conversation
+    if not _has_response_column(row):  # suggest also the setting for one column, which may hold prompt and response
         remedy += ", or conversation_column_name for one column of turns or of plain text"
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
@@ -218,7 +218,7 @@ def _extract_prompt(turns: list[Message], reference_response: str | None, locati
 
 def _read_reference_response(row: Row, column: str, location: str) -> str | None:
     column = column or find_column(row, REFERENCE_COLUMNS)
-    reward_model = None if column else row.get("reward_model")  # verl's column of reference answers
+    reward_model = None if column else row.get("reward_model")  # verl stores reference answers in `reward_model`
     cell = row[column] if column else reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if cell is None:
         return None

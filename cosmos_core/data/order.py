@@ -76,7 +76,7 @@ def mixture_or_num_rows(rows: Any) -> int | Mixture:
     return getattr(rows, "mixture", None) or len(rows)
 
 
-@lru_cache(maxsize=4)  # caches two epochs of prompts and two of supervised rows
+@lru_cache(maxsize=4)  # called for every row, so keep the order of two epochs of prompts and two of supervised rows
 def epoch_order(seed: int, epoch: int, rows: int | Mixture, shuffle: bool) -> np.ndarray:
     """Return the row numbers of one epoch in training order, int64, read-only (see `Mixture.epoch_order`)."""
     if isinstance(rows, Mixture):

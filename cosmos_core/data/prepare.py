@@ -89,7 +89,8 @@ def tokenise(stage: Stage) -> Outcome:
         logger.warning("%s", lost_text_notice)
     num_rows_done, cleaning_metrics = 0, dict[str, float]()
     with replace_folder(stage.path / "data") as data_folder:
-        if stage.recipe.train.train_policy.clean is not None:  # the schema allows `clean` with one data set only
+        # Clean the only source of training rows: the schema allows `clean` with one data set only.
+        if stage.recipe.train.train_policy.clean is not None:
             held_out_sets = [source.rows for source in splits.get(VALIDATION_SPLIT, ())]
             dataset_loader, train_source = _make_dataset_loader(stage, stage.recipe), splits[TRAIN_SPLIT][0]
             cleaning_result = clean_training_rows(stage, train_source.rows, held_out_sets, data_folder, dataset_loader)
@@ -178,7 +179,7 @@ def _write_split(
             if stage.stop_requested:
                 progress_text = f"{num_rows_done} of {total_rows} rows"
                 raise Preempted(f"stopped after {progress_text} were tokenised; preparing starts anew")
-    # Remove the file of the split HELD_OUT_SEQUENCES_SPLIT if no held-out prompt has a response.
+    # Remove the file of the split HELD_OUT_SEQUENCES_SPLIT if it is empty, because no held-out prompt has a response.
     if split_path.stem == HELD_OUT_SEQUENCES_SPLIT and not split_counts.num_rows:
         split_path.unlink()
     elif split_path.stem != HELD_OUT_SEQUENCES_SPLIT:
@@ -328,7 +329,7 @@ def _tokenise_rows(stage: Stage, row_spec: RecordSpec, rows: Rows) -> Generator[
         yield from map(partial(convert_rows, _load_tokenizer(model, policy_config), row_spec), row_chunks)
         return
     convert_chunk = partial(_convert_in_worker, model, policy_config, row_spec)
-    spawn_context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    spawn_context = multiprocessing.get_context("spawn")  # a forked process could wait forever for a lock of a thread
     process_pool = ProcessPoolExecutor(num_workers, spawn_context, initialise_process)
     pending_futures = deque(process_pool.submit(convert_chunk, chunk) for chunk in islice(row_chunks, 2 * num_workers))
     try:

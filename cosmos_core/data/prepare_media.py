@@ -126,7 +126,8 @@ def open_encoders(stage: Stage) -> Encoders:
     for image_size in [size, *(list_bucket_sizes(size, model.size_multiple) if has_buckets else ())]:
         model.latent_shape(*image_size)
     for component_name in model.text_components:
-        model.folder.component_class(component_name)  # raises ModelError if the pipeline lacks the component
+        # Check that the pipeline has the component: `component_class` raises ModelError if it is missing.
+        model.folder.component_class(component_name)
     model_folder = model.folder.path
     weights_digest = shared_digest_cache(stage.run_path.parent).digest_files(
         model_folder, list_model_files(model_folder, policy.modality.encoder_files)
@@ -212,7 +213,7 @@ class _SplitEncoder:
         limit_description = f"policy.diffusers.max_prompt_length = {max_length}"
         if tokenizer_name in model_folder.components:
             tokenizer = model_folder.load(tokenizer_name)
-        else:  # this is Stable Diffusion 3 without T5: the CLIP encoders have a fixed maximum length
+        else:  # Stable Diffusion 3 without T5 has only CLIP encoders, whose maximum length is fixed
             tokenizer = model_folder.load("tokenizer")
             max_length = tokenizer.model_max_length
             limit_description = f"the {max_length} of the pipeline's text encoders"

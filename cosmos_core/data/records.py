@@ -187,7 +187,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
     if row_spec.pass_rates is not None:
         rate_key = record.values[list(row_spec.row_kind.columns).index("prompt_text")]
         rate_source = "dataset.pass_rates"
-        if record.counts.get("images"):  # prompts with equal texts can show different images
+        # Refuse images, because pass rates are stored by prompt text, and prompts of equal text may differ in images.
+        if record.counts.get("images"):
             problem = f"{rate_source} are by the text of prompts without images"
             raise DataError(f"{location}: {problem}; use a column pass_rate")
     if rate_key not in pass_rates_by_key:
@@ -195,7 +196,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
         raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
     raw_pass_rate = pass_rates_by_key[rate_key]
     try:
-        is_rate_unknown = raw_pass_rate is None or not str(raw_pass_rate).strip()  # CSV writes null as a blank text
+        # A blank pass rate is unknown, because CSV files store null as blank text.
+        is_rate_unknown = raw_pass_rate is None or not str(raw_pass_rate).strip()
         pass_rate = None if is_rate_unknown else float(raw_pass_rate)
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None

@@ -27,7 +27,7 @@ def find_spans_by_prefixes(render_fn: RenderFn, messages: list[Message], rendere
         try:
             text_before = render_fn(messages[:i], True)
             text_through_turn = rendered_text if i + 1 == len(messages) else render_fn(messages[: i + 1], False)
-        except TemplateError:  # some templates refuse a part of a conversation, e.g. without a user turn
+        except TemplateError:  # return None: some templates refuse a part of a conversation, e.g. without a user turn
             return None
         if not (text_through_turn.startswith(text_before) and rendered_text.startswith(text_through_turn)):
             return None
@@ -50,7 +50,7 @@ def find_spans_by_placeholders(
         text = "".join("".join(get_turn_texts(messages[i])).rpartition("</think>")[:2]) * keeps_reasoning + placeholder
         is_string = isinstance(messages[i]["content"], str)
         placeholder_messages[i] = {**messages[i], "content": text if is_string else [{"type": "text", "text": text}]}
-        placeholder_messages[i].pop("tool_calls", None)  # the placeholder also replaces tool calls
+        placeholder_messages[i].pop("tool_calls", None)  # the placeholder replaces the turn's text and tool calls
     messages_up_to_last_turn = placeholder_messages[: turn_indices[-1] + 1]
     try:
         template_texts = _split_at_words(render_fn(placeholder_messages, False), placeholders)
@@ -124,7 +124,7 @@ def _find_generation_prompt(render_fn: RenderFn, preceding_messages: list[Messag
     except TemplateError:
         if any(turn["role"] == "user" for turn in preceding_messages):
             raise
-        # Templates refuse an empty conversation, and some need a user turn, so render an arbitrary user turn before.
+        # Templates refuse an empty conversation, and some need a user turn, so add an arbitrary user turn.
         preceding_messages = [*preceding_messages, {"role": "user", "content": make_unused_word(preceding_messages)}]
         text_without_prompt, text_with_prompt = (render_fn(preceding_messages, flag) for flag in (False, True))
     if not text_with_prompt.startswith(text_without_prompt):
@@ -147,7 +147,7 @@ def _split_at_generation_prompt(
     complete_prompt_text = last_turn_text + turn_end + generation_prompt
     if complete_prompt_text in template_text:
         return template_text[: template_text.rfind(complete_prompt_text) + len(complete_prompt_text)], ""
-    # Search only after the user's text, because that text may contain the generation prompt.
+    # Search for the generation prompt only after the user's text, because a user may have written the same characters.
     preceding_text = next((text for text in (last_turn_text + turn_end, last_turn_text) if text in template_text), None)
     if preceding_text is None or not generation_prompt:
         return template_text, ""

@@ -56,7 +56,7 @@ class _ProcessLimits:
             signal.setitimer(signal.ITIMER_REAL, interval_seconds, interval_seconds)
 
     def _raise_if_late(self, signal_number: int, stack_frame: FrameType | None) -> None:
-        if time.monotonic() >= self.deadline:  # raise at each signal, since a destructor may ignore the error
+        if time.monotonic() >= self.deadline:  # raise at each timer signal, since a destructor may ignore one error
             raise _TimeLimitExceeded
 
     def measure_size_bytes(self) -> int:

@@ -116,7 +116,7 @@ def _expand_images(
     )
 
     mask, image_mask = np.zeros(len(ids), dtype=bool), np.zeros(len(ids), dtype=bool)
-    # A processor that writes an image's tokens itself, such as that of Idefics2, may not return where they are.
+    # Refuse a processor that writes image tokens without returning their positions, such as that of Idefics2.
     if learned_spans and token_end_offsets.max(initial=0) > _map_to_expanded_text(len(rendered_text), image_spans):
         problem = f"{type(processor).__name__} does not return where it writes the tokens of an image"
         raise ModelError(f"{location}: {problem}, so what is learned cannot be found; take a model of another family")
@@ -142,7 +142,7 @@ def _find_image_spans(
         text_replacements = processor_output["text_replacement_offsets"][0]
         return [(tuple(each["span"]), tuple(each["new_span"])) for each in text_replacements]
     bos_token = processor.tokenizer.bos_token
-    # A processor that inserts a BOS token before the text shifts all offsets of tokens.
+    # Refuse a text without a BOS token: a processor that inserts the token would shift the offsets of all tokens.
     if bos_token and bos_token not in rendered_text:
         raise DataError(f"{location}: the chat template does not write {bos_token!r}, which the processor wants")
     placeholder_matches = re.finditer(re.escape(image_token_text(processor)), rendered_text)

@@ -63,7 +63,7 @@ def _open_hf_model(stage: Stage) -> Any:
 
     evaluate_config, revision = stage.recipe.evaluate, stage.recipe.policy.model_revision
     auto_class, model_class = select_auto_class(load_config(stage.model, revision)), HFLM
-    if auto_class is not AutoModelForCausalLM:  # by itself, HFLM does not load vision-language models
+    if auto_class is not AutoModelForCausalLM:  # set the class of a vision-language model: HFLM alone does not load it
         model_class = type(HFLM.__name__, (HFLM,), {"AUTO_MODEL_CLASS": auto_class})
     return model_class(
         pretrained=stage.model, revision=revision or "main",

@@ -21,7 +21,7 @@ def read_prompt_sets(config: EvaluateConfig) -> dict[str, list[Prompt]]:
     Raise `DataError` if a set is missing or empty, or one of its rows has no prompt."""
     try:
         return {name: _read_prompt_set(location, config.limit) for name, location in config.prompt_sets.items()}
-    except DataError as error:  # replace the names of data set settings in the message
+    except DataError as error:  # replace names of data set settings, which prompt sets do not have, in the message
         error_text = str(error).partition(f"; set {_CONFIG_KEY}.split")[0].replace(f"{_CONFIG_KEY}.name", _CONFIG_KEY)
         raise DataError(error_text.replace(f"{_CONFIG_KEY}.split =", f"{_CONFIG_KEY}: the split is")) from error
 

@@ -106,7 +106,8 @@ def _save_work_pool(prefect_client: Any, pool: WorkPool) -> str:
     try:
         existing_pool = prefect_client.read_work_pool(pool.name)
     except ObjectNotFound:
-        if not job_template and pool.type != WorkPool.type:  # every Prefect server knows the pool type `process`
+        if not job_template and pool.type != WorkPool.type:
+            # Check only other types than `process`, because every Prefect server knows the type `process`.
             _check_pool_type(prefect_client, pool)
         pool_settings = {"concurrency_limit": run_limit} | ({"base_job_template": job_template} if job_template else {})
         prefect_client.create_work_pool(WorkPoolCreate(name=pool.name, type=pool.type, **pool_settings))
@@ -139,7 +140,7 @@ def _make_crash_automation() -> Any:
         description=f"After {_MAX_MISSED_HEARTBEATS} heartbeats that did not come: its process or its machine is gone.",
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},  # type: ignore[arg-type]
-            # Require the tag, because other flow runs may send heartbeats only every 180 s.
+            # Require the tag `cosmos`, because flow runs of other projects may send heartbeats only every 180 s.
             match_related={"prefect.resource.id": "prefect.tag.cosmos"},  # type: ignore[arg-type]
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.heartbeat", *heartbeat_end_events},

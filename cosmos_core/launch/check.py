@@ -118,7 +118,7 @@ def check_first_rows(pipeline: Pipeline) -> None:
             run_check(pipeline, stage, _QUICK_CHECK_PROGRAM, data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
-        except StageFailed:  # ignore a crash of the check, which shows no error in the rows
+        except StageFailed:  # ignore a crash of the check, because it does not mean that the rows are wrong
             continue
 
 

@@ -88,7 +88,7 @@ def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Ite
         removed_run_ids.append(decision.path.name)
         yield decision
     _move_unused_downloads(output_dir, trash_folder)
-    for folder in trash_folder.iterdir():  # also remove runs that an earlier, killed call has moved here
+    for folder in trash_folder.iterdir():  # also remove runs that an earlier, killed call left in the trash folder
         shutil.rmtree(folder, ignore_errors=True)
     _remove_shared_entries(output_dir, set(removed_run_ids))
 
@@ -192,7 +192,8 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
         run_settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
         for path in [path for path in run_paths if path not in reasons_to_keep]:
             prefixes = {f"{path}/", f"{path.resolve()}/"}
-            path_variants = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}  # paths are escaped in JSON
+            # Search also for the path with JSON's escape sequences, because manifests are JSON files.
+            path_variants = prefixes | {json.dumps(prefix)[1:-1] for prefix in prefixes}
             if any(escaped_prefix in run_settings_text for escaped_prefix in path_variants):
                 reasons_to_keep[path] = f"run {kept_run_path.name} refers to it"
                 unvisited_run_paths.append(path)

@@ -45,7 +45,7 @@ def reap(output_dir: Path) -> Iterator[str]:
             if is_heartbeat_recent and launcher_host and launcher_host != socket.gethostname():
                 yield f"{run_path.name}/{stage_path.name}: runs on {launcher_host}; reap there what is left of it"
                 if lock_holder is not None and lock_holder.launcher_host == launcher_host:
-                    # Keep its state: the flow may run on that machine, as not all file systems share locks.
+                    # Keep the run's state: its flow may live on `launcher_host`, whose locks this machine may not see.
                     abandoned_run_ids.discard(run_path.name)
                 continue
             worker.reap_attempt(stage_path)

@@ -99,7 +99,7 @@ def _claim_prefect_home(folder: Path) -> tuple[Path, FileLock]:
         except PermissionError:
             if not prefect_home.is_dir():
                 raise
-            continue  # skip the folder of another user
+            continue  # skip the folder of another user, in which this process may not open the lock
         if prefect_home_lock.try_acquire():
             return prefect_home, prefect_home_lock
         prefect_home_lock.release()
@@ -215,7 +215,7 @@ class _ServerProcess:
         if self._watcher_thread.is_alive():
             self._watcher_thread.join()
         if self._child is not None:
-            self._child.kill()  # no grace period: the run directory has the same information
+            self._child.kill()  # kill it without a grace period, because the run directory has the same information
 
     def _start_child(self) -> SupervisedProcess:
         server_command = [*make_python_command(), "-m", "cosmos_core.launch.prefect", "server", "start"]

@@ -58,6 +58,7 @@ def _fetch_health(url: str, token: str) -> dict[str, Any]:
         for name, reward_name, value in _REWARD_METRIC_PATTERN.findall(metrics_response.text):
             health["rewards"].setdefault(reward_name, {})[name] = float(value)
         for _, status, count in _RESPONSE_METRIC_PATTERN.findall(metrics_response.text):
-            if status not in {"200", "400"}:  # not refused: 400 means that scores are not ready yet
+            if status not in {"200", "400"}:
+                # Count all other statuses as refused requests; 400 only means that the scores are not ready yet.
                 health["refused"][status] = health["refused"].get(status, 0.0) + float(count)
     return health

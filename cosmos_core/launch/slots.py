@@ -17,7 +17,8 @@ def make_branch_semaphores(pipeline: Pipeline) -> dict[str, threading.Semaphore]
         if sweep_stage.sweep is None:
             continue
         stage_names = [name for sweep_branch in sweep_stage.sweep.branches for name in sweep_branch.stages]
-        if sweep_stage.sweep.max_parallel is None:  # ignore stages that a work pool limits
+        if sweep_stage.sweep.max_parallel is None:
+            # By default, stages on this machine run one at a time; the work pool limits the stages that run on it.
             stage_names = [name for name in stage_names if not pipeline.stage(name).work_pool]
         semaphore_by_stage |= dict.fromkeys(stage_names, threading.Semaphore(sweep_stage.sweep.max_parallel or 1))
     return semaphore_by_stage

@@ -23,7 +23,7 @@ import time
 from cosmos_core.parent import adopt_orphans, kill_with_parent
 
 _POLL_SECONDS = 0.05
-_ORPHAN_GRACE_SECONDS = 10.0  # maximum grace period after the launcher has ended, because a retry needs the GPUs
+_ORPHAN_GRACE_SECONDS = 10.0  # seconds in which the command must end after its launcher, because a retry needs the GPUs
 
 
 class Supervisor:
@@ -45,7 +45,7 @@ class Supervisor:
             if self.child is not None:
                 self.child.send_signal(signal_number)
 
-        # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job, and the worker handles these signals.
+        # Forward SIGUSR1 and SIGUSR2, which schedulers send before they end a job, because the worker handles them.
         for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signal_number, forward_signal)
         supervisor_pid = os.getpid()
@@ -55,7 +55,8 @@ class Supervisor:
         )
         from cosmos_core.launch.processes import ATTEMPT_VARIABLE, kill_attempt, kill_descendants, remove_scratch_folder
 
-        if self.kill_deadline is not None:  # a stop was requested before the command had started
+        if self.kill_deadline is not None:
+            # Terminate the command now, because a stop was requested before it had started.
             self.child.terminate()
         while self.child.poll() is None:
             self._watch_pipe()
@@ -92,7 +93,7 @@ class Supervisor:
             return
         if pipe_content := os.read(self.pipe_descriptor, 4096):
             self.grace_seconds = float(pipe_content.split()[-1])
-            if self.kill_deadline is not None:  # apply a grace period that arrives after SIGTERM
+            if self.kill_deadline is not None:  # also apply a grace period that the launcher sends after SIGTERM
                 self.kill_deadline = time.monotonic() + self.grace_seconds
         else:
             self.is_orphaned = True

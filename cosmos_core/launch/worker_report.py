@@ -34,7 +34,8 @@ has no process, and if its process may be on another host."""
 
 def start_machine_reports(pool_name: str) -> None:
     """Start the thread that reports the properties of this machine, on which a worker of a work pool runs."""
-    from prefect.client.orchestration import get_client  # two threads must not import Prefect at once
+    # Import Prefect in the calling thread, because two threads must not import it at the same time.
+    from prefect.client.orchestration import get_client
 
     def report_periodically() -> None:
         first_seen_times: dict[UUID, float] = {}
@@ -106,7 +107,7 @@ def max_seconds_without_process(pid: str, worker_hosts: Collection[str]) -> floa
 def read_recent_reports(prefect_client: Any) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each report of the last five minutes, with the seconds by which its machine is ahead of the server."""
     request_body: dict[str, Any] = {"variables": {"name": {"like_": REPORT_VARIABLE_PREFIX}}, "offset": 0}
-    # One response of the server has at most 200 variables.
+    # Read page by page, because one response of the server has at most 200 variables.
     while variables := prefect_client.request("POST", "/variables/filter", json=request_body).json():
         request_body |= {"offset": request_body["offset"] + len(variables)}
         for variable in (each for each in variables if each["name"].startswith(REPORT_VARIABLE_PREFIX)):
@@ -133,7 +134,8 @@ def read_free_bytes(folder: Path) -> int:
 
 
 def _list_missing_folders(prefect_client: Any, pool_name: str) -> list[str]:
-    if prefect_client.read_work_pool(pool_name).type != "process":  # only these flow runs use folders of this machine
+    if prefect_client.read_work_pool(pool_name).type != "process":
+        # Only flow runs of a pool of type `process` use folders of this machine, so other pools lack none.
         return []
     missing_folders = set[str]()
     for deployment in [each for each in prefect_client.read_deployments() if each.work_pool_name == pool_name]:

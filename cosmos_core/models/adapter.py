@@ -83,7 +83,7 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
     Raise ModelError if they are missing or damaged, or belong to another model or adapter."""
     file = _resolve_adapter_folder(lora_config) / "adapter_model.safetensors"
     if not file.exists() and (cosmos_rl_file := file.with_name("model.safetensors")).exists():
-        file = cosmos_rl_file  # Cosmos-RL gives adapters of diffusion models this name
+        file = cosmos_rl_file  # Cosmos-RL saves adapters of diffusion models as model.safetensors
     try:
         saved_tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -92,7 +92,7 @@ def load_adapter_weights(model: PreTrainedModel, lora_config: LoraConfig) -> Non
         raise ModelError(f"{_LORA_PATH_KEY}: {file} cannot be read: {error}; {remedy}") from error
     model_tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     saved_names = {name.removeprefix(PEFT_PREFIX) for name in saved_tensors}
-    if saved_names != model_tensors.keys():  # tensor names of older transformers
+    if saved_names != model_tensors.keys():  # convert the tensor names of an adapter that an older transformers saved
         problem = f"{_LORA_PATH_KEY}: {file} does not fit {type(model).__name__}"
         with convert_errors(lambda e: ModelError(f"{problem}: {str(e)[:200]}; it is of another model or damaged")):
             saved_tensors = convert_peft_adapter_state_dict_for_transformers(model, peft.LoraConfig(), saved_tensors)
@@ -128,7 +128,7 @@ def _read_adapter_settings(adapter_folder: Path) -> dict[str, Any]:
 
 def _resolve_adapter_folder(lora_config: LoraConfig) -> Path:
     assert lora_config.lora_path is not None
-    return Path(os.path.expanduser(lora_config.lora_path))  # Path.expanduser fails for an unknown user
+    return Path(os.path.expanduser(lora_config.lora_path))  # Path.expanduser would fail for an unknown user
 
 
 def _normalise_setting(setting_value: Any) -> Any:

@@ -20,7 +20,7 @@ from cosmos_core.parallel.mesh import Mesh
 
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a model in training mode has dropout, or has routers that choose experts at random."""
-    # Attributes are read, because some model families call `nn.functional.dropout` instead of an `nn.Dropout` module.
+    # Look for dropout rates in attributes, because some model families call `nn.functional.dropout` without a module.
     return any(
         isinstance(value, float)
         and value > 0

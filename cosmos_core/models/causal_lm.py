@@ -186,7 +186,8 @@ class CausalLM(ModelAdapter):
         scored_indices_by_row = [np.add(*pair) for pair in zip(rows.row_start_indices, trained_positions, strict=True)]
         inputs = to_device(rows.inputs, device)
         if not (self._packs_rows or (self.mesh and self.mesh.pp)):
-            del inputs["position_ids"]  # the model computes positions itself, which may be 2-D or begin above 0
+            # Let the model compute positions, because those of some model families are 2-D or begin above 0.
+            del inputs["position_ids"]
         if collated_samples[0].images:
             for name, tensor in self.image_reader.make_image_inputs(collated_samples, rows.inputs["input_ids"]).items():
                 inputs[name] = tensor.to(device, self.model.dtype if tensor.is_floating_point() else None)

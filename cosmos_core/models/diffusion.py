@@ -99,7 +99,7 @@ class DiffusionModel:
         float32 table, that table is returned.
         """
         if self.schedule == "karras":
-            # Without a sigma range, 1 is used: the computed levels then differ, and the scheduler's table is returned.
+            # Use 1 if the scheduler has no sigma range: the computed levels then differ, so its own table is returned.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
             computed_sigmas_N = flow.karras_schedule(num_steps, max_sigma=max_sigma, min_sigma=min_sigma)
         else:

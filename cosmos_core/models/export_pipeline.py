@@ -49,7 +49,8 @@ def export_pipeline(
             denoiser_folder = staging_folder / family.denoiser_name
             denoiser_folder.mkdir(exist_ok=True)
             denoiser_config = json.loads(model.to_json_string())
-            denoiser_config.pop("_name_or_path", None)  # `_name_or_path` is a local folder, which differs between runs
+            # Leave out `_name_or_path`, a local folder, because it would make the exports of equal runs differ.
+            denoiser_config.pop("_name_or_path", None)
             write_json(denoiser_folder / model.config_name, denoiser_config)
             save_torch_state_dict(
                 export_state_dict(model, dtype), denoiser_folder, filename_pattern=_WEIGHTS_FILE_PATTERN,

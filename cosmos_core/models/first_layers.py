@@ -60,7 +60,8 @@ def truncate_config(config: PretrainedConfig, first_layers: FirstLayers | None) 
         text_config = config.get_text_config()
         text_config.num_hidden_layers = first_layers.num_first_layers
         for name, value in list(vars(text_config).items()):
-            if isinstance(value, list) and len(value) == first_layers.num_layers:  # truncate lists of values per layer
+            # Truncate a list with one value per layer, because the model now has fewer layers.
+            if isinstance(value, list) and len(value) == first_layers.num_layers:
                 setattr(text_config, name, value[: first_layers.num_first_layers])
     return config
 

@@ -38,8 +38,8 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
         )
     if not keys and policy.lora is None:
         return
-    # transformers lets embeddings require gradients for gradient checkpointing; non-reentrant checkpoints need none.
-    # Without gradients of the embeddings, the backward pass ends at the first trained layer.
+    # transformers lets embeddings require gradients, which only reentrant gradient checkpointing needs. Without
+    # gradients of the embeddings, the backward pass ends at the first trained layer.
     if isinstance(model, PreTrainedModel):
         model.disable_input_require_grads()
     if policy.lora is not None:
@@ -61,10 +61,12 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
 
 
 def _set_requires_grad(model: nn.Module, key: str, name_or_pattern: str, name_regex: str, is_trained: bool) -> None:
-    parameter_by_name = dict(model.named_parameters(remove_duplicate=False))  # has every name of a tied weight
+    # With `remove_duplicate=False`, a tied weight is listed under all its names, so that patterns match any of them.
+    parameter_by_name = dict(model.named_parameters(remove_duplicate=False))
     matching_parameters = [parameter for name, parameter in parameter_by_name.items() if re.search(name_regex, name)]
     if not matching_parameters:
-        name_prefixes = {re.split(r"\.\d+\.", name)[0] for name in parameter_by_name}  # end at the layer number
+        # Suggest names only up to the layer number, because the rest repeats in every layer.
+        name_prefixes = {re.split(r"\.\d+\.", name)[0] for name in parameter_by_name}
         suggestion = suggest_names(name_or_pattern, sorted(name_prefixes))
         raise ConfigError(f"{key}: {name_or_pattern!r} matches no weight{suggestion}")
     if is_trained and not all(parameter.is_floating_point() for parameter in matching_parameters):

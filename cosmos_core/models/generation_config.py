@@ -81,7 +81,8 @@ def _try_build_generation_config(generation_settings: Mapping[str, Any]) -> Gene
     """Return a generation config with these settings; None if transformers cannot load or write the settings."""
     try:
         config = GenerationConfig.from_dict(dict(generation_settings))
-        GenerationConfig.from_dict(config.to_dict())  # transformers converts it like this when it loads a model
+        # Try the conversion that transformers makes at each load of a model, because it fails for some settings.
+        GenerationConfig.from_dict(config.to_dict())
         config.to_json_string()
         eos_token_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id or 0]
     except Exception:  # noqa: BLE001 - a value of a wrong type may raise any error

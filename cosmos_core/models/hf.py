@@ -115,7 +115,8 @@ def load_model(
     config = load_config(model, revision)
     check_weights(model)
     with torch.device("meta"), meta_device_safe_creation_ops():
-        _build_empty_model(config, model, dtype)  # raises the same errors for config.json as `init_on_meta`
+        # Build an empty model first, because this raises the same errors for a wrong config.json as `init_on_meta`.
+        _build_empty_model(config, model, dtype)
     cls = find_model_class(config)
     if generation_config := load_generation_config(model, revision):
         load_options["generation_config"] = generation_config

@@ -71,7 +71,7 @@ def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bo
     """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
     numbers as an fp8 GPU in higher precision, slowly."""
     float8: Any = importlib.import_module("torchao.float8")
-    # Inner dimensions are padded: fp8 products need multiples of 16, micro-batches have any number of tokens.
+    # Pad inner dimensions, because fp8 products need multiples of 16, and micro-batches have any number of tokens.
     config = float8.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)
     config = replace(config, pad_inner_dim=True, emulate=emulate)
     block_class_names = tuple(model._no_split_modules or ())
@@ -121,7 +121,7 @@ def autocast_experts(experts: Any, hidden_states: Tensor, *routing_arguments: Te
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
     dtype = torch.get_autocast_dtype(device_type)
     autocast_weights = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
-    experts.__dict__.update(autocast_weights)  # attributes with cast weights take precedence over the parameters
+    experts.__dict__.update(autocast_weights)  # entries of `__dict__` precede parameters, so experts use cast weights
     try:
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
     finally:

@@ -149,8 +149,9 @@ def merge_adapter(model: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for layer in layers:
-                layer.merge(safe_merge=True)  # safe_merge writes to a new tensor instead of the base weights
-        # `revert_weight_conversion` of transformers gets parameters by the names that they have without an adapter.
+                # Use `safe_merge`, which writes to new tensors, so that the base weights can be restored.
+                layer.merge(safe_merge=True)
+        # Replace `get_parameter`, because `revert_weight_conversion` of transformers uses names without the adapter.
         vars(model)["get_parameter"] = lambda name: merged_state_dict(model)[name]
         yield
     finally:
@@ -241,7 +242,7 @@ def _build_peft_config(model: Any, lora_config: LoraConfig, should_tie_weights: 
         rank = rank_pattern.get(get_pattern_key(list(rank_pattern), name), lora_config.r)
         alpha = alpha_pattern.get(get_pattern_key(list(alpha_pattern), name), lora_config.lora_alpha)
         rank_overrides[f".*{re.escape(name)}"], alpha_overrides[f".*{re.escape(name)}"] = 2 * rank, alpha_factor * alpha
-    config_class: Any = peft.LoraConfig  # PEFT's own type annotations are too narrow
+    config_class: Any = peft.LoraConfig  # use `Any`, because PEFT's type annotations are too narrow for these arguments
     return config_class(
         task_type="CAUSAL_LM" if isinstance(model, PreTrainedModel) else None,
         r=lora_config.r,
@@ -255,7 +256,7 @@ def _build_peft_config(model: Any, lora_config: LoraConfig, should_tie_weights: 
         ensure_weight_tying=should_tie_weights,
         alpha_pattern=alpha_overrides | alpha_pattern,
         rank_pattern=rank_overrides | rank_pattern,
-        # True is the default initialisation. The meta device needs it, because PiSSA reads the values of weights.
+        # On the meta device use True, the default initialisation: others, such as PiSSA, read the values of weights.
         init_lora_weights=next(model.parameters()).is_meta or lora_config.init_lora_weights,
     )
 

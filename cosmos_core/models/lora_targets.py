@@ -51,7 +51,8 @@ class ExactTargetLora(peft.LoraModel):
 
     def __init__(self, model: nn.Module, config: Any, name: str) -> None:
         self._exact_target_names = config.target_modules, config.target_parameters
-        config.target_modules, config.target_parameters = [], None  # PEFT's constructor would translate names
+        # Hide the targets from PEFT's constructor, which would translate their names.
+        config.target_modules, config.target_parameters = [], None
         super().__init__(model, config, name)
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -146,7 +147,7 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
     config, rewritten_config = copy.deepcopy(config), copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(rewritten_config, model, None)
-    except ValueError:  # PEFT requires both gate and up projection for names that it treats as experts
+    except ValueError:  # raised if the names have only one of the gate and up projections of experts
         rewritten_config.target_modules = ()
     rewritten_targets = set(config.target_modules or ()) - set(rewritten_config.target_modules or ())
     if not rewritten_targets:
@@ -165,7 +166,8 @@ def make_portable_config(config: Any, model: nn.Module) -> Any:
             if (rank, lora_alpha) != (config.r, config.lora_alpha):
                 layer_pattern = f"{re.escape(name)}(\\.weight)?"
                 config.rank_pattern[layer_pattern], config.alpha_pattern[layer_pattern] = rank, lora_alpha
-    config.target_parameters, config.lora_dropout = parameter_names, 0.0  # PEFT refuses dropout for adapted parameters
+    # Set the dropout to 0, because PEFT refuses dropout for adapters of parameters.
+    config.target_parameters, config.lora_dropout = parameter_names, 0.0
     return config
 
 

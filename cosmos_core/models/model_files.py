@@ -34,7 +34,7 @@ def model_error(model: str, problem: str) -> ModelError:
 def locate_model(model: str, revision: str | None) -> tuple[Path | str, dict[str, Any]]:
     """Return the folder `model` and an empty dictionary if the folder exists, otherwise the Hub id `model` and the
     arguments to fetch its files; raise ModelError if `model` is neither."""
-    model_path = Path(os.path.expanduser(model))  # Path.expanduser fails for some invalid names
+    model_path = Path(os.path.expanduser(model))  # use os.path, because Path.expanduser fails for some invalid names
     if os.path.isdir(model_path):
         return model_path, {}
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or os.path.exists(model_path):
@@ -57,7 +57,7 @@ def translate_load_errors(component_name: str, model: str) -> AbstractContextMan
 def read_json(json_file: Path, model: str) -> dict[str, Any]:
     """Read the object in a JSON file of a model's folder; return an empty dictionary if the file is missing. Raise
     ModelError if it is damaged or has no object: later errors of libraries would name neither file nor cause."""
-    if not os.path.isfile(json_file):  # Path.is_file raises an error for names that are too long
+    if not os.path.isfile(json_file):  # use os.path, because Path.is_file fails for names that are too long
         return {}
     try:
         json_value = json.loads(json_file.read_text(encoding="utf-8"))

@@ -80,5 +80,5 @@ def _prepare_interpreter(parent_pid: int) -> None:
     """Prepare the new interpreter: it ends with its parent process, logs only warnings, and never uses the network."""
     kill_with_parent(parent_pid)
     configure_logging("WARNING")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which is imported later, reads the variable at import
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads the variable when it is imported, which happens later
     gc.disable()  # garbage collection is not needed in a short-lived process

@@ -239,7 +239,7 @@ def _per_sequence_attention(
     output_by_index: dict[int, Tensor] = {}
     for (padded_length, prompt_length), indices in indices_by_lengths.items():
         batched_qkv = [_pad_and_stack([slices[i] for i in indices], padded_length) for slices in split_states]
-        if prompt_length:  # prepend the keys and values of the shared prompts
+        if prompt_length:  # prepend keys and values of shared prompts, to which the sequences attend
             prompt_states = [torch.stack([slices[prompt_indices[i]] for i in indices]) for slices in split_states[1:]]
             batched_qkv[1:] = [torch.cat(pair, dim=2) for pair in zip(prompt_states, batched_qkv[1:], strict=True)]
         output_by_index |= zip(indices, attention_fn(*batched_qkv).unbind(0), strict=True)
@@ -319,7 +319,7 @@ def _is_packing_exact(
 
     def compute_outputs(id_rows: Sequence[Any], *, is_packed: bool) -> Tensor:
         probe_inputs = collate_rows(id_rows, 0, is_packed=is_packed).inputs
-        if not is_packed:  # the model computes positions itself, which may begin above 0
+        if not is_packed:  # let the model compute positions, which begin above 0 in some families
             del probe_inputs["position_ids"]
         return _compute_probe_outputs(model, root_modules, probe_inputs)
 
@@ -328,7 +328,7 @@ def _is_packing_exact(
         _set_attention_function(model, _PACKED_ATTENTION_NAMES[attention_name])
         try:
             packed_outputs = compute_outputs(id_rows, is_packed=True)
-        except (TypeError, ValueError, RuntimeError, AttributeError):  # a model family may refuse packed inputs
+        except (TypeError, ValueError, RuntimeError, AttributeError):  # the model family refuses packed inputs
             return False
     return is_close(packed_outputs, separate_outputs, dtype)
 

@@ -75,7 +75,7 @@ class PipelineRunner(MicroBatchRunner):
     def __init__(self, model: PreTrainedModel, config: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         assert mesh.pp is not None
         self._model, self._parallelism = model, mesh.parallelism
-        self._device = torch.device(mesh.dp.device_type)  # `model.device` may be the CPU (`fsdp_offload`)
+        self._device = torch.device(mesh.dp.device_type)  # with `fsdp_offload`, `model.device` would be the CPU
         self._pipeline_group, self._num_stages = mesh.pp.get_group(), num_stages(model, mesh.parallelism)
         self.root_modules: list[StageModule] = [
             StageModule(extract_pipeline_stage(model, i, mesh.parallelism), i, i == self._num_stages - 1, config, dtype)

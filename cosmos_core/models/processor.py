@@ -107,7 +107,8 @@ def _load_processor_without_video(cls: Any, model_source: str, load_options: dic
 
     overridden_methods = {
         "check_argument_for_proper_class": check_component,
-        "apply_chat_template": ProcessorMixin.apply_chat_template,  # SmolVLM's own method needs a video processor
+        # Use the method of the base class, because SmolVLM's own `apply_chat_template` needs a video processor.
+        "apply_chat_template": ProcessorMixin.apply_chat_template,
     }
     subclass: Any = type(cls.__name__, (cls,), overridden_methods)
     processor_settings, _ = cls.get_processor_dict(model_source, **load_options)

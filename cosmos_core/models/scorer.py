@@ -118,7 +118,8 @@ class LogprobScorer(nn.Module):
         chunk_size = max(1, max_chunk_bytes // (4 * self.vocab_size))
         chunk_scorer = _ChunkScorer(head, output_request, num_top_ids, num_token_ids, dtype, chunk_size)
         if loss_gradient_N is not None:
-            loss_gradient_N = loss_gradient_N.to(dtype)  # dtype in which `_ChunkedScoring.backward` compares gradients
+            # Convert to the dtype in which `_ChunkedScoring.backward` compares this gradient with that of autograd.
+            loss_gradient_N = loss_gradient_N.to(dtype)
         head_weights = head.trained_weights if torch.is_grad_enabled() else []
         outputs = _ChunkedScoring.apply(chunk_scorer, hidden_NH, labels_N, top_ids_NK, loss_gradient_N, *head_weights)
         return dict(zip(chunk_scorer.output_names, outputs, strict=True)) | auxiliary_loss
@@ -136,7 +137,8 @@ class LogprobScorer(nn.Module):
         """Return the last hidden states BTH, the input of the head or of the next pipeline stage."""
         return self.model.base_model(**_select_model_inputs(inputs), use_cache=False).last_hidden_state
 
-    probe_hidden_states = compute_hidden_states  # `apply_fsdp` registers this name as a forward method of FSDP
+    # `apply_fsdp` registers the name `probe_hidden_states` with FSDP, so that calls by this name gather the weights.
+    probe_hidden_states = compute_hidden_states
 
     @property
     def vocab_size(self) -> int:
@@ -168,11 +170,11 @@ class LogprobScorer(nn.Module):
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to logits."""
         config = self.model.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):  # models of the family Cohere multiply
+        if scale := getattr(config, "logit_scale", None):  # Cohere models multiply their logits by `logit_scale`
             logits_MV = logits_MV * scale
-        if scaling := getattr(config, "logits_scaling", None):  # models of the family Granite divide
+        if scaling := getattr(config, "logits_scaling", None):  # Granite models divide their logits by `logits_scaling`
             logits_MV = logits_MV / scaling
-        if soft_cap := getattr(config, "final_logit_softcapping", None):  # models of the family Gemma cap
+        if soft_cap := getattr(config, "final_logit_softcapping", None):  # Gemma models limit their logits to this cap
             logits_MV = torch.tanh(logits_MV / soft_cap) * soft_cap
         return logits_MV
 
@@ -185,7 +187,7 @@ class LogprobScorer(nn.Module):
         if is_without_weight_data(self.model):
             return True
         was_training = self.model.training
-        self.model.eval()  # disables dropout, which would change the logits
+        self.model.eval()  # disable dropout, which would change the logits
         token_ids = torch.arange(1, NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
         # The autocast cache is disabled, because a recomputation in a later pass would not find the cached casts.
         with _open_autocast(device, _autocast_dtype(device)):

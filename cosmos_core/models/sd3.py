@@ -39,7 +39,8 @@ class SD3(DiffusionModel):
     def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
         """Encode prompts to text inputs of the denoiser. Without a T5, its embeddings are zeros, as in the pipeline."""
         pipeline, prompt_list = self.pipeline, list(prompts)
-        if pipeline.transformer is None:  # the pipeline reads the size of T5 embeddings from its denoiser
+        # Put the config of the denoiser in its place, because the pipeline reads the size of T5 embeddings from it.
+        if pipeline.transformer is None:
             denoiser_config = self.folder.settings(self.denoiser_name)
             pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**denoiser_config))
         with self._working("text_encoder", "text_encoder_2", "text_encoder_3"):

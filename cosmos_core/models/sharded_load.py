@@ -166,7 +166,7 @@ def load_shards(model: PreTrainedModel) -> None:
         for tensor_group in loading_plan.tensor_groups:
             _read_tensor_group(tensor_group, target_tensors, model, loaded_tensors)
     except (ModelError, SafetensorError, OSError) as error:
-        if is_machine_error(error):  # lack of memory, a disk or network error: all ranks restart
+        if is_machine_error(error):  # all ranks restart after an error of memory, disk or network
             raise
         error_message = str(error)
     if error_message := first_error_of_ranks(error_message):
@@ -285,7 +285,8 @@ def _read_tensor_group(
         if _is_expert_stack(tensor_group):
             expert_rows = shard_bounds(next(iter(local_tensors.values()))[0])[0]
             tensors_by_pattern: dict[str, list[_FileTensor]] = {}
-            for file_tensor in file_tensors:  # the tensors of a pattern are in the order of the experts
+            # Group the tensors by pattern, because tensors with the same pattern are in the order of the experts.
+            for file_tensor in file_tensors:
                 tensors_by_pattern.setdefault(file_tensor[1], []).append(file_tensor)
             file_tensors = [t for expert_tensors in tensors_by_pattern.values() for t in expert_tensors[expert_rows]]
             first_row = expert_rows.start
@@ -338,7 +339,7 @@ def _allocate_shards(model: PreTrainedModel, device: torch.device) -> dict[str, 
         for name, parameter in module._parameters.items():
             if parameter is not None and local_shard(parameter).is_meta:
                 if parameter not in allocated_parameters:
-                    # `DTensor.from_local` would move shards that stay in host memory to the GPUs of the mesh.
+                    # Use `empty_like`, because `DTensor.from_local` would move shards in host memory to the GPUs.
                     empty_shard = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
                     allocated_parameters[parameter] = nn.Parameter(empty_shard, requires_grad=parameter.requires_grad)
                 module._parameters[name] = allocated_parameters[parameter]

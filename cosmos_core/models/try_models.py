@@ -44,7 +44,7 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(model)
     template_renderer: Any = tokenizer
-    with suppress(ModelError):  # without a processor of its images, the model still completes text
+    with suppress(ModelError):  # a model whose image processor is missing can still complete text
         template_renderer = load_processor(model) or tokenizer
     loaded_model = load_model(model, dtype=select_dtype(device), device=device)
     chat_turns: list[dict[str, Any]] = add_system_turn([], system_prompt)
@@ -70,7 +70,8 @@ def open_chat(model: str, max_tokens: int, temperature: float, device: torch.dev
         else:
             tokenized_prompt = tokenizer(prompt, return_tensors="pt")
         torch.manual_seed(prompt_index)
-        input_names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()  # some tokenizers make no mask
+        # Select the inputs that exist, because some tokenizers return no attention mask.
+        input_names = {"input_ids", "attention_mask"} & tokenized_prompt.keys()
         model_inputs = {name: tokenized_prompt[name].to(device) for name in input_names}
         pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         output_ids = loaded_model.generate(  # type: ignore[operator]
@@ -102,7 +103,8 @@ def open_image_generator(model: str, file_prefix: str, device: torch.device) -> 
 
     pipeline.set_progress_bar_config(disable=True)
     pipeline_call_settings: dict[str, Any] = {}
-    if "use_resolution_binning" in pipeline_call_parameters:  # by default, SANA always generates 1024 x 1024 pixels
+    # Set the image size of SANA, because it generates 1024 x 1024 pixels by default, whatever size its model has.
+    if "use_resolution_binning" in pipeline_call_parameters:
         image_size = -(-pipeline.transformer.config.sample_size * pipeline.vae_scale_factor // 32) * 32
         pipeline_call_settings = {"height": image_size, "width": image_size, "use_resolution_binning": False}
 

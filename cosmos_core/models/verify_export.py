@@ -258,7 +258,7 @@ def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -
     model.eval()
     try:
         forward_arguments = {"input_ids": _make_probe_ids(model).to(model.device), "use_cache": False}
-        with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled for another device
+        with torch.compiler.set_stance("force_eager"):  # do not run blocks that were compiled for another device
             model_output = torch.func.functional_call(model, float32_weights, kwargs=forward_arguments)
     finally:
         model.train(was_training)
@@ -304,7 +304,7 @@ def _load_with_adapter(folder: Path, logits_request: LogitsRequest) -> Any:
     base_model = model_class.from_pretrained(
         base_name, config=config, revision=revision, dtype=logits_request.dtype,
         attn_implementation=logits_request.attention_name,
-        generation_config=GenerationConfig(),  # transformers may refuse the generation config of the base model
+        generation_config=GenerationConfig(),  # empty, because transformers may refuse the base model's config
         **make_dequantize_options(config),
     )  # fmt: skip
     return PeftModel.from_pretrained(base_model, str(folder)).float()

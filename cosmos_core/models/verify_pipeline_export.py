@@ -126,7 +126,7 @@ def _generate_with_rounded_weights(family: DiffusionModel, model: Any, dtype: to
     family.drop_encoders()
     components = {name: family.folder.load(name, dtype) for name in {"scheduler", "vae"} & {*family.folder.components}}
     pipeline = family.make_pipeline({**components, family.denoiser_name: model})
-    # The fresh interpreter compiles no block, and the kernels of compiled blocks round differently.
+    # Compile no block, as the fresh interpreter does not, because the kernels of compiled blocks round differently.
     with torch.compiler.set_stance("force_eager"), _round_weights(model, dtype):
         return _generate_images(pipeline, call_settings=family.probe_settings(), **text_inputs)
 
@@ -158,7 +158,7 @@ def _detach_and_align_tensors(model: Any) -> None:
     determine which kernel a CPU uses to multiply the tensors, and so how results are rounded."""
     model.requires_grad_(False)
     for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.data_ptr() % 64:  # torch aligns the memory that it allocates to 64 bytes
+        if tensor.data_ptr() % 64:  # copy an unaligned tensor, because torch aligns new memory to 64 bytes
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 

@@ -51,7 +51,7 @@ class GateCondition(JsonDocument):
     bound: float | None = None
     """Bound with which the measured value was compared; None if no model was published yet."""
     passed: bool
-    metric: str = ""  # name of the metric if the condition has the pattern `*`
+    metric: str = ""  # set only if the condition has the pattern `*`: name of the metric that matches it
     paired: dict[str, Any] | None = None
     """Statistics of the differences per benchmark item, from `PairedDifferences.summarize`; None: not compared."""
 
@@ -282,7 +282,7 @@ class RunRecord:
     def refused_stages(self) -> set[str]:
         """Return the names of all direct and indirect predecessors of the gates that refused."""
         refused_stage_names: set[str] = set()
-        for stage in reversed(self.stages):  # visit each stage before its predecessors
+        for stage in reversed(self.stages):  # visit successors first: a refusal also applies to all predecessors
             if stage.status == "refused" or stage.name in refused_stage_names:
                 refused_stage_names.update(stage.after)
         return refused_stage_names

@@ -85,7 +85,7 @@ def is_run_inactive(run: RunRecord) -> bool:
         return True
     run_lock_holder = read_holder(run.path)
     if run_lock_holder and not run_lock_holder.flow_state and run_lock_holder.is_local:
-        # While the process of the flow lives, a stage may wait for hours for GPUs, a worker or an approval.
+        # A run with a live process is active, because its stages may wait for hours for GPUs, a worker or an approval.
         return find_dead_holder_start_time(run.path) is not None or run.outcome not in {"running", "waiting"}
     last_activity_time = max([run.start_time, *(stage.state.ended or 0.0 for stage in run.stages)])
     return time.time() - last_activity_time >= _MAX_START_DELAY_SECONDS

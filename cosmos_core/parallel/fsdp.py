@@ -128,7 +128,8 @@ def full_tensors(tensors: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
         owner_ranks = [rank for rank, metadata in enumerate(tensor_metadata_by_rank) if name in metadata]
         if name in local_tensors:
             full_tensor = _full_tensor(local_tensors[name].detach())
-        else:  # the device type of a rank that has the tensor selects the backend of the broadcast
+        else:
+            # Allocate the tensor on its owner's device type, which selects the backend of the broadcast.
             full_shape, dtype, device = tensor_metadata_by_rank[owner_ranks[-1]][name]
             full_tensor = torch.empty(full_shape, dtype=dtype, device=device)
         if len(owner_ranks) < num_ranks():
@@ -157,7 +158,8 @@ def gather_full_model(meta_model: ModuleT, model: nn.Module) -> ModuleT | None:
         return None
     names_by_parameter = list_parameter_names(meta_model)
     meta_model.load_state_dict(full_tensor_by_name, assign=True)
-    for first_name, *tied_names in names_by_parameter:  # tie_weights() fails for a head that an adapter wraps
+    for first_name, *tied_names in names_by_parameter:
+        # Tie the weights again without `tie_weights()`, which fails for an output head that an adapter wraps.
         for name in tied_names:
             module_name, _, parameter_name = name.rpartition(".")
             meta_model.get_submodule(module_name)._parameters[parameter_name] = meta_model.get_parameter(first_name)

@@ -41,7 +41,7 @@ class FullTensorGatherer:
             self._owner_ranks = dict.fromkeys(tensor_names, rank) | self._owner_ranks
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
         self._uses_shared_memory = not all_reduce_any(not is_on_cpu) and _are_ranks_on_one_machine()
-        # Two buffers: a loop over tensors may still refer to a tensor of the previous call during the next call.
+        # Use two buffers, because a loop over tensors may still refer to a tensor of the previous call.
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 
     def full_tensors(self, tensor_templates: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class _SharedMemory:
     @property
     def is_in_use(self) -> bool:
         """Return True if a tensor on this rank still refers to this memory."""
-        # Each tensor that the method `tensor` returned holds a reference to the memory view.
+        # Each tensor from the method `tensor` refers to the memory view, so the reference count shows its use.
         return sys.getrefcount(self._memory_view) > self._num_initial_references
 
     def tensor(self, byte_offset: int, tensor_template: Tensor) -> Tensor:

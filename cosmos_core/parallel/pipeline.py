@@ -135,7 +135,8 @@ def clip_gradients_over_stages(model: PreTrainedModel, pp_mesh: DeviceMesh, max_
     """Clip the gradients of all pipeline stages to the total norm `max_norm`, and return the norm before clipping."""
     weight_gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     trained_parameters = list(weight_gradients)
-    if has_tied_embeddings(model) and pp_mesh.get_local_rank() > 0:  # a tied weight counts only on the first rank
+    if has_tied_embeddings(model) and pp_mesh.get_local_rank() > 0:
+        # Count a tied weight, which the first and the last pipeline stage hold, only once, on the first rank.
         weight_gradients.pop(model.get_output_embeddings().weight, None)
     gradient_norm = total_norm(weight_gradients.values()) if weight_gradients else torch.zeros((), device=model.device)
     squared_norm = gradient_norm.to(torch.float64).square()

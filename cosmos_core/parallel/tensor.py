@@ -55,13 +55,15 @@ class _ExpertShardingStyle(ParallelStyle):
         original_forward, group = module.forward, device_mesh.get_group()
         num_local_experts = module.num_experts
         first_expert = num_local_experts * device_mesh.get_local_rank()
-        module._is_expert_parallel = True  # flag that makes transformers ignore the expert id `num_experts`
+        # Let transformers ignore the expert id `num_local_experts`, which replaces the ids of experts on other ranks.
+        module._is_expert_parallel = True
 
         def forward_local_experts(hidden_NH: Tensor, top_k_ids_NK: Tensor, top_k_weights_NK: Tensor) -> Tensor:
             local_ids_NK = top_k_ids_NK - first_expert
             is_on_other_rank = (local_ids_NK < 0) | (local_ids_NK >= num_local_experts)
             hidden_NH, top_k_weights_NK = (_AllReduceGradient.apply(t, group) for t in (hidden_NH, top_k_weights_NK))
-            with _replace_weights(module, local_shard):  # expert kernels do not support DTensor
+            with _replace_weights(module, local_shard):
+                # Compute with the local tensors of the weights, because expert kernels do not support DTensor.
                 outputs_NH = original_forward(
                     hidden_NH,
                     local_ids_NK.masked_fill(is_on_other_rank, num_local_experts),
@@ -113,7 +115,7 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
     split_modules_and_styles = []
     for name, module in list(model.named_modules()):
         style = next((tp_plan[pattern] for pattern in tp_plan if matches_pattern(pattern, name)), None)
-        # A module without parameters is a placeholder for a module of another pipeline stage.
+        # Skip a module without parameters, which is a placeholder for a module of another pipeline stage.
         if style is None or module in tied_modules or next(module.parameters(), None) is None:
             continue
         if style not in _PARALLEL_STYLES or (style == _MOE_TP_STYLE and not hasattr(module, "_is_expert_parallel")):
@@ -148,7 +150,7 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
                 loss_weights_BTH = torch.arange(hidden_BTH.numel(), device=device).view_as(hidden_BTH).sin()
                 (hidden_BTH * loss_weights_BTH).sum().backward()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        if is_transient(error):  # lack of memory and failed collectives say nothing about the plan
+        if is_transient(error):  # lack of memory or a failed collective does not show that the plan is wrong
             raise
         raise ModelError(f"{error_prefix} ({' '.join(str(error).split())[:200]}); set it to 1") from error
     finally:

@@ -209,7 +209,8 @@ def invalid_scores_error(problem_summary: str, scores: Iterable[Score]) -> Cosmo
 
 
 def _parse_score(result: Any) -> ScoreAndMetrics:
-    if isinstance(result, Mapping) and "score" in result:  # a dict, as in verl, whose numbers become metrics
+    # Reward functions of verl may return a dict, whose other numbers become metrics.
+    if isinstance(result, Mapping) and "score" in result:
         value_by_key = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in result.items() if k != "score"}
         metrics = {k: v for k, v in value_by_key.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
         result = (result["score"], metrics)
@@ -222,13 +223,13 @@ def _parse_score(result: Any) -> ScoreAndMetrics:
 
 
 def _to_finite_float(returned_number: Any, message_prefix: str) -> float:
-    if hasattr(returned_number, "item"):  # convert a scalar of NumPy or torch
+    if hasattr(returned_number, "item"):  # convert a scalar of NumPy or torch to a Python number
         returned_number = returned_number.item()
     if returned_number is None:
         raise ValueError(f"{message_prefix} nothing; {_RESULT_TYPE_RULE}")
     if not isinstance(returned_number, int | float):
         raise ValueError(f"{message_prefix} a {type(returned_number).__name__}; {_RESULT_TYPE_RULE}")
-    if not abs(returned_number) <= sys.float_info.max:  # NaN, infinity, or an integer beyond the range of floats
+    if not abs(returned_number) <= sys.float_info.max:  # refuse NaN, infinity, and integers beyond the range of floats
         raise ValueError(f"{message_prefix} {returned_number}; the rule is a finite number")
     return float(returned_number)
 

@@ -26,11 +26,11 @@ _NUMBER_WITH_EXPONENT = re.compile(
 )
 _REPEATING_DECIMAL = re.compile(
     r"(?<![\d,.])(\d*)\.(\d*)(\{)?\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?(3)\})"
-    r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # `0.\dot{1}4\dot{2}`: dots on the first and last repeating digit
+    r"(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?"  # match `0.\dot{1}4\dot{2}`, with dots on the first and last repeating digit
 )
 _TRAILING_PUNCTUATION = re.compile(r"(?:\\[\\,;:! ]|[.,;:~\s])+(\$*)$")
 _MATH_DELIMITER = re.compile(r"\A\\boxed|(?<!\\)(?:\$|\\[(\[])")
-# Match words around a number: `(B) 3`, `\text{John: } 3`, `the answer is x = 3`, `3 apples`, `\frac{1}{2} or 0.5`.
+# Words to remove around a number: `(B) 3`, `\text{John: } 3`, `the answer is x = 3`, `3 apples`, `\frac{1}{2} or 0.5`.
 _WORDS_AROUND_MATH = re.compile(
     r"\A\s*(?:\\(?:text\w*|mathrm)\{\s*\(?[A-E][):]\s*\}|\([A-E]\)(?= )|[A-E]:)[\\\s~]*(?=[\\\d(-])"
     r"|\A\s*\\text\w*\{[^{}]*:\s*\}"

@@ -51,7 +51,8 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
 def _remove_articles(answer: str) -> str:
     """Return the answer without articles, except in formulas, where `a` is a variable (`$a sin x$`)."""
     text_parts = _MATH_DELIMITER.split(answer)
-    starts_in_formula = len(text_parts) % 4 == 3  # the caller has removed an opening delimiter
+    # An odd number of delimiters means that the caller has removed an opening one, so the text begins in a formula.
+    starts_in_formula = len(text_parts) % 4 == 3
     return "".join(
         part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(text_parts)
     )

@@ -31,7 +31,7 @@ def _extract_number(text: str) -> Decimal | None:
         return None
     number_sign, number_digits, numerator, denominator = number_matches[-1]
     number = Decimal(number_sign + number_digits.replace(",", ""))
-    if numerator:  # a mixed number, such as 1 1/2
+    if numerator:  # add the fraction of a mixed number, such as 1 1/2
         return number + Decimal(number_sign + numerator) / Decimal(denominator)
     return number / Decimal(denominator) if denominator else number
 

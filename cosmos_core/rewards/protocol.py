@@ -88,7 +88,7 @@ def decode_array(npy_bytes: memoryview) -> np.ndarray:
     flat_array = np.frombuffer(npy_bytes, array_dtype, offset=data_offset)
     try:
         return flat_array.reshape(shape, order="F" if is_fortran_order else "C")
-    except ValueError as error:  # an empty array whose axes exceed the limits of NumPy
+    except ValueError as error:  # raised for an empty array whose axes exceed the limits of NumPy
         raise ProtocolError(f"the array has the shape {str(shape)[:100]}, which none can have") from error
 
 

@@ -237,7 +237,8 @@ def _record_scores(
     score_columns, errors = response.get("scores"), response.get("errors")
     if not isinstance(score_columns, dict) or not score_columns:
         error = response.get("error")
-        is_service_error = bool(error) and not response.get("is_lost")  # a retry may help if the request was lost
+        # An error is not the service's fault if the request was lost, because a retry may succeed.
+        is_service_error = bool(error) and not response.get("is_lost")
         for each in batch:
             each.record_missing_score(reward, error or "the response has no scores", is_service_error=is_service_error)
         return
@@ -281,7 +282,7 @@ def _read_finite_number(score_column: Any, i: int, num_items: int) -> float | No
         return None
     try:
         number = float(raw_number)
-    except OverflowError:  # an integer that exceeds the range of a float
+    except OverflowError:  # raised for an integer that exceeds the range of a float
         return None
     return number if math.isfinite(number) else None
 

@@ -127,7 +127,7 @@ def _interpret_pickle(pickle_bytes: bytes) -> Any:
     pickle_memo: dict[Any, Any] = {}
     for opcode, opcode_argument, _ in pickletools.genops(pickle_bytes):
         match opcode.name:
-            case "PROTO" | "FRAME" | "STOP":  # `genops` ends at STOP, and raises an error without STOP
+            case "PROTO" | "FRAME" | "STOP":  # these opcodes push nothing on the stack, and `genops` ends at STOP
                 pass
             case "BINPUT" | "LONG_BINPUT":
                 pickle_memo[opcode_argument] = pickle_stack[-1]

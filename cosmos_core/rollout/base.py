@@ -219,7 +219,8 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     configured_eos = getattr(model.generation_config, "eos_token_id", None)
     configured_eos_ids = configured_eos if isinstance(configured_eos, (list, tuple)) else [configured_eos]
     end_token_ids = {*configured_eos_ids, tokenizer.eos_token_id} - {None}
-    return sorted(token_id for token_id in end_token_ids if token_id >= 0)  # published models have -1 for no such token
+    # Leave out negative ids: the configs of some published models have -1 for a missing token.
+    return sorted(token_id for token_id in end_token_ids if token_id >= 0)
 
 
 def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:

@@ -254,7 +254,7 @@ class EnginePool:
         except ConfigError as error:
             if engine.description is not None or engine.last_death_time == -math.inf:
                 raise
-            # The engine was open before, so the settings are valid; the trainer may now occupy the GPU's memory.
+            # Raise no ConfigError: the engine was open before, so its settings are valid, but the GPU may now be full.
             raise StageFailed(f"an engine that died cannot be opened again: {error}") from error
         if engine.description is None:
             engine.description, engine.last_progress_time = engine_reply, current_time
@@ -296,7 +296,7 @@ class EnginePool:
         version = self._versioned_requests[0].version or 0
         matching_engines = [engine for engine in ready_engines if engine.version == version]
         self._send_to_engines(matching_engines, self._versioned_requests)
-        # Requests wait while all engines have older weights, because the next weight load has the requested version.
+        # Fail requests only if an engine has newer weights: with older ones, the next load has the requested version.
         if not matching_engines and any((engine.version or 0) > version for engine in ready_engines):
             while self._versioned_requests:
                 request = self._versioned_requests.popleft()

@@ -238,7 +238,8 @@ class HfEngine(ModuleEngine):
         """Compute the logits after a probe prompt in two ways. Return those with a cache whose rows are repeated, as in
         `_sample` (shape 2V, for two copies of the prompt), and those of one forward pass without a cache (shape V)."""
         model, num_padding_tokens = self._model, NUM_PROBE_TOKENS // 2 if prompt_batching.has_padding else 0
-        ids_T = torch.arange(NUM_PROBE_TOKENS, 3 * NUM_PROBE_TOKENS, device=model.device)  # avoid low ids: pad tokens
+        # Avoid the lowest token ids, because many models use one of them as the pad token.
+        ids_T = torch.arange(NUM_PROBE_TOKENS, 3 * NUM_PROBE_TOKENS, device=model.device)
         input_ids_BT = (ids_T % model.config.get_text_config().vocab_size).view(2, -1)
         mask_BT = torch.ones_like(input_ids_BT)
         mask_BT[0, :num_padding_tokens] = 0
@@ -377,6 +378,7 @@ def _draw_uniform_numbers(prompts: Sequence[Prompt], sampling: Sampling, step: i
 
 def _used_token_mask(input_ids_PT: Tensor, mask_PT: Tensor, vocab_size: int) -> Tensor:
     """Return a mask (shape PV) of the vocabulary entries that each prompt contains, without padding."""
-    padded_vocab_size = max(vocab_size, int(input_ids_PT.max()) + 1)  # Llama 3.2 Vision has no logit of image tokens
+    # A prompt may contain ids above the last logit, because Llama 3.2 Vision has no logits of image tokens.
+    padded_vocab_size = max(vocab_size, int(input_ids_PT.max()) + 1)
     token_counts_PV = torch.zeros(len(input_ids_PT), padded_vocab_size, dtype=mask_PT.dtype, device=input_ids_PT.device)
     return token_counts_PV.scatter_add_(-1, input_ids_PT, mask_PT)[:, :vocab_size] > 0

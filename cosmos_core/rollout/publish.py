@@ -126,7 +126,7 @@ def make_probe_token_ids(vocab_size: int) -> list[int]:
     """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
     return [
         (7919 * (i + 1)) % vocab_size for i in range(_NUM_PROBE_TOKENS)
-    ]  # multiples of a prime, so that they cover the whole embedding table
+    ]  # the ids are multiples of a prime, so that they cover the whole embedding table
 
 
 @dataclass
@@ -194,7 +194,8 @@ def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
         name = name_by_key.get(key, "")
         adapted_layer_name = next((layer for layer in adapted_layer_by_name if key.startswith(f"{layer}.")), "")
         tied_key = first_key_by_tensor.setdefault(state_dict[key], key)
-        if tied_key != key:  # a tied weight belongs to the group of its first name
+        if tied_key != key:
+            # All names of a tied weight belong to one group, that of the first name.
             weight_group = group_by_key[tied_key]
         else:
             # Group by the parent of the weight's module or adapted layer, so that q_proj and k_proj share a group.

@@ -46,7 +46,8 @@ def make_engine(engine_settings: EngineSettings) -> Engine:
     random states and the environment unchanged. Raise a `ConfigError` if the engine does not support the model or its
     settings."""
     backend = engine_settings.rollout.backend
-    if engine_settings.flow is not None:  # engines of diffusion models distribute samples over the ranks themselves
+    if engine_settings.flow is not None:
+        # Do not wrap the engine of a diffusion model, because it distributes samples over the ranks itself.
         return _construct_engine(backend, engine_settings)
     text_config = engine_settings.model.config.get_text_config()
     max_positions = getattr(text_config, "max_position_embeddings", None) or engine_settings.max_model_len

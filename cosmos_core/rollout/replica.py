@@ -129,7 +129,8 @@ class EngineReplica:
             with self._group_condition:
                 self._session_id, self._finished_groups, self._permanent_error = session_id, [], None
 
-        if self._weight_load is not None and not self._weight_load.receipt_future.done():  # load of a dead trainer
+        if self._weight_load is not None and not self._weight_load.receipt_future.done():
+            # End the weight load of an earlier trainer, which has died and will send no more buckets.
             if self._weight_load.is_scheduled:
                 self._weight_load.put(StageFailed("weight sync: the trainer has gone"))
             self._weight_load = None
@@ -187,7 +188,8 @@ class EngineReplica:
                 raise ConnectionError("the process that got the previous weights has died")
             kept_bucket = self._kept_bucket_by_index[bucket_index]
             bucket.apply(kept_bucket.data)
-        else:  # copied, because the array may be in memory that all processes of the machine share
+        else:
+            # Copy the array, because it may be in shared memory, which a later bucket overwrites.
             kept_bucket = self._kept_bucket_by_index[bucket_index] = bucket._replace(data=bucket.data.copy())
         self.receive_bucket(kept_bucket)
 
@@ -282,7 +284,8 @@ class EngineReplica:
 
     def _load_buckets(self, engine: Engine, weight_load: _WeightLoad, version: int, *, drains: bool = False) -> None:
         """Load the buckets of `weight_load`; with `drains`, first generate until no request is in flight."""
-        while drains and self._num_in_flight:  # each forward pass is progress, so the trainer does not kill the engine
+        while drains and self._num_in_flight:
+            # Each forward pass counts as progress, so that the trainer does not kill the engine as hung.
             self._generate(engine)
 
         def load_and_record_version() -> Any:
@@ -328,7 +331,8 @@ def _iterate_buckets(weight_load: _WeightLoad, engine: Engine) -> Iterator[Bucke
             except Exception as error:  # noqa: BLE001 - the trainer sends the bucket again
                 bucket.received_future.set_exception(TransferFailed(first_line(error)))
                 continue
-            bucket.received_future.set_result(None)  # report first, so that the trainer gathers the next bucket
+            # Report the receipt before the bucket is loaded, so that the trainer gathers the next bucket meanwhile.
+            bucket.received_future.set_result(None)
             yield bucket.header.make_meta_bucket()
             continue
         if isinstance(bucket, StageFailed):

@@ -20,7 +20,8 @@ def sample_tokens(logprobs_BV: Tensor, uniforms_B: Tensor | None, is_active_B: T
         cumulative_probs_BV = logprobs_BV.double().exp().cumsum(-1)
         thresholds_B1 = uniforms_B.unsqueeze(-1) * cumulative_probs_BV[:, -1:]
         token_ids_B = torch.searchsorted(cumulative_probs_BV, thresholds_B1, right=True).squeeze(-1)
-        is_nan_B = token_ids_B == logprobs_BV.shape[-1]  # searchsorted returns the length for a NaN threshold
+        # For a threshold of NaN, which NaN log-probabilities cause, `searchsorted` returns the row's length.
+        is_nan_B = token_ids_B == logprobs_BV.shape[-1]
         token_ids_B = token_ids_B.masked_fill(is_nan_B, 0)
     if (is_nan_B if is_active_B is None else is_nan_B & is_active_B).any():
         raise ModelError(

@@ -132,11 +132,12 @@ class MultiTurnEngine(EngineWrapper):
         is_truncated = turn_completion.finish_reason == "length" or is_too_long
         segments = _truncate_segments(turn_completion.segments, num_tokens_left)
         token_ids = [token for segment in segments for token in segment.token_ids]
-        if is_too_long:  # all turns of a submission have the largest of their token limits
+        if is_too_long:
+            # Shorten the text: the turn was sampled with the limit of another turn, the largest of the submission.
             turn_text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
         conversation.tool_calls = []
         if self._has_tools and not is_truncated:
-            # Decode special tokens, by which some tokenizers mark calls; the last one may also end the turn.
+            # Keep special tokens, which may mark tool calls; decode also without the last one, which may end the turn.
             decoded_texts = [str(self._tokenizer.decode(kept_ids)) for kept_ids in (token_ids[:-1], token_ids)]
             conversation.tool_calls = parse_tool_calls(decoded_texts[-1])
             turn_text = next(t for t in (turn_text, *decoded_texts) if parse_tool_calls(t) == conversation.tool_calls)

@@ -119,7 +119,7 @@ class VllmEngine:
             if not self._sent_requests:
                 self._llm.reset_prefix_cache()  # with cached prefixes, rounding would depend on earlier requests
             request_ids = self._llm.enqueue(inputs, sampling_params, lora_request=self._lora_request, use_tqdm=False)
-        # Outputs carry the request's number without the random suffix that vLLM appends to ids internally.
+        # Use only the request's number as the key, because outputs lack the random suffix of vLLM's internal ids.
         self._sent_requests |= zip((request_id.partition("-")[0] for request_id in request_ids), requests, strict=True)
 
     def completed(self) -> list[Group]:
@@ -314,7 +314,7 @@ def check_heads(
     text_config = model_config.get_text_config()
     head_counts = [getattr(text_config, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
     num_heads, num_kv_heads = (count if isinstance(count, int) else 0 for count in head_counts)
-    # With fewer key-value heads than ranks, several ranks hold the same head.
+    # The number of key-value heads may also divide the number of ranks, because several ranks can hold the same head.
     if num_heads % tp_size or (num_kv_heads % tp_size and tp_size % num_kv_heads):
         raise ConfigError(
             f"rollout.parallelism.tp_size = {tp_size}: vLLM cannot split the {num_heads} attention heads and "
@@ -340,7 +340,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": rollout_config.parallelism.tp_size,
         "enforce_eager": rollout_config.enforce_eager or not has_gpu,  # CUDA graphs need a GPU
-        # With "external_launcher", the engines use the trainer's ranks, but create separate process groups.
+        # With "external_launcher", the engines run in the trainer's ranks, but with separate process groups.
         "distributed_executor_backend": "uni" if is_single_rank() else "external_launcher",
         "logprobs_mode": "processed_logprobs",  # return log-probabilities after temperature, top-k and top-p
         # The model's own sampling defaults must not apply to settings that the recipe leaves unset.

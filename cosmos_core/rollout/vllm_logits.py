@@ -68,7 +68,7 @@ def prompt_logits(folder: Path, token_rows: Sequence[list[int]]) -> Iterator[Ten
         [request_output] = llm.generate([vllm.TokensPrompt(prompt_token_ids=token_row)], sampling, use_tqdm=False)
         logprobs_and_tokens = zip(request_output.prompt_logprobs[1:], token_row[1:], strict=True)
         returned_logprobs_T = torch.tensor([logprobs[token].logprob for logprobs, token in logprobs_and_tokens])
-        # vLLM's last call of `compute_logits` is for the prompt. On GPUs it includes the last position: leave that out.
+        # Use the last call of `compute_logits`, that for the prompt, without the last position, which only GPUs add.
         logits_TV = captured_logits[-1][: len(token_row) - 1].float().cpu()
         problem = "vLLM computes log-probabilities of prompts in an unexpected way"
         if len(logits_TV) != len(returned_logprobs_T):

@@ -95,9 +95,9 @@ def _create_client(pid: int, endpoint: str | None, read_timeout_seconds: float, 
         response_checksum_validation="when_required",
     )
     try:
-        region_name = session.region_name or _DEFAULT_REGION  # the session may have the region of a profile
+        region_name = session.region_name or _DEFAULT_REGION  # take the region of the AWS profile if it has one
         return session.client("s3", region_name=region_name, endpoint_url=endpoint, config=client_config)
-    except BotoCoreError:  # some BotoCoreErrors are ValueErrors, but not about the URL
+    except BotoCoreError:  # raise it unchanged, because some are ValueErrors, but not about the URL
         raise
     except ValueError as error:
         url_variable = next(name for name in _ENDPOINT_URL_VARIABLES if os.environ.get(name) == endpoint)
@@ -155,7 +155,7 @@ class Bucket:
 
         with translate_errors(f"{S3_SCHEME}{self.name}"):
             self.s3_client.head_bucket(Bucket=self.name)
-            self.head(key)  # what was sent is read back
+            self.head(key)  # check read access, because a transfer reads back what it has sent
             try:
                 multipart_upload = self.s3_client.create_multipart_upload(Bucket=self.name, Key=key)
                 self.s3_client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=multipart_upload["UploadId"])
@@ -214,7 +214,8 @@ class Bucket:
             )
             if may_have_md5(response, digest.hexdigest()):
                 return str(response["ETag"].strip('"'))
-            if write_condition:  # the retry may replace only the altered object of this attempt
+            if write_condition:
+                # The store now has the altered object, so the next attempt may replace only this object.
                 write_condition = {"IfMatch": response["ETag"]}
         raise UploadError(f"{S3_SCHEME}{self.name}/{key} arrived altered {_MAX_TRANSFER_ATTEMPTS} times")
 
@@ -325,7 +326,7 @@ def translate_errors(url: str, error_class: type[CosmosError] = UploadError, mes
             remedy_text = f"set {CREDENTIAL_VARIABLES} of an account that may list, read and write there"
             problem_text = f"the store refuses the credentials ({error_code}); {remedy_text}"
             raise ConfigError(f"{url}: {problem_text}{hint_suffix}") from error
-        if error_code == "400":  # response to HEAD, which has no body
+        if error_code == "400":  # the response to a HEAD request has no body that explains the error
             problem_text = "the session token has expired, or the store has another region or address (400)"
             remedy_text = f"set {CREDENTIAL_VARIABLES}, or AWS_REGION, or AWS_ENDPOINT_URL"
             raise ConfigError(f"{url}: {problem_text}; {remedy_text}{hint_suffix}") from error

@@ -139,7 +139,7 @@ def compute_fingerprint(
     }
     if stage.entry:
         ingredients["entry"]["arguments"] = stage.arguments
-    if any(  # whether the package `reasoning-gym` generates or scores rows
+    if any(  # if `reasoning-gym` generates or scores rows, the result depends on its version
         (each.role, each.location_type) == ("data", "literal")
         or (computes_rewards and (each.role, each.location) == ("reward", REASONING_GYM_REWARD))
         for each in inputs
@@ -173,9 +173,10 @@ def _computes_rewards(stage_input: StageInput, stage_kind: StageKind) -> bool:
 def _compute_input_digest(stage_input: StageInput, digest_cache: DigestCache) -> Any:
     """Return a value that identifies the content of an input: a digest, a pinned name, or the ids of end tokens."""
     if stage_input.location_type in {"stage", "literal"}:
-        return stage_input.location  # the ingredient `inputs` has the digest of a stage's result
+        return stage_input.location  # no digest, because the ingredient `inputs` has that of a stage's result
     if stage_input.location_type == "store":
-        return f"remote:{stage_input.location.rpartition('#')[2]}"  # a pinned URL ends with the digest of its content
+        # Hash only the digest with which a pinned URL ends: the result depends on the content, not on its address.
+        return f"remote:{stage_input.location.rpartition('#')[2]}"
     if stage_input.location_type == "hub":  # the revision of a Hub data set is hashed with the config
         revision_suffix = "" if stage_input.role == "data" else f"@{stage_input.revision}"
         return f"hub:{stage_input.location}{revision_suffix}"

@@ -61,7 +61,7 @@ def check_inputs(pipeline: Pipeline) -> None:
                 if recipe.policy.enable_liger_kernel and measure_worker_machine(may_use_ray=True).device == "cpu":
                     problem_text = "these kernels need an NVIDIA GPU, and this machine has none"
                     raise ConfigError(f"policy.enable_liger_kernel = true: {problem_text}; leave it out")
-                if not stage.work_pool:  # the machine of a work pool checks its own compiler
+                if not stage.work_pool:  # a stage on a work pool uses the compiler of its machine, which checks it
                     _check_compiler(recipe, pipeline.config.python)
             unused_packages = {} if stage_kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():

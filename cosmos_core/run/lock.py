@@ -76,7 +76,8 @@ def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -
     """Create a private folder for temporary files, and return the descriptor that holds its shared lock: while a
     process has it open, no other process removes the folder. Raise ConfigError, which names the parent folder by
     `parent_setting_text`, if the file system has no locks."""
-    hidden_folder = folder.with_name(f".{folder.name}")  # no process removes a folder whose name begins with a dot
+    # Until the folder is locked, its name begins with a dot, because no process removes a folder of such a name.
+    hidden_folder = folder.with_name(f".{folder.name}")
     hidden_folder.mkdir(mode=0o700)
     with cleanup_on_error(partial(shutil.rmtree, hidden_folder)):
         # Lock a file, because other machines see a lock of a file on NFS, but not that of a folder.

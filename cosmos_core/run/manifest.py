@@ -96,10 +96,11 @@ def commit_manifest(
         raise ConfigError(f"stage {name!r} returned info that cannot be kept: {error}; use TOML types") from error
     relative_paths = [_find_relative_path(stage_path, output) for output in outputs]
     for output, relative_path in zip(outputs, relative_paths, strict=True):
-        if not relative_path:  # check all outputs before links below any output are replaced
+        if not relative_path:  # raise the error now, before links below any of the outputs are replaced
             raise ConfigError(f"stage {name!r} named the output {str(output)!r}, which is not below {stage_path}")
     for path_text in (text for key in ("model", "data") if isinstance(text := info.get(key), str) and text):
-        relative_path = _find_relative_path(stage_path, path_text)  # `stage:NAME` reads this path, so it is an output
+        # Other stages read this path with `stage:NAME`, so list it as an output even if the user's code does not.
+        relative_path = _find_relative_path(stage_path, path_text)
         is_in_output = any(Path(relative_path).is_relative_to(each) for each in relative_paths)
         if relative_path and not is_in_output and os.path.exists(stage_path / relative_path):
             relative_paths = [each for each in relative_paths if not Path(each).is_relative_to(relative_path)]
@@ -176,7 +177,8 @@ def find_output_damage(stage_path: Path, result: Result, *, ignores_cache: bool 
 
 def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result:
     """Copy the outputs and metrics of the finished stage in `source_path` to `target_path`; write a manifest there."""
-    for folder_link in _list_folder_links(target_path):  # copies must not follow links of an unfinished attempt
+    # Remove folder links of an unfinished attempt, because outputs must not be copied through them.
+    for folder_link in _list_folder_links(target_path):
         if folder_link != target_path:
             folder_link.unlink()
     for file_record in result["outputs"]:

@@ -126,7 +126,7 @@ def _read_item_values(metric: str, items_file: Path) -> dict[tuple[int, str], fl
         return {}
     import pyarrow.parquet as pq
 
-    # The name of a task, or of a metric, may have a slash itself.
+    # Try each slash as the separator, because the name of a task or of a metric may itself contain slashes.
     parts, columns = item_metric.split("/"), pq.read_schema(items_file).names
     splits = [("/".join(parts[:i]), "/".join(parts[i:])) for i in range(1, len(parts))]
     task_name, metric_column = next((each for each in splits if each[1] in columns), ("", ""))

@@ -131,7 +131,7 @@ def explain_rerun(run: Run, stage: StageConfig, current_fingerprint: Fingerprint
     if not run.pipeline.stage_kind(stage).is_reusable:
         return ""
     if saved_fingerprint := read_fingerprint(stage_path):
-        # A retry has the same fingerprint and no result, so that the list of differences is empty.
+        # A retry, with the same fingerprint and no result, needs no reason: its list of differences is empty.
         if saved_fingerprint.value != current_fingerprint.value or read_result(stage_path) is None:
             return "; ".join(current_fingerprint.describe_difference(saved_fingerprint))
     elif read_state(stage_path).forced:
@@ -164,7 +164,7 @@ def find_pool_fingerprints(
 def _parse_fingerprint(saved_fields: Any) -> Fingerprint | None:
     if not isinstance(saved_fields, dict) or not isinstance(saved_fields.get("ingredients"), dict):
         return None
-    saved_inputs = saved_fields.get("inputs")  # runs of earlier versions have no list of inputs
+    saved_inputs = saved_fields.get("inputs")  # None for a run of an earlier version, which saved no list of inputs
     listed_inputs = [each for each in saved_inputs if isinstance(each, list)] if isinstance(saved_inputs, list) else []
     valid_inputs = [each for each in listed_inputs if len(each) == 4]
     input_entries = tuple((str(role), str(key), str(name), str(digest)) for role, key, name, digest in valid_inputs)

@@ -79,7 +79,8 @@ class Launcher(JsonDocument):
     @property
     def has_ended(self) -> bool:
         """Return True if the process ran on this machine and has ended, at the latest when the machine restarted."""
-        if not self.is_local:  # a restart changes only the boot id; a container has its own host name or pid namespace
+        if not self.is_local:
+            # Compare host name and pid namespace, which a restart keeps, but which differ between containers.
             is_same_host = self.launcher_machine.split("/")[::2] == identify_machine().split("/")[::2]
             return is_same_host and self.launcher_machine_id == _read_machine_id() != ""
         return not is_alive(self.launcher_pid, self.launcher_started)

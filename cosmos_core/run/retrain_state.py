@@ -42,7 +42,8 @@ def compute_retrain_digest(pipeline: Pipeline, initial_model: str = "published")
     digest_cache = shared_digest_cache(pipeline.output_dir.expanduser().absolute())
     content_by_stage: dict[str, Any] = {}
     for stage in pipeline.stages:
-        if not pipeline.stage_kind(stage).is_reusable:  # gates and uploads have no fingerprint, only settings
+        if not pipeline.stage_kind(stage).is_reusable:
+            # Gates and uploads have no fingerprint, so hash their settings instead.
             optional_keys = {"format"} if stage.format else set()
             content_by_stage[stage.name] = stage.model_dump(mode="json", include=_PUBLICATION_KEYS | optional_keys)
             continue

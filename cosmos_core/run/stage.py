@@ -111,7 +111,8 @@ def load_stage(path: Path) -> Stage:
     try:
         stage_table = tomllib.loads((path / _STAGE_FILE).read_text(encoding="utf-8"))
         for name, result in stage_table.get("inputs", {}).items():
-            if not (new_folder := path.parent / name).is_dir():  # the run may have been moved or copied since
+            # Use the folder beside this stage: the recorded path is outdated if the run was moved or copied.
+            if not (new_folder := path.parent / name).is_dir():
                 continue
             old_folder, result["path"] = f"{result['path']}/", str(new_folder)
             for key in ("model", "data"):
@@ -149,7 +150,7 @@ def find_source_stage(path: Path) -> Path:
     folders = [path]
     while (result := read_result(folders[-1])) and (source_path := Path(result["reused_from"] or path)) not in folders:
         if (read_result(source_path) or {}).get("digest") != result["digest"]:
-            break  # the other run has replaced the result since then
+            break  # the other run has replaced the result that was reused
         folders.append(source_path)
     return next((each for each in reversed(folders) if (each / _STAGE_FILE).is_file()), path)
 

@@ -51,7 +51,7 @@ class EndpointClient:
         completions = []
         try:
             for future in futures:
-                wait_for_futures([future], math.inf, self._heartbeat)  # wait without a limit: the HTTP client has one
+                wait_for_futures([future], math.inf, self._heartbeat)  # no time limit, because the HTTP client has one
                 completions.append(future.result())
         except OpenAIError as error:
             for future in futures:
@@ -104,7 +104,7 @@ def _make_reply_text(message: Any, *, is_finished: bool) -> str:
     reply_text = "\n".join(filter(None, [message.content, *texts]))
     if not thoughts:
         return reply_text
-    # If the reply was cut off within the thoughts, leave their tag open.
+    # If the reply was cut off within the thoughts, leave their tag open, as the model itself would.
     return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{reply_text}" * bool(reply_text or is_finished)
 
 

@@ -30,7 +30,8 @@ from cosmos_core.tools.base import TOOLS_KEY, ToolCall, ToolResult, load_tool, t
 logger = logging.getLogger(__name__)
 
 _MAX_RESULT_LENGTH = 1 << 16  # maximum number of characters of a tool's result that the policy receives
-_MAX_SECRET_LENGTH = 4096  # number of characters after a truncation that are searched for the end of a secret
+# Mask secrets also in this number of characters beyond the limit, because a secret may cross the limit.
+_MAX_SECRET_LENGTH = 4096
 _MAX_PROCESSES = 16
 _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a process that dies breaks its pool
 

@@ -35,7 +35,8 @@ _MAX_TEXT_CHARACTERS = 20_000
 _MAX_LOGGED_STEPS = 1_000
 _MAX_IMAGE_BYTES = 1 << 30
 """Maximum size in bytes of the image and video files of all steps; files of the newest step are always kept."""
-_COMPARED_STEPS = 8  # by chance, the last 4 of 8 values all exceed the first 4 values with probability 1/70
+# Compare 8 steps: by chance, the last 4 of 8 values all exceed the first 4 with a probability of only 1/70.
+_COMPARED_STEPS = 8
 _NGRAM_SIZE = 4
 _TextMeans = Mapping[str, float]
 

@@ -76,7 +76,7 @@ def make_data_term(
         noise_levels = _get_trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
         noise_levels = noise_levels[: 1 if flow_rl_config.data_on_first_only else None]
         data_samples = []
-        for i in prompt_ids:  # the id of a prompt is the number of its row
+        for i in prompt_ids:  # the id of a prompt is also the index of its row in `rows`
             sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
             noise = make_noise(sample.latents.shape, request_seed(sampling.seed, step, rows[i].row, completion_index))
             data_samples += [replace(sample, sigma=sigma, noise=noise, weight=1.0) for sigma in noise_levels]

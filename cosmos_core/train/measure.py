@@ -90,7 +90,7 @@ def completion_metrics(
         ]
         for group in groups
     ]
-    if any(correct_flags_by_prompt):  # at least one valid completion has a known full reward
+    if any(correct_flags_by_prompt):  # without a valid completion that has a known full reward, there is no accuracy
         accuracy = float(np.concatenate(correct_flags_by_prompt).mean())
         correctness_metrics = {"validation/accuracy": accuracy, **_estimate_pass_at_k(correct_flags_by_prompt)}
     return {

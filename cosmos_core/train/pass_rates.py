@@ -42,7 +42,7 @@ class PassRates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts that `state_dict` returned."""
-        # Old checkpoints lack the last count, completions with a known full reward, which equals that of valid rewards.
+        # Old checkpoints lack the fifth count, completions with a known full reward: copy the second, valid rewards.
         self._prompt_counts = {name: [*counts, *counts[1:2]][:5] for name, counts in state.items()}
 
     def write(self, stage_folder: Path, prompts: Sequence[Prompt]) -> None:

@@ -194,7 +194,8 @@ def _infer_columns(options: CliOptions, method: TrainingMethod, location: str, r
     try:
         with suppress(SkippedRow):
             row_kind.read(row, location, _make_recipe(options, column_by_option).train.train_policy)
-    except (MissingColumn, ValidationError) as error:  # the row lacks a column, or the recipe is invalid
+    except (MissingColumn, ValidationError) as error:
+        # The row lacks a column, or the recipe is invalid: infer the columns from the values of the row.
         turn_columns = {name for name, value in row.items() if is_turn_list(decode_conversation(value))}
         if len(turn_columns) == 1 and row_kind.has_one_response and {*column_by_option.values()} <= turn_columns:
             name = "prompt" if row_kind.is_prompt else "conversation"
@@ -233,7 +234,7 @@ def _max_row_length(tokenizer: Any, record_spec: RecordSpec, sampled_rows: list[
         try:
             tracked_row = ColumnTrackingRow(row, record_spec.column_names, location)
             record = row_kind.make_record(tokenizer, record_spec, tracked_row, location)
-        except DataError as error:  # `SkippedRow` is a subclass of `DataError`
+        except DataError as error:  # skip the row, also for `SkippedRow`, which is a subclass of `DataError`
             first_error = first_error or error
             continue
         max_length = max(max_length, *(len(record.values[index]) for index in token_id_column_indices))

@@ -171,7 +171,7 @@ def _link_step_folders(folder: Path, steps: list[int], stage_folder: Path, stage
                 shutil.copytree(source_folder, copied_folder, copy_function=link_or_copy, dirs_exist_ok=True)
                 manifest_file = copied_folder / "policy" / MANIFEST
                 manifest = read_manifest(manifest_file.parent)
-                manifest_file.unlink()  # the manifest is a hard link, and the other run's file must not change
+                manifest_file.unlink()  # remove the hard link before writing: the other run's file must not change
                 write_json(manifest_file, {**manifest, "fingerprint": stage_fingerprint})
         except (OSError, StageFailed):
             if source_folder.exists():

@@ -222,7 +222,7 @@ class _TrainingSetup:
         """Give the algorithm the embedding of the empty prompt and, with `data_beta`, a supervised loss on media."""
         prepared_folder, diffusers = self._stage.prepared_folder, self._recipe.policy.diffusers
         self.algorithm.null_text = open_media_prompts(prepared_folder, TRAIN_SPLIT).null_text
-        # The schema requires rows of images or clips if `data_beta` is set.
+        # The prepared folder has rows of images or clips, because the schema requires them if `data_beta` is set.
         if diffusers.flow_rl.data_beta:
             rows = open_media(prepared_folder, TRAIN_SPLIT)
             self.algorithm.data_term = make_data_term(rows, diffusers, self._train_config, sampling, self.trainer)

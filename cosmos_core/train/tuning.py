@@ -198,7 +198,7 @@ class SpeedTuning:
         if measurement.is_stopped:
             self._apply_settings(previous_settings)
             return measurement.read_samples(), {"time/tuning": measurement.seconds}
-        if not search.seconds:  # nothing was measured, because no time was left
+        if not search.seconds:  # keep the earlier settings if no time was left to measure others
             chosen_settings = previous_settings
         self._set_chosen(chosen_settings)
         slowest_settings = max(search.seconds, key=lambda settings: search.seconds[settings], default=chosen_settings)
@@ -347,7 +347,7 @@ class PeakMemory:
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        with suppress(OSError):  # without permission to reset it, the peak is that since the process started
+        with suppress(OSError):  # without permission to reset the peak, use the peak since the process started
             Path("/proc/self/clear_refs").write_text("5")
 
     def synchronize(self) -> None:

@@ -135,7 +135,7 @@ class ArtifactStore:
         if stored_files is None:
             if self._bucket.replace_if_unchanged(object_key, encode_document(run_files), ""):
                 return True
-            # Another machine has stored the document first, or the response to a successful request was lost.
+            # Read the document again: another machine stored it first, or this request succeeded without a response.
             stored_files, _ = read_document(self._bucket, object_key)
         if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], run_files[_RUN_FILE]):
             return False
@@ -174,7 +174,7 @@ def open_stored_run(url: str, parent_folder: str, check_cancellation: Callable[[
     for run_path in (runs_folder / name for name in _iter_run_names(run_id)):
         local_pipeline_text = _read_text(run_path / _PIPELINE_FILE)
         if local_pipeline_text and not _is_same_run(_read_text(run_path / _RUN_FILE), run_files[_RUN_FILE]):
-            continue  # another run has a directory of this name
+            continue  # try the next name, because another run has a directory of this name
         if not local_pipeline_text or (local_pipeline_text != pipeline_text and read_holder(run_path) is None):
             (run_path / "stages").mkdir(parents=True, exist_ok=True)
             write_text(run_path / _RUN_FILE, run_files[_RUN_FILE])

@@ -84,7 +84,8 @@ def check_targets(pipeline: Pipeline) -> None:
     publishes, or cannot be read by a gate that compares with it; UploadError if it does not respond."""
     for stage in pipeline.stages:
         is_user_code = is_import_path(split_publication_target(stage.target)[0])
-        if not stage.target or (is_user_code and stage.work_pool):  # only the work pool's machines have the user's code
+        if not stage.target or (is_user_code and stage.work_pool):
+            # Skip a user-defined target of a stage on a work pool, because only the machines of the pool have its code.
             continue
         stage_location = f"{pipeline.source_path}: stage {stage.name!r}"
         with convert_errors(partial(_convert_target_error, stage_location, stage.target), ()):

@@ -65,7 +65,8 @@ class CheckpointUploader:
             stored_manifest = self._bucket.read(manifest_key)
             is_stored = stored_manifest == manifest_data
             if not is_stored:
-                if stored_manifest is not None:  # an account that may remove nothing can send new checkpoints
+                if stored_manifest is not None:
+                    # Remove only an existing object: an account that may not remove can then send new checkpoints.
                     self._bucket.remove(manifest_key)
                 file_entries: dict[str, Any] = read_json_object(folder / MANIFEST_FILE).get("files", {})
                 files = {self._object_key(name, file): (folder / file, e["sha256"]) for file, e in file_entries.items()}

@@ -57,7 +57,7 @@ class FileTarget:
 
     def versions(self) -> list[str]:
         """Return all stored versions in the order in which they were published."""
-        # Folders whose names begin with a dot are unfinished copies.
+        # Skip folders whose names begin with a dot, because they are unfinished copies.
         record_files = [file for file in self.folder.glob(f"[!.]*/{RECORD_FILE}") if not file.parent.is_symlink()]
         return [file.parent.name for file in sorted(record_files, key=lambda file: (file.stat().st_mtime, file))]
 
@@ -92,7 +92,8 @@ class FileTarget:
             if read_json(version_folder / RECORD_FILE) != record or self.damage(folder, version, record):
                 with replace_folder(version_folder) as temporary_folder:
                     shutil.copytree(folder, temporary_folder, dirs_exist_ok=True)
-                    for path, *_ in os.walk(temporary_folder):  # make copies of read-only folders writable
+                    # Make copies of read-only folders writable, so that the record can be added and the copy replaced.
+                    for path, *_ in os.walk(temporary_folder):
                         os.chmod(path, os.stat(path).st_mode | stat.S_IRWXU)
                     write_json(temporary_folder / RECORD_FILE, record)
             if damage_message := self.damage(folder, version, record):

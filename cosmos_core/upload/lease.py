@@ -100,7 +100,7 @@ class Lease:
         lease_document, etag = read_document(self._bucket, self._object_key)
         try:
             return (LeaseHolder(**lease_document) if lease_document is not None else None), etag
-        except TypeError:  # the lease was written by another version of this package
+        except TypeError:  # a lease in the format of another version counts as no lease
             return None, etag
 
     def _replace_lease(self, etag: str) -> bool:

@@ -157,7 +157,8 @@ class MlflowTarget:
 
     def _list_artifact_sizes(self, run_id: str, artifact_path: str | None = None) -> dict[str, int]:
         size_by_path: dict[str, int] = {}
-        for each in self.client.list_artifacts(run_id, artifact_path):  # MLflow gives the size of an empty file as None
+        # Replace a size of None by 0, because MLflow reports the size of an empty file as None.
+        for each in self.client.list_artifacts(run_id, artifact_path):
             sizes = self._list_artifact_sizes(run_id, each.path) if each.is_dir else {each.path: each.file_size or 0}
             size_by_path |= sizes
         return size_by_path
@@ -192,7 +193,7 @@ class MlflowTarget:
     def _translate_errors(self) -> Iterator[None]:
         """Translate errors of the MLflow client into errors of one line: ConfigError if the server refuses the
         credentials, otherwise UploadError."""
-        assert self.client is not None  # raises ConfigError if MLflow is not installed
+        assert self.client is not None  # the property raises ConfigError if MLflow is not installed
         from mlflow.exceptions import MlflowException
 
         try:

@@ -112,7 +112,8 @@ class S3Target:
             for _ in range(_MAX_POINTER_ATTEMPTS):
                 if self._replace_pointer(version, history):
                     return
-                self.file_transfer.check_cancellation()  # another publication moved the pointer after it was read
+                # Try again unless the run is to stop, because another publication moved the pointer after it was read.
+                self.file_transfer.check_cancellation()
             raise UploadError(
                 f"{self.where(POINTER_FILE)}: the store refused {_MAX_POINTER_ATTEMPTS} writes because the "
                 f"object had changed; {_POINTER_UNCHANGED_NOTE}, publish again when no other publication runs"
@@ -134,7 +135,8 @@ class S3Target:
         except ClientError as error:
             if error.response["Error"].get("Code") != "NotImplemented":
                 raise
-            return bool(self.bucket.write(pointer_key, pointer_json))  # the store does not support conditional writes
+            # Overwrite the pointer without a condition, because the store does not support conditional writes.
+            return bool(self.bucket.write(pointer_key, pointer_json))
 
     def _object_key(self, relative_key: str) -> str:
         return f"{self.prefix}/{relative_key}" if self.prefix else relative_key

@@ -116,7 +116,7 @@ class FileTransfer:
         except ClientError as error:
             if error.response["Error"].get("Code") != "NoSuchUpload":
                 raise
-            # The upload was aborted, or completed and the response was lost. The caller verifies the stored object.
+            # The upload was aborted, or completed without a response: the caller finds out when it verifies the object.
         self.journal.append_line(gone=key)
 
     def _upload_in_parts(self, key: str, file: Path, file_size: int, part_bytes: int, sha256: str) -> None:

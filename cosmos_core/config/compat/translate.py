@@ -82,7 +82,7 @@ def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) ->
     annotation_table, _ = _find_parent_table(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS)
     if annotation_table.get("annotation_path") and (system_prompt := annotation_table.get("system_prompt")):
         _rename_key(recipe_tables, _SYSTEM_PROMPT_OF_ANNOTATIONS, f"{_TRAIN_POLICY_KEY}.system_prompt", notices)
-        annotation_table["system_prompt"] = system_prompt  # packers and rewards of the user may read it in `custom`
+        annotation_table["system_prompt"] = system_prompt  # keep the old key, which user packers may read in `custom`
     if infer_training_type(policy_table) == "grpo":
         _remove_ineffective_keys(recipe_tables, _INEFFECTIVE_GRPO_KEYS, notices)
     return recipe_tables

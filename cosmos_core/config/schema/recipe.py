@@ -212,7 +212,7 @@ class Recipe(Table):
     @property
     def completed_splits(self) -> tuple[str, ...]:
         """Return the splits of rows whose prompts the engines of this recipe complete."""
-        # The server at `sample.endpoint` has its own limit of the prompt length, so that training prompts are left out.
+        # The server at `sample.endpoint` has its own limit of the prompt length, so leave out the training prompts.
         train_splits = ("train",) * (self.train.train_policy.has_rollouts and not self.sample.endpoint)
         return train_splits + ("validation",) * (self.validation.enable and self.has_validation_completions)
 
@@ -241,7 +241,8 @@ class Recipe(Table):
             return recipe_values
         policy_table = {**policy_table, "type": "sft"}
         algorithm_table: Any = {**policy_table, "trainer_type": "diffusion_sft"}
-        if name != "sft":  # for a user's class `find_algorithm_name` would select `SftConfig`
+        # Validate the table of a user's class as `DiffusionSftConfig`, because `SftConfig` would be selected by `type`.
+        if name != "sft":
             with suppress(ValidationError):  # ignore an error: validation of `train` reports it with the full key
                 algorithm_table = DiffusionSftConfig.model_validate(policy_table)
         return {**recipe_values, "train": {**train_table, "train_policy": algorithm_table}}

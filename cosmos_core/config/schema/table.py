@@ -102,7 +102,7 @@ class Table(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return True if a field was set to another value than its default."""
         value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        # False in place of the default None does not count as set: validation may have copied it from another table.
+        # Do not count False for the default None as set, because validation may have copied it from another table.
         return name in self.model_fields_set and value != default and not (default is None and value is False)
 
     def copy_with(self, **new_values: Any) -> Self:
@@ -226,7 +226,8 @@ def result_values(table: Table) -> dict[str, Any]:
         omits_empty_value = getattr(find_metadata(field, AffectsResult), "omits_empty_value", False)
         if not affects_result(field) or (not field_value and omits_empty_value):
             continue
-        if omits_empty_value and _are_tables(field_value):  # a list per key, as fingerprints select keys
+        # Store a list of subtables as one list of values for each key, because fingerprints select values by key.
+        if omits_empty_value and _are_tables(field_value):
             subtable_values = [result_values(subtable) for subtable in field_value]
             subtable_keys = dict.fromkeys(key for row in subtable_values for key in row)
             result_by_name[name] = {key: [row.get(key) for row in subtable_values] for key in subtable_keys}

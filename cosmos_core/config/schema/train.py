@@ -45,7 +45,8 @@ DEFAULT_SEED = 42
 _BetaDecay = Annotated[float, Field(ge=0, lt=1)]
 _OptimizerImpl = Literal["fused", "foreach", "for-loop"]
 _NO_LOSS_SCALING_ADVICE = "this version does not scale losses, so gradients vanish; use 'bfloat16'"
-_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}  # each child that ends sends SIGCHLD
+# Signals that cannot ask for a stop: SIGKILL and SIGSTOP cannot be handled, and every child that ends sends SIGCHLD.
+_UNCATCHABLE_SIGNALS = {"SIGKILL", "SIGSTOP", "SIGCHLD"}
 _GRPO_ONLY_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
 
 AlgorithmTable = Annotated[

@@ -58,7 +58,7 @@ class PreferencePairs(PreparedRows):
         samples = []
         for i in row_ids:
             logprobs = (0.0, 0.0) if self.reference_logprobs is None else self.reference_logprobs[i].tolist()
-            images = self.chosen.images(i)  # both completions have the same images, which are in the prompt
+            images = self.chosen.images(i)  # use the same images for both completions, because the prompt shows them
             for sequences, logprob in zip((self.chosen, self.rejected), logprobs, strict=True):
                 sample_arguments: dict[str, Any] = {"micro_batch": micro_batch, "source": self.get_source_label(i)}
                 samples.append(Sample(*sequences[i], reference_logprob=logprob, images=images, **sample_arguments))
@@ -99,7 +99,8 @@ class PairsKind(TokenisedKind):
             problem = "column 'rejected_images' differs from the images of the chosen completion"
             raise DataError(f"{location}: {problem}; show both in the prompt, or leave the row out")
         if has_images and isinstance(prompt, str):
-            align_images([], row, location)  # raises an error if the row has images, which plain text cannot show
+            # Let `align_images` raise an error if the row has images, because plain text cannot show them.
+            align_images([], row, location)
 
         def make_completion_record(completion: list[Message] | str) -> Record:
             if isinstance(prompt, str) or isinstance(completion, str):

@@ -30,7 +30,7 @@ from cosmos_core.data.user_dataset import IGNORED_LABEL, LABELS_COLUMN, TOKENS_C
 from cosmos_core.errors import DataError, first_line
 from cosmos_core.types import ImageRef
 
-_TOKEN_ID_LIMIT = 1 << 31  # prepared rows store token ids as 32-bit integers
+_TOKEN_ID_LIMIT = 1 << 31  # greater token ids are refused, because prepared rows store 32-bit integers
 
 
 class Sequences(PreparedRows):
@@ -103,7 +103,8 @@ class SequencesKind(TokenisedKind):
         has_images = row_spec.image_root is not None
         text_columns = ("prompt",), ("completion", "response")
         plain_texts = None if tokenizer.chat_template else read_plain_texts(row, location, *text_columns)
-        if plain_texts and not has_images and not row_spec.conversation_settings[1]:  # a system prompt needs a template
+        # Concatenate plain texts only if the recipe has no system prompt, which only a chat template can insert.
+        if plain_texts and not has_images and not row_spec.conversation_settings[1]:
             check_surrogates(plain_texts, location)
             if not plain_texts[1].strip():
                 raise SkippedRow(location, "without a completion to learn")
@@ -115,7 +116,8 @@ class SequencesKind(TokenisedKind):
         if not isinstance(conversation, str):
             return make_conversation_record(tokenizer, row_spec, conversation, tools, row, location)
         if has_images:
-            align_images([], row, location)  # raises an error if the row has images, which plain text cannot show
+            # Let `align_images` raise an error if the row has images, because plain text cannot show them.
+            align_images([], row, location)
         ids_and_mask = tokenise_conversation(tokenizer, conversation, location)
         return make_text_record(row_spec, ids_and_mask, location, plain_rows=1)
 

@@ -144,7 +144,7 @@ def _to_media(media_type: str, pixels: np.ndarray) -> Any:
     """Return the image (PIL.Image) or the video (uint8 array of frames, height, width and 3) of an item."""
     if pixels.dtype != np.uint8:
         pixels = np.clip(np.nan_to_num(pixels), 0, 255).astype(np.uint8)
-    if media_type == "video":  # move the channels from the first axis to the last
+    if media_type == "video":  # move the channels to the last axis, which rewards expect
         return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     from PIL import Image
 
