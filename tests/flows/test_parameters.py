@@ -128,5 +128,5 @@ def test_a_run_of_a_flow_in_python_is_continued_by_its_flow_alone(tmp_path: Path
     file = tmp_path / "chain.toml"
     file.write_text(CHAIN.replace("OUTPUTS", str(tmp_path / "outputs")))
     run = create_run(load_pipeline(file, (), all_kinds()), run_id="r", entrypoint="/f.py:search")
-    with pytest.raises(ConfigError, match=r"is a run of the flow /f\.py:search, which decides .*: cosmos resume /.*/r$"):
+    with pytest.raises(ConfigError, match=r"is a run of the flow /f\.py:search, .*: cosmos resume /.*/r$"):
         open_run_to_execute(str(run.path), [], "")
