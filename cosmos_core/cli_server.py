@@ -52,7 +52,8 @@ def worker(
     type_: Annotated[str, typer.Option("--type", help="Type of the worker; empty: the type of the work pool.")] = "",
 ) -> None:
     """Start a Prefect worker that keeps polling after an outage of the server."""
-    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # heartbeat of a flow run every 30 s
+    # Send a heartbeat every 30 s, because the automation for crashed flow runs expects this period.
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")
     prefect_arguments = ["worker", "start", "--pool", pool]
     prefect_arguments += ["--limit", str(limit)] * bool(limit) + ["--name", name] * bool(name)
     prefect_arguments += ["--type", type_] * bool(type_)
@@ -107,7 +108,7 @@ def serve_reports(
     access_token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     with ReportServer(output_dir, access_token, (host, port)) as server:
         typer.echo(f"reports of {server.output_dir} at http://{host}:{server.server_address[1]}/RUN/report.html")
-        if TOKEN_VARIABLE not in os.environ:
+        if not os.environ.get(TOKEN_VARIABLE):
             typer.echo(f"password: {access_token}")
         server.serve_forever()
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from cosmos_core.cli import app
 from cosmos_core.errors import ConfigError
 from cosmos_core.observe.record import read_run
-from cosmos_core.observe.report_server import URL_VARIABLE, ReportServer, report_url
+from cosmos_core.observe.report_server import TOKEN_VARIABLE, URL_VARIABLE, ReportServer, report_url
 from tasks.artifacts import _render_run_card
 from tests.unit.observed_runs import finished_run
 
@@ -90,6 +92,19 @@ def test_a_client_that_sends_nothing_delays_no_other(port: int) -> None:
 def test_a_short_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="COSMOS_REPORTS_TOKEN has 5 characters; at least 16"):
         ReportServer(tmp_path, "short", ("127.0.0.1", 0))
+
+
+def test_a_token_that_is_empty_is_none_and_the_new_one_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the program fails that `COSMOS_REPORTS_TOKEN=$(...)` calls."""
+    tokens: list[str] = []
+    monkeypatch.setattr(ReportServer, "serve_forever", lambda server: tokens.append(server.token))
+    arguments = ["serve-reports", "--port", "0", "--output-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments, env={TOKEN_VARIABLE: ""})
+    assert f"password: {tokens[0]}\n" in done.output and len(tokens[0]) >= 32
+    done = CliRunner().invoke(app, arguments, env={TOKEN_VARIABLE: TOKEN})
+    assert tokens[1] == TOKEN and "password" not in done.output
 
 
 def test_it_listens_on_ipv6(tmp_path: Path) -> None:
