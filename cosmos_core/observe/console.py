@@ -34,7 +34,7 @@ from cosmos_core.observe.formatting import (
 )
 from cosmos_core.observe.record import RunRecord, StageRecord, compute_time_breakdown, read_run, render_loading_code
 from cosmos_core.observe.report_server import report_url
-from cosmos_core.observe.resuming import describe_interruption
+from cosmos_core.observe.resuming import describe_interruption, quote_run_path
 from cosmos_core.run.progress import ProgressRecord
 from cosmos_core.run.state import ACTIVE_STATES
 
@@ -52,7 +52,7 @@ _STATE_SYMBOLS = {
 _SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
 _MEMORY_METRIC_BY_LABEL = {"GPU": "memory/gpu_gib", "memory": "memory/host_gib"}
 _SPARKLINE_WIDTH = 12  # maximum number of characters of a sparkline
-# Phases of a train step: their names are shown only during the first step.
+# Phases of a train step: their names are shown only during the first step, because later the step number is shown.
 _TRAIN_STEP_PHASES = frozenset({"step", "generate", "score"})
 _PLAIN_TEXT_WIDTH = 160
 
@@ -81,7 +81,7 @@ class ProgressDisplay:
 
     Args:
         stages: Names of the stages to show.
-        is_terminal: Whether to show a live table; None: only if `stream` is a terminal.
+        is_terminal: Whether to show a live table; None: only if `stream` is a terminal that can move its cursor.
         stream: Output stream; None: standard output.
         get_time: Function that returns the current time in seconds.
     """
@@ -95,7 +95,8 @@ class ProgressDisplay:
         get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stdout
-        self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
+        can_move_cursor = os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}
+        self._is_terminal = self._stream.isatty() and can_move_cursor if is_terminal is None else is_terminal
         self._get_time = get_time
         self._lock = threading.RLock()
         self._stage_states = {name: _StageDisplayState() for name in stages}
@@ -240,7 +241,7 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
             summary_fields[f"model of stage {stage.name!r}"] = str(stage.path / stage.info["model"])
     elif run.model is not None:
         summary_fields |= {"model": str(run.model), "load it with": render_loading_code(run.model)}
-        summary_fields["try it with"] = f"cosmos try {os.path.relpath(run.path)}"
+        summary_fields["try it with"] = f"cosmos try {quote_run_path(run.path)}"
     if run.published_locations:
         summary_fields["published"] = ", ".join(run.published_locations)
     title = f"{run.name}  {run.path.name}  {run.outcome} after {format_duration(seconds['wall'])}"
@@ -256,7 +257,8 @@ def print_summary(run_path: Path, *, stream: TextIO | None = None) -> None:
 
 def make_console(stream: TextIO | None = None) -> Console:
     """Return a console for tables and for text without markup; if the output is no terminal, the width is fixed."""
-    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)  # print names without markup
+    # Print names as they are, because by default rich interprets brackets and colons in them as markup and emoji.
+    text_options: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji"), False)
     console = Console(file=stream or sys.stdout, **text_options)
     return console if console.is_terminal else Console(file=console.file, width=_PLAIN_TEXT_WIDTH, **text_options)
 

@@ -10,6 +10,9 @@ from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.liveness import find_dead_holder_start_time, has_lost_launcher, read_open_approval
 from cosmos_core.run.state import ACTIVE_STATES
 
+_command_folders: dict[str, str] = {}
+"""Folder in which the user's shell is, by the folder to which `change_to_run_folder` has changed."""
+
 
 def describe_interruption(run: RunRecord) -> str:
     """Return a message if a run was killed, waits for approval or was declined by a person, or if its stages still run
@@ -40,7 +43,8 @@ def _describe_running_stages(run: RunRecord) -> str:
 def _describe_killed_run(run: RunRecord) -> str:
     resume_hint = f"resume with: {make_resume_command(run.path)}"
     dead_stages = [stage for stage in run.stages if stage.died_at is not None]
-    if not dead_stages:  # the process of the run ended between two stages or before the first stage
+    if not dead_stages:
+        # The process of the run died between two stages or before the first, so report the last known end of a stage.
         end_times = [stage.state.ended for stage in run.stages if stage.state.ended]
         run_start_time = max(find_dead_holder_start_time(run.path) or 0.0, run.start_info.started)
         return f"died after {format_time(max(end_times, default=run_start_time))}, {resume_hint}"
@@ -57,16 +61,23 @@ def _describe_killed_run(run: RunRecord) -> str:
 def change_to_run_folder(run_path: Path) -> list[str]:
     """Change to the working directory in which a run was created, for relative paths in settings; return a notice."""
     run_working_directory = start_info.working_directory if (start_info := read_start_info(run_path)) else ""
-    if run_working_directory == os.getcwd() or not os.access(run_working_directory, os.X_OK):
+    if run_working_directory == (command_folder := os.getcwd()) or not os.access(run_working_directory, os.X_OK):
         return []
     os.chdir(run_working_directory)
+    _command_folders[os.getcwd()] = command_folder
     return [f"the run continues in {run_working_directory}, where it was started"]
 
 
 def make_resume_command(run_path: Path) -> str:
-    """Return the command that continues a run, with the path of the run relative to the current folder."""
-    displayed_path = run_path.relative_to(Path.cwd()) if run_path.is_relative_to(Path.cwd()) else run_path
-    return f"cosmos resume {shlex.quote(str(displayed_path))}"
+    """Return the command that continues a run."""
+    return f"cosmos resume {quote_run_path(run_path)}"
+
+
+def quote_run_path(run_path: Path) -> str:
+    """Return the path of a run, quoted for the user's shell: relative to the folder of that shell if it contains the
+    run, otherwise absolute."""
+    folder = _command_folders.get(os.getcwd(), os.getcwd())
+    return shlex.quote(str(run_path.relative_to(folder) if run_path.is_relative_to(folder) else run_path))
 
 
 def make_resume_instructions(run: RunRecord) -> str:

@@ -22,7 +22,7 @@ from cosmos_core.launch.reap import _has_lost_launcher
 from cosmos_core.observe import formatting
 from cosmos_core.observe.console import print_status
 from cosmos_core.observe.record import compute_time_breakdown, read_run
-from cosmos_core.observe.resuming import make_resume_instructions
+from cosmos_core.observe.resuming import change_to_run_folder, make_resume_command, make_resume_instructions
 from cosmos_core.observe.runs import is_run_inactive
 from cosmos_core.run import process
 from cosmos_core.run.directory import Run, claim_run, create_run
@@ -252,6 +252,18 @@ def test_the_last_line_of_a_stopped_run_says_where_each_training_begins_again(tm
     assert make_resume_instructions(read_run(run.path)).endswith(" (sft begins again at step 1: nothing was saved)")
     update_state(run.stage_path("sft"), checkpoint_step=13)
     assert make_resume_instructions(read_run(run.path)) == f"cosmos resume {run.path} (sft begins again at step 14)"
+
+
+def test_a_command_to_copy_names_the_run_from_the_folder_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = counting_run(tmp_path)
+    assert make_resume_command(run.path) == f"cosmos resume outputs/{run.id}"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert change_to_run_folder(run.path) and Path.cwd() == tmp_path
+    assert make_resume_command(run.path) == f"cosmos resume {run.path}"
 
 
 def test_a_flow_in_python_that_was_asked_to_stop_between_two_stages_is_stopped(

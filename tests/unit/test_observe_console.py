@@ -65,6 +65,15 @@ def test_off_a_terminal_each_change_of_state_is_a_line_and_progress_comes_every_
     ]
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a shell in Emacs, which would see nothing before the end."""
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    with ProgressDisplay(["sft"], stream=out) as display:
+        display.update("sft", "running")
+        assert out.getvalue() == "sft  running\n"
+
+
 def test_off_a_terminal_no_line_comes_twice_for_the_same_step(clock: Clock, out: io.StringIO) -> None:
     display = ProgressDisplay(["sft"], stream=out, get_time=clock)
     validating = {"phase": "validate", "count": 24}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -180,7 +179,13 @@ def test_the_summary_names_stages_overhead_model_and_loading_line(run: Path) -> 
     assert "time inside stage workers  4m00s" in lines and "orchestration overhead     8.6s" in lines
     assert f"model                      {model}" in lines
     assert f"load it with               {render_loading_code(model)}" in lines
-    assert f"try it with                cosmos try {os.path.relpath(run)}" in lines
+    assert f"try it with                cosmos try {run}" in lines
+
+
+def test_the_command_that_tries_a_model_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished_run(tmp_path / "my runs")
+    monkeypatch.chdir(tmp_path)
+    assert f"cosmos try 'my runs/{run.name}'" in summary(run)
 
 
 def test_overhead_is_one_figure_on_the_console_and_on_the_page(tmp_path: Path) -> None:
