@@ -125,7 +125,8 @@ def create_run(
     # The number of threads is set only once, so that the run can be resumed on a machine with another number of cores.
     # Revisions are set only once, so that models and data sets that change on the Hub do not change the run.
     original_pipeline, is_private = pipeline, pipeline.config.private
-    if is_private is None and read_umask() & 0o077 == 0o077:  # the umask makes all new files private: so is the run
+    if is_private is None and read_umask() & 0o077 == 0o077:
+        # The umask makes all new files private, so make the run private.
         is_private = True
     resolved_settings = {"threads": count_worker_threads(pipeline), "private": is_private}
     pipeline = replace(pipeline, config=pipeline.config.model_copy(update=resolved_settings))
@@ -204,7 +205,7 @@ def open_run(path: Path, stage_kinds: StageKinds) -> Run:
     except ConfigError as error:
         raise ConfigError(f"{error}; if another version made the run, continue it with that version") from error
     if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # copying may have made a private run public
-        with suppress(PermissionError):  # only the owner may change permissions
+        with suppress(PermissionError):  # ignore a run of another user, who alone may change its permissions
             run.path.chmod(0o700)
     return run
 
@@ -255,13 +256,13 @@ def try_claim_run(run: Run, start_time: float | None = None) -> FileLock | None:
 
 
 def find_run(name_or_path: str, output_dir: Path) -> Path:
-    """Return the absolute directory of a run; the name `latest` and an empty name select the newest run. Raise
-    ConfigError, whose message lists the newest runs, if the run does not exist."""
+    """Return the absolute directory of a run; an empty name, and `latest` unless a run has this name, select the newest
+    run. Raise ConfigError, whose message lists the newest runs, if the run does not exist."""
     # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
     if name_or_path and os.path.isfile(Path(name_or_path) / PIPELINE_FILE):
         return Path(name_or_path).resolve()
     run_ids = [start_info.run_id for start_info in list_runs(output_dir)]
-    run_id = run_ids[-1] if name_or_path in {"", "latest"} and run_ids else name_or_path
+    run_id = run_ids[-1] if run_ids and name_or_path in {"", "latest"}.difference(run_ids) else name_or_path
     if run_id in run_ids:
         return (output_dir / run_id).resolve()
     newest_runs_hint = f"; newest there: {', '.join(run_ids[-3:])}" if run_ids else ""
@@ -322,7 +323,7 @@ def _create_run_folder(
             write_json(new_folder / "run.json", start_info.model_copy(update={"run_id": run_path.name}).model_dump())
             try:
                 return new_folder.rename(run_path)
-            except OSError as error:  # another command created a run of this name
+            except OSError as error:  # try the next name if another command has created a run of this name
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise
     raise ConfigError(f"run_id = {run_id!r} is taken in {output_dir}; wait if a process runs it, or choose another")

@@ -145,12 +145,14 @@ def test_a_run_is_found_by_path_by_id_or_as_the_latest(tmp_path: Path, monkeypat
     monkeypatch.chdir(named.path)
     assert find_run(".", Path("..")) == find_run("zebra", Path("..")) == named.path, "its name is its id"
     assert find_run("", outputs) == find_run("latest", outputs) == last.path, "the newest, not the last by name"
+    own, _ = create_run(pipeline, run_id="latest"), create_run(pipeline, run_id="bee")
+    assert find_run("latest", outputs) == own.path, "a name that a user has given"
     with pytest.raises(ConfigError) as caught:
         find_run("zebr", outputs)
     assert "no run 'zebr'" in str(caught.value)
     with pytest.raises(ConfigError, match="no run 'zzz"):
         find_run("z" * 300, outputs)  # longer than a file name may be
-    assert str(caught.value).endswith("zebra, ant; give its path, or the folder of runs with --output-dir")
+    assert str(caught.value).endswith("ant, latest, bee; give its path, or the folder of runs with --output-dir")
 
 
 def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -351,6 +353,9 @@ def test_a_training_that_runs_is_asked_by_a_file_in_its_stage(
     (stage / "stage.toml").touch()
     cli.app([name, str(run.path), *options], standalone_mode=False)
     assert (stage / file).is_file()
+    update_state(stage, state="done")
+    with pytest.raises(ConfigError, match="rl has ended; only a training that runs can be changed"):
+        cli.app([name, str(run.path), *options], standalone_mode=False)
 
 
 def test_each_data_set_of_a_mixture_is_compared_with_that_of_the_existing_run(tmp_path: Path) -> None:
