@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cosmos_core.cli_config import print_notices
 from cosmos_core.cli_runs import OutputDirOption
 from cosmos_core.config.schema.methods import DIFFUSION_SFT, DPO, GRPO, SFT, TRAINING_METHODS
 from cosmos_core.errors import EXIT_USAGE, ConfigError, CosmosError
@@ -138,9 +139,9 @@ def init() -> None:
     method = typer.prompt(f"What shall be done? {', '.join(TRAINING_METHODS)}", default=SFT.command)
     if method not in TRAINING_METHODS:
         raise ConfigError(f"{method!r} is none of {', '.join(TRAINING_METHODS)}")
-    model = typer.prompt("Which model? A folder or a Hub id", default="Qwen/Qwen3-0.6B")
+    model = typer.prompt("Which model? A folder, a Hub id or a run", default="Qwen/Qwen3-0.6B")
     data = typer.prompt("Which rows? A file, a folder or a Hub id")
-    command_options = {"method": method, "model": model, "data": data}
+    command_options = {"method": method, "model": _resolve_model(model, Path("outputs")), "data": data}
     if TRAINING_METHODS[method].needs_reward:
         reward = typer.prompt("Which reward? A name, or file.py:function", default="boxed_math")
         command_options["reward"] = _check_rewards([os.path.expanduser(reward)])
@@ -149,7 +150,7 @@ def init() -> None:
     path = _write_recipe(command_options, settings, typer.prompt("Where to write the recipe?", default=default_path))
     if typer.confirm(f"saved as {path}. Run it now?"):
         _replace_process_with_run(path, [])
-    typer.echo(f"run it with: cosmos run {path}")
+    typer.echo(f"run it with: {shlex.join(['cosmos', 'run', str(path)])}")
 
 
 def try_model(
@@ -174,7 +175,8 @@ def try_model(
     sys.stdout.flush()
     os.environ |= add_log_silencing_variables(os.environ)
     io_encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
-    os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"  # print characters outside of the encoding as "?"
+    # With `replace`, a character that the encoding lacks is printed as "?" instead of raising an error.
+    os.environ["PYTHONIOENCODING"] = f"{io_encoding}:replace"
     os.execv(sys.executable, [*make_python_command(), *program_arguments])
 
 
@@ -193,11 +195,14 @@ def _resolve_model(model_name: str, output_dir: Path) -> str:
             raise ConfigError(f"{model_name}: this stage made no model")
         return model_path if "://" in model_path else str(stage_path / model_path)
     is_run_folder = any((each / "pipeline.toml").is_file() for each in candidate_paths)
-    if not is_run_folder and (not model_name.isdecimal() or os.path.isdir(model_name)):  # a run id has only digits
+    # A name that is no run folder may be the id of a run only if it has the form of one, which is digits only.
+    if not is_run_folder and (not model_name.isdecimal() or os.path.isdir(model_name)):
         return model_name
     run = read_run(find_run(model_name, output_dir))
     if run.model is None:
         raise ConfigError(f"run {run.path.name} has made no model yet; cosmos status {run.path.name} says where it is")
+    if run.outcome != "done":  # warn, because the model of an unfinished run may be an earlier one or the base model
+        print_notices([f"run {run.path.name} is {run.outcome}; its last model so far is {run.model}"])
     return str(run.model)
 
 
@@ -276,7 +281,8 @@ def _propose_settings(command_options: dict[str, str], overrides: Sequence[str] 
     local_paths = {name: download_url(path, Path("outputs")) for name, path in input_paths.items()}
     custom_settings: dict[str, Any] = {}
     for keys, value in set_values.items():
-        custom_table = nest_value(keys[1:], value)  # a table if `--set custom={...}` sets all of `[custom]`
+        # `--set custom={...}` leaves no key below `custom`, so `custom_table` is the value, which must be a dict.
+        custom_table = nest_value(keys[1:], value)
         if f"{'.'.join(keys)}.".startswith("custom.") and isinstance(custom_table, dict):
             custom_settings = merge_tables(custom_settings, custom_table)
     program_options = json.dumps(
@@ -305,7 +311,7 @@ def _render_recipe(command_options: dict[str, str], settings: list[_Setting]) ->
     # The options are written into a comment of the recipe, which must be a single line.
     options_text = " ".join(shlex.join([word for option in option_values for word in option]).split())
     recipe_text = f"# cosmos {command_options['method']} {options_text}\n"
-    if command_options["method"] == "eval":  # without a stage `cosmos run` would train the model
+    if command_options["method"] == "eval":  # add a stage, because `cosmos run` trains the model if there is none
         recipe_text += '\n[[pipeline.stages]]\nname = "evaluate"\nkind = "evaluate"\n'
     for table_key, lines_of_table in sorted(lines_by_table.items()):
         recipe_text += f"\n[{table_key}]\n" + "\n".join(lines_of_table) + "\n"
@@ -332,7 +338,7 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
             is_lock_free = True
             try:
                 fcntl.flock(recipe_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # ignore a file system without locks
+            except OSError as error:  # only a BlockingIOError shows that another command holds the lock
                 is_lock_free = not isinstance(error, BlockingIOError)
             existing_text = path.read_text(encoding="utf-8", errors="replace")
             if existing_text == recipe_text:
@@ -342,7 +348,7 @@ def _write_recipe(command_options: dict[str, str], settings: list[_Setting], out
             first_line, _, recipe_body = existing_text.partition("\n")
             recipe_digest = hashlib.sha256(recipe_body.encode()).hexdigest()[:16]
             if existing_text and first_line != f"{_RECIPE_HEADER}{recipe_digest}":
-                remedy_text = f"run it with cosmos run {path}, or write another with --save FILE"
+                remedy_text = f"run it with cosmos run {shlex.quote(str(path))}, or write another with --save FILE"
                 raise ConfigError(f"{path} is there and was edited; {remedy_text}")
             path.write_text(recipe_text, encoding="utf-8")
     except OSError as error:

@@ -11,6 +11,7 @@ from cosmos_core import cli_train
 from cosmos_core.errors import ConfigError, CosmosError
 from cosmos_core.run.manifest import commit_manifest
 from cosmos_core.types import Outcome
+from tests.unit.observed_runs import STARTED, finished_run, write
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,37 @@ def test_a_reward_that_does_not_exist_is_refused_by_init_too(monkeypatch: pytest
     monkeypatch.setattr(cli_train.typer, "prompt", lambda *_, **__: next(answers))
     with pytest.raises(ConfigError, match="did you mean 'boxed_math'"):
         cli_train.init()
+
+
+def test_the_model_of_a_run_that_is_not_done_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The training before the last one may have made it, or the stage that all began from."""
+    run = finished_run(tmp_path)
+    assert cli_train._resolve_model(str(run), tmp_path) == f"{run}/stages/export/safetensors/step_80"
+    assert capsys.readouterr().err == ""
+    for name in ("grpo", "export"):
+        (run / "stages" / name / "result.json").unlink()
+    write(run / "stages/grpo/state.json", {"state": "failed", "error": "boom", "spans": [[STARTED, STARTED + 1]]})
+    model = f"{run}/stages/sft/safetensors/step_40"
+    assert cli_train._resolve_model(str(run), tmp_path) == model
+    assert capsys.readouterr().err == f"cosmos: note: run {run.name} is failed; its last model so far is {model}\n"
+
+
+def test_init_takes_a_run_and_prints_a_command_that_a_shell_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, options = finished_run(tmp_path), list[dict[str, str]]()
+    answers = iter(["sft", run.name, "my rows.csv", "my rows-sft.toml"])
+    monkeypatch.setattr(cli_train.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(cli_train.typer, "prompt", lambda *_, **__: next(answers))
+    monkeypatch.setattr(cli_train.typer, "confirm", lambda *_: False)
+    monkeypatch.setattr(cli_train, "_propose_settings", lambda given: options.append(given) or SETTINGS)
+    cli_train.init()
+    assert options[0]["model"] == f"{run}/stages/export/safetensors/step_80"
+    assert capsys.readouterr().out == "run it with: cosmos run 'my rows-sft.toml'\n"
+    Path("my rows-sft.toml").write_text("edited")
+    with pytest.raises(ConfigError, match=r"run it with cosmos run 'my rows-sft\.toml', or"):
+        cli_train._write_recipe({"method": "sft", "model": "m"}, SETTINGS, "my rows-sft.toml")
 
 
 def test_a_stage_is_named_by_the_id_of_its_run_and_a_folder_may_be_a_number(
