@@ -25,6 +25,7 @@ class Repository:
     """Commits of one repository, the newest last."""
 
     private: bool = False
+    is_gated: bool = False
     commits: list[dict[str, Any]] = field(default_factory=list)
     branches: dict[str, int] = field(default_factory=dict)
     tags: dict[str, int] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send(status, value, headers)
 
-    do_GET = do_PUT = do_POST = do_HEAD = _any
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _any
 
     def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -127,11 +128,16 @@ class _Handler(BaseHTTPRequestHandler):
         if "blobs" in path:
             self.hub.blobs[path[-1]] = body
             return 200, {}, {}
+        if what.startswith("DELETE") and path[4] == "tag":
+            del self.hub.repositories["/".join(path[2:4])].tags[path[5]]
+            return 200, {}, {}
         if path[:2] == ["api", "models"]:
             return self._api("/".join(path[2:4]), path[4:], body)
         if path[1].endswith(".git"):
             return self._lfs(json.loads(body))
         repository = self.hub.repositories.get("/".join(path[:2]))
+        if repository and repository.is_gated:
+            return 403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"}
         files = repository.files(path[3]) if repository else None
         if files is None or "/".join(path[4:]) not in files:
             code = "EntryNotFound" if files is not None else "RevisionNotFound" if repository else "RepoNotFound"

@@ -66,10 +66,10 @@ class HubTarget:
             os.environ.setdefault(variable_name, "1")
         from huggingface_hub import HfApi  # the import takes half a second
 
-        access_token = os.environ.get("HF_TOKEN")
+        access_token = os.environ.get("HF_TOKEN", "").strip()  # a mounted secret may end with a line break
         if not access_token:
             raise ConfigError(f"hub://{self._repository_name}: no token; set HF_TOKEN to one that may write")
-        return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=access_token)
+        return HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None, token=access_token)
 
     @cached_property
     def repository(self) -> str:
@@ -116,7 +116,7 @@ class HubTarget:
             self._retry_call(lambda: self.hub_api.create_repo(self.repository, private=True, exist_ok=True))
             if branch != "main":
                 self._retry_call(lambda: self.hub_api.create_branch(self.repository, branch=branch, exist_ok=True))
-            # If the response to a commit was lost, the commit may exist: `_commit_files` compares stored files first.
+            # Committing again after a lost response is safe, because `_commit_files` first compares the stored files.
             commit_id = self._retry_call(lambda: self._commit_files(folder, version, record, branch))
         with self._translate_errors(f"{version} was committed to {branch}, and has no tag; resume"):
             # Compare the commit, not the branch, which another publication may have moved meanwhile.
@@ -124,6 +124,10 @@ class HubTarget:
                 raise UploadError(f"hub://{self.repository}: {damage_message} after the commit")
             create_tag = partial(self.hub_api.create_tag, self.repository, tag=version, exist_ok=True)
             self._retry_call(partial(create_tag, revision=commit_id))
+            if self._retry_call(lambda: self._find_damaged_file(folder, record, version)):
+                # Move an existing tag of this version that refers to a commit with other files.
+                self._retry_call(partial(self.hub_api.delete_tag, self.repository, tag=version))
+                self._retry_call(partial(create_tag, revision=commit_id))
         return self.where(version)
 
     def _commit_files(self, folder: Path, version: str, record: dict[str, Any], branch: str) -> str:
@@ -142,7 +146,8 @@ class HubTarget:
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in file_names]
         try:
             self.hub_api.preupload_lfs_files(self.repository, operations, revision=branch)
-        except (RuntimeError, PermissionError, TimeoutError) as error:  # the transfer of a file failed, by LFS or Xet
+        except (RuntimeError, PermissionError, TimeoutError) as error:
+            # The transfer of a file by LFS or Xet failed: raise an error after which `_retry_call` tries again.
             raise ConnectionError(str(error)) from error
         self._check_cancellation()  # last chance to stop, because the commit publishes the version
         model_card = _render_model_card(folder / _MODEL_CARD_FILE, record)
@@ -177,13 +182,21 @@ class HubTarget:
 
     def _read_record(self, revision: str) -> dict[str, Any] | None:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
         url = hf_hub_url(self.repository, RECORD_FILE, revision=revision, endpoint=self.hub_api.endpoint)
         try:
             response = get_session().get(url, headers=build_hf_headers(token=self.hub_api.token), follow_redirects=True)
             hf_raise_for_status(response)
+        except GatedRepoError:
+            # Do not treat this as a missing repository: the repository exists, but the token may not read it.
+            raise
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
         record = None
@@ -213,7 +226,7 @@ class HubTarget:
             except (HTTPError, ConnectionError):
                 if is_last_attempt:
                     raise
-            # `_check_cancellation` raises an error if the run is to stop, also during a long wait for a busy Hub.
+            # While waiting for a busy Hub, call `_check_cancellation`, which raises an error if the run is to stop.
             wait_end_time = time.monotonic() + min(wait_seconds, _MAX_WAIT_SECONDS)
             while (seconds_left := wait_end_time - time.monotonic()) > 0:
                 self._check_cancellation()
@@ -222,21 +235,21 @@ class HubTarget:
     @contextmanager
     def _translate_errors(self, outcome: str = "nothing was published") -> Iterator[None]:
         """Translate errors of the Hub's client into ConfigError or UploadError with a message of one line."""
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         target_url, hub = f"hub://{self._repository_name}", f"the Hub {self.hub_api.endpoint}"
         try:
             yield
-        except HFValidationError as error:
-            raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
         except HfHubHTTPError as error:
             status_code = _get_status_code(error)
             if status_code in _ACCESS_DENIED_STATUSES:
                 problem = f"{hub} refuses the token ({status_code}); set HF_TOKEN to one that may write there"
                 raise ConfigError(f"{target_url}: {problem}") from error
             raise UploadError(f"{target_url}: {hub} responds with {status_code}; {outcome}") from error
-        except (HTTPError, ConnectionError, TimeoutError) as error:
+        except (HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError) as error:
             raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {outcome}") from error
+        except ValueError as error:  # the library refuses a name, a path or the metadata of the model card
+            raise ConfigError(f"{target_url}: {' '.join(str(error).split())}") from error
 
 
 def _get_status_code(error: Any) -> int:

@@ -251,3 +251,41 @@ def test_a_resumed_run_is_compared_with_the_version_before_its_own(tmp_path: Pat
     assert condition["bound"] == 0.4, "not with itself"
     with pytest.raises(DamagedRecord, match=r"hub://team/sums@r3: published\.json is missing"):
         target().record_of("r3")
+
+
+def test_a_token_may_end_with_a_line_break_and_the_address_of_the_hub_with_a_slash(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", f"{fake.TOKEN}\n")  # as a mounted secret does
+    monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
+    target().check()
+    assert server.requests == ["GET /api/whoami-v2"]
+
+
+def test_a_gated_repository_that_the_token_may_not_read_is_not_taken_for_nothing(tmp_path: Path, server: Hub) -> None:
+    server.blobs.clear()
+    folder, record = model(tmp_path / "m", "v1")
+    target().publish(folder, "v1", record)
+    server.repositories["team/sums"].is_gated = True
+    with pytest.raises(ConfigError, match=r"^hub://team/sums: the Hub .* refuses the token \(403\); set HF_TOKEN"):
+        target().published()
+
+
+def test_what_the_library_of_the_hub_refuses_is_one_line(tmp_path: Path, server: Hub) -> None:
+    folder, record = model(tmp_path / "m", "v1")
+    (folder / ".git").mkdir()
+    (folder / ".git/config").write_text("")
+    record["files"][".git/config"] = sha256(folder / ".git/config")
+    with pytest.raises(ConfigError, match=r"^hub://team/sums: Invalid `path_in_repo` .*'\.git/config'\)\.$"):
+        target().publish(folder, "v1", record)
+
+
+def test_the_tag_of_a_version_that_is_published_again_has_the_files_of_now(tmp_path: Path, server: Hub) -> None:
+    server.blobs.clear()
+    folder, record = model(tmp_path / "m", "v1")
+    target().publish(folder, "v1", record)
+    (folder / "generation_config.json").write_text("{}")  # no weights: run and fingerprint are the same
+    record["files"]["generation_config.json"] = sha256(folder / "generation_config.json")
+    assert target().publish(folder, "v1", record) == "hub://team/sums@v1"
+    repository = server.repositories["team/sums"]
+    assert repository.files("v1") == repository.files("main") and target().damage(folder, "v1", record) == ""
