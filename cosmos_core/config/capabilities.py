@@ -29,6 +29,7 @@ from cosmos_core.config.schema.table import (
     short_toml,
     support_status,
 )
+from cosmos_core.config.target import LOCAL_FOLDER_TARGET, split_publication_target
 from cosmos_core.errors import ConfigError
 from cosmos_core.registry import is_import_path, suggest_names
 
@@ -259,10 +260,12 @@ def _unsupported_setting_errors(pipeline: Pipeline, stage: StageConfig) -> Itera
 
 def _may_produce_output(pipeline: Pipeline, stage_name: str, output_type: str) -> bool:
     """Return True if a stage may make an output of type `model`, `data` or `rows` (data that is not prepared); a
-    user's program may make all of them."""
-    kind = pipeline.stage_kind(pipeline.stage(stage_name))
+    user's program may make all of them. What is published to a store or a Hub is no output."""
+    stage, kind = pipeline.stage(stage_name), pipeline.stage_kind(pipeline.stage(stage_name))
     if output_type == "model":
-        return kind.makes in {"model", "publication"} or not kind.entry
+        target_name = split_publication_target(stage.target)[0]
+        is_published_here = target_name == LOCAL_FOLDER_TARGET or is_import_path(target_name)
+        return kind.makes == "model" or (kind.makes == "publication" and is_published_here) or not kind.entry
     return kind.makes == output_type or not kind.entry or (kind.completes_prompts and not kind.trains_model)
 
 

@@ -135,3 +135,15 @@ def test_an_mlflow_server_that_refuses_the_credentials_is_an_error_of_the_config
             MlflowTarget("model").check()
         server.shutdown()
     assert raised.type is kind
+
+
+@pytest.mark.parametrize("target", ["s3://bucket/x", "hub://team/x", "mlflow://x", "./published"])
+def test_a_model_that_is_read_where_it_was_published_needs_a_folder(tmp_path: Path, target: str) -> None:
+    (tmp_path / "p.toml").write_text(
+        "[[pipeline.stages]]\nname = 'm'\nkind = 'custom'\nentry = 'json:loads'\n[[pipeline.stages]]\nname = 'up'\n"
+        f"kind = 'upload'\nafter = 'm'\nmodel = 'stage:m'\ntarget = '{target}'\n[[pipeline.stages]]\nname = 'again'\n"
+        "kind = 'export'\nafter = 'up'\nmodel = 'stage:up'\n"
+    )
+    said = "stage 'again': model = 'stage:up': a stage of kind 'upload' makes no model; name another stage"
+    with nullcontext() if target == "./published" else pytest.raises(ConfigError, match=said):
+        check_capabilities(load_pipeline(tmp_path / "p.toml", [], all_kinds()))
