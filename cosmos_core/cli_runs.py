@@ -11,7 +11,7 @@ import typer
 
 from cosmos_core.errors import ConfigError, CosmosError
 
-# `~` is expanded here because a shell expands it in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
+# Expand `~`, because a shell expands it in `--output-dir ~/runs`, but not in `--output-dir=~/runs`.
 OutputDirOption = Annotated[
     Path, typer.Option(help="Folder of runs.", callback=lambda path: Path(os.path.expanduser(path)))
 ]

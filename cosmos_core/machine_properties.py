@@ -53,7 +53,7 @@ def count_usable_cores() -> int:
     """Return the number of CPU cores that this process may use: those to which it is bound, but not more than the CPU
     time that its container has, as with `docker run --cpus=2`, rounded up."""
     num_cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # without a limit, the quota is the word `max`
+    with suppress(OSError, ValueError):  # ignore the quota `max`, which means that there is no limit
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         num_cores = min(num_cores, math.ceil(quota / period))
     return num_cores

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # option of prctl(2): signal at the end of the parent
+_PR_SET_PDEATHSIG = 1  # option of prctl(2) that sends this process a signal when its parent ends
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -249,7 +249,7 @@ def open_session(output_dir: Path, run_function: Callable[..., int] = run_sessio
     """Start a Prefect server with its data below `output_dir`; yield `run_function` with two arguments passed: the
     stack that stops the server, and a function that waits until the slow server is ready."""
     os.environ.update(add_log_silencing_variables(os.environ))
-    # The display shows the progress; Prefect's own log lines go to the Prefect server only.
+    # Send Prefect's own log lines only to the Prefect server, because the display already shows the progress.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     if not os.access(os.path.expanduser("~"), os.W_OK):
         # Without a writable home folder, matplotlib would leave a temporary folder in /tmp at each run.

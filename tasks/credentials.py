@@ -66,6 +66,6 @@ def _uses_remote_storage(pipeline: Pipeline) -> bool:
     string_settings = [value for table in tables for _, _, value, _ in active_fields(table) if isinstance(value, str)]
     if pipeline.config.artifact_store or any("://" in value for value in string_settings):
         return True
-    with suppress(ConfigError):  # ignore an invalid setting here: the start of the run reports it
+    with suppress(ConfigError):  # ignore an invalid setting, which the start of the run reports
         return any(each.location_type == "hub" for stage in pipeline.stages for each in pipeline.inputs(stage))
     return False

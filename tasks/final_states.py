@@ -72,5 +72,6 @@ def make_completed_state(run: Run, stage_names: Sequence[str]) -> State[Any]:
 
 
 def _get_error(state: State[Any]) -> CosmosError | None:
-    task_result = getattr(state.data, "result", state.data)  # Prefect wraps the value that a task returns
+    # Take the value that a task returned out of Prefect's wrapper, if it has one.
+    task_result = getattr(state.data, "result", state.data)
     return task_result if isinstance(task_result, CosmosError) else None

@@ -60,7 +60,7 @@ def _to_jsonable(value: Any) -> Any:
         return sorted(value, key=repr)
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True)
-    if callable(convert_to_list := getattr(value, "tolist", None)):  # a scalar or array of NumPy or torch
+    if callable(convert_to_list := getattr(value, "tolist", None)):  # convert a scalar or array of NumPy or torch
         return convert_to_list()
     return to_jsonable_python(value, fallback=str)
 

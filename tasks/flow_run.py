@@ -118,7 +118,7 @@ class PythonFlowState:
         """Start a thread that stops the workers of this process if the flow run is cancelled while stages run."""
         with self._state_lock:
             if self._watch_thread is None:
-                context = copy_context()  # the thread needs the current flow run of this context
+                context = copy_context()  # a copy, because the thread needs the current flow run of this context
                 self._watch_thread = threading.Thread(target=context.run, args=(self._stop_if_cancelled,), daemon=True)
                 self._watch_thread.start()
 

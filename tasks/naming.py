@@ -53,7 +53,7 @@ def _make_initial_flow_run_name() -> str:
 
 @cache
 def _load_word_list() -> frozenset[str]:
-    from coolname.data import config  # the library with which Prefect generates names
+    from coolname.data import config  # Prefect generates names from the words of this package
 
     word_lists: dict[str, Any] = config
     return frozenset(word for entry in word_lists.values() for word in entry.get("words", ()))

@@ -69,7 +69,7 @@ def _run_remote_service(stage: StageConfig, stage_path: Path) -> Iterator[dict[s
             finally:
                 write_health(stage_path, service_variables)
         finally:
-            # An unreachable Prefect server is no error here: the service ends with this flow run in any case.
+            # Ignore an unreachable Prefect server, because the service ends with this flow run in any case.
             with contextlib.suppress(httpx.HTTPError, ObjectNotFound):
                 delete_service_block(prefect_client, block_name)
                 if prefect_client.read_flow_run(service_run_id).state_type not in uncancelled_states:

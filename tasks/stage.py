@@ -96,7 +96,7 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
         record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
     semaphores = make_branch_semaphores(run.pipeline)
-    # Stop the stages from here, since a signal reaches only the main thread, and the tasks wait in other threads.
+    # Stop the stages in the main thread, because only it receives signals, while the tasks wait in other threads.
     with cleanup_on_error(lambda: stop_stages(run, list(futures.values()))), tags(*run_tags):
         terminate_on_signals(run)
         for name in stage_names:
@@ -311,7 +311,7 @@ def _make_result_under_lock(
                 service_stack.enter_context(upload_checkpoints_in_background(path, _make_checkpoint_url(run, stage)))
                 service_stack.enter_context(stage_sync.sync_checkpoints(expected_fingerprint))
                 service_variables = service_stack.enter_context(reward_service(run, stage))
-                # The last callback is called first: it releases the GPUs before the last checkpoint is sent.
+                # Add this callback last, so that it is called first: GPUs are free before the last checkpoint is sent.
                 service_stack.callback(device_stack.close)
                 attempt_settings = worker.AttemptSettings(
                     stage_path=path, python_path=config.python, num_threads=count_worker_threads(run.pipeline),

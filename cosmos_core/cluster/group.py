@@ -202,7 +202,8 @@ def _connect_to_cluster(num_ranks: int, actor_group: ActorGroup | None) -> Itera
                 threads_per_rank, threads_per_actor = split_threads(
                     torch.get_num_threads(), num_ranks, num_actors, is_parallel=actor_group.is_concurrent_with_ranks
                 )
-                os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)  # the processes of the ranks inherit the variable
+                # The processes of the ranks inherit this number of threads from the environment.
+                os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)
                 # Ranks and actors share cores, so a waiting OpenMP thread must release its core at once.
                 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
             # The processes of an embedded cluster inherit the blocked signals, which therefore do not end them.

@@ -43,7 +43,7 @@ class Rank:
     """Ray actor of one rank, with two threads, so that it can receive messages while its program runs."""
 
     def __init__(self) -> None:
-        ignore_job_signals()  # a rank ends only after the launcher has called `stop`, which lets it save a checkpoint
+        ignore_job_signals()  # end only when the launcher calls `stop`, so that the rank can save a checkpoint
         self._garbage_collection_pause = ExitStack()
         self._garbage_collection_pause.enter_context(without_garbage_collection())
         self._rank_messages = RankMessages()

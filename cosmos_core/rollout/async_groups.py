@@ -224,7 +224,7 @@ class AsyncGroupSource:
 
     def _max_prefetched_prompts(self) -> int:
         """Return how many prompts from `_first_unused_position` on the engines may get before training needs them."""
-        # Steps up to `last_allowed_step` may train on groups that the engines generate now.
+        # Count groups up to `last_allowed_step`, because `max_lag` forbids later steps to use the current weights.
         last_allowed_step = self.engine_fleet.version + self.max_lag
         num_prompts = self._count_groups_in_steps(last_allowed_step - self._next_step + 1)
         max_prompts = math.inf if self.max_steps_ahead is None else self._count_groups_in_steps(self.max_steps_ahead)

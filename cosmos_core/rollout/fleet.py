@@ -127,7 +127,7 @@ class EngineFleet:
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Load weights into all open engines except those that die during the load; see `Engine.load_weights`."""
         self._release_cached_memory()
-        engines = self._pool.open_engines()  # other ranks than the first have no engines
+        engines = self._pool.open_engines()  # the list is empty on all ranks but the first
         receivers = [EngineProcess(e, e.description) for e in engines if e.version is None or not self._loads_only_new]
         num_sent_tensors, weight_load = 0, WeightLoad(self._pool, receivers)
         uses_host_link = self._loads_only_new and isinstance(self._weight_transfer, NativeWeightTransfer)
@@ -176,7 +176,7 @@ class EngineFleet:
         """Let engines that share the trainer's GPUs sleep, see `Engine.sleep`; other engines stay awake."""
         self.sleep_level = max(self.sleep_level, int(self._sleeps_in_training))
         self._call_colocated_engines("sleep")
-        self._release_cached_memory()  # a barrier: no rank trains before all engines have released memory
+        self._release_cached_memory()  # this call is a barrier: no rank trains before all engines have released memory
 
     def wake(self) -> None:
         self._release_cached_memory()

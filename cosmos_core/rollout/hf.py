@@ -190,7 +190,7 @@ class HfEngine(ModuleEngine):
                 rows_B, tokens_B, is_active_B = rows_B[kept_rows_B], tokens_B[kept_rows_B], is_active_B[kept_rows_B]
                 is_used_token_BV, mask_BT = is_used_token_BV[kept_rows_B], mask_BT[kept_rows_B]
                 positions_B, max_new_tokens_B = positions_B[kept_rows_B], max_new_tokens_B[kept_rows_B]
-            # A model with images computes the positions of new tokens itself; batches with images have no padding.
+            # With images, pass no positions and no mask: the model computes positions, and there is no padding.
             inputs = self._prompt_batching.inputs(mask_BT, positions_B.unsqueeze(-1))
             logits_BV = self._forward(tokens_B.unsqueeze(-1), cache, new_token_image_inputs if image_inputs else inputs)
         return tokens_RT, logprobs_RT, lengths_R
@@ -252,7 +252,7 @@ class HfEngine(ModuleEngine):
         return logits_BV[:2], model(input_ids=input_ids_BT[:1, num_padding_tokens:], use_cache=False).logits[0, -1]
 
     def _make_cache(self) -> DynamicCache:
-        # Cache layers of sliding-window and linear attention stay: their size does not grow with the sequence.
+        # Preallocate only the caches of full attention: those of sliding-window and linear attention do not grow.
         cache = DynamicCache(config=self._model.config)
         cache.layers = [_PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache

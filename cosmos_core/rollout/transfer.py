@@ -121,7 +121,7 @@ class DeltaWeightLink(HostWeightLink):
     def __init__(self, delta_transfer: DeltaWeightTransfer, weight_load: WeightLoad) -> None:
         super().__init__(weight_load)
         self._transfer, self._num_buckets, self._has_changes = delta_transfer, 0, False
-        # `confirm_weight_load` fills the list again. So if the load fails, the next load sends all values.
+        # Empty the list, which `confirm_weight_load` fills again: if the load fails, the next load sends all values.
         self._previous_processes, delta_transfer.up_to_date_processes = delta_transfer.up_to_date_processes, []
         delta_transfer.num_sent_bytes = 0
 

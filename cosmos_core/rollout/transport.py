@@ -105,7 +105,8 @@ class NcclTransport(WeightTransport):
 
         device = torch.cuda.current_device()
         self._communicator = PyNcclCommunicator.from_unique_id_bytes(self._nccl_unique_id, 0, self._num_ranks, device)
-        if self._communicator.disabled:  # a disabled communicator transfers nothing, without an error
+        if self._communicator.disabled:
+            # Raise an error, because a disabled communicator transfers nothing without reporting it.
             raise TransferFailed("vLLM cannot use NCCL")
 
     def stage_bucket(self, bucket: Bucket) -> BucketHeader:
@@ -163,7 +164,8 @@ class IpcTransport(WeightTransport):
         return {str(torch.cuda.get_device_properties(self.send_buffer.device).uuid): reduce_tensor(self.send_buffer)[1]}
 
     def broadcast_failure(self, failure_reason: str) -> str:
-        return broadcast_object(failure_reason)  # a barrier: no rank overwrites a buffer that an engine still reads
+        # The broadcast is also a barrier: no rank overwrites a buffer that an engine still reads.
+        return broadcast_object(failure_reason)
 
     def end_weight_load(self) -> None:
         super().end_weight_load()

@@ -163,7 +163,7 @@ class MultiTurnEngine(EngineWrapper):
             sampling_and_step = conversation.group.sampling, conversation.group.step
             prompts_by_submission_key[sampling_and_step].append((prompt, conversation.num_tokens_left))
         for (sampling, step), prompts in prompts_by_submission_key.items():
-            # All prompts of a submission have the largest of their token limits; too long turns are truncated later.
+            # Use the largest token limit, because a submission has only one; longer turns are truncated later.
             max_turn_tokens = max(num_tokens for _, num_tokens in prompts)
             turn_sampling = replace(sampling, num_completions=1, max_tokens=max_turn_tokens)
             self._engine.submit([prompt for prompt, _ in prompts], turn_sampling, step)

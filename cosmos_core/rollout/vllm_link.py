@@ -57,7 +57,7 @@ class RankWeightLink:
         # The type is Any, because `receive` passes a collector of tensors where vLLM's annotation says module.
         self._transfer_engine: Any = create_engine(transfer_config, vllm_worker.vllm_config, vllm_worker.device, model)
         self._transfer_engine.init_transfer_engine(self._transfer_engine.parse_init_info(init_info))
-        # A disabled communicator transfers nothing, without an error.
+        # Raise an error, because a disabled communicator transfers nothing without reporting it.
         if getattr(self._communicator_group, "disabled", False):
             raise TransferFailed("vLLM cannot use NCCL")
 

@@ -204,7 +204,8 @@ def open_run(path: Path, stage_kinds: StageKinds) -> Run:
         run = Run(path.resolve(), load_pipeline(path / PIPELINE_FILE, (), stage_kinds))
     except ConfigError as error:
         raise ConfigError(f"{error}; if another version made the run, continue it with that version") from error
-    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:  # copying may have made a private run public
+    if run.pipeline.config.private and run.path.stat().st_mode & 0o077:
+        # Make the run private again, because copying may have made it public.
         with suppress(PermissionError):  # ignore a run of another user, who alone may change its permissions
             run.path.chmod(0o700)
     return run
@@ -258,7 +259,7 @@ def try_claim_run(run: Run, start_time: float | None = None) -> FileLock | None:
 def find_run(name_or_path: str, output_dir: Path) -> Path:
     """Return the absolute directory of a run; an empty name, and `latest` unless a run has this name, select the newest
     run. Raise ConfigError, whose message lists the newest runs, if the run does not exist."""
-    # Unlike Path.is_file, os.path.isfile returns False for an invalid path.
+    # Use os.path.isfile, which returns False for an invalid path, for which Path.is_file raises an error.
     if name_or_path and os.path.isfile(Path(name_or_path) / PIPELINE_FILE):
         return Path(name_or_path).resolve()
     run_ids = [start_info.run_id for start_info in list_runs(output_dir)]
@@ -293,7 +294,8 @@ def create_writable_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: the path has a null byte
+    except (OSError, ValueError, RuntimeError) as error:
+        # A null byte in the path raises a ValueError, and an unknown user in `~user` raises a RuntimeError.
         problem_text = f"cannot be written: {error.strerror if isinstance(error, OSError) else error}"
         raise ConfigError(f"pipeline.output_dir = {str(folder)!r} {problem_text}; choose another folder") from error
     return folder

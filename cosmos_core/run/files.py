@@ -103,7 +103,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         yield temporary_path
         os.replace(temporary_path, path)
     finally:
-        with suppress(OSError):  # after a successful rename, the temporary file is gone
+        with suppress(OSError):  # ignore that the temporary file is gone after a successful rename
             temporary_path.unlink()
 
 
@@ -271,7 +271,7 @@ def copy_file(source_path: str | Path, target_path: str | Path) -> None:
             except OSError as error:
                 if error.errno in _DISK_FULL_ERRNOS:
                     raise
-                # The kernel cannot copy between these file systems; copyfileobj continues at the current offsets.
+                # If the kernel cannot copy between these file systems, continue in Python at the current offsets.
                 shutil.copyfileobj(source_file, target_file)
             target_file.flush()
             os.fsync(target_file.fileno())  # the copy must be on disk before a manifest names it

@@ -35,7 +35,8 @@ def get_or_create_run(client: Any, experiment_name: str, run_key: str, run_name:
     if (mlflow_experiment := client.get_experiment_by_name(experiment_name)) is None:
         try:
             client.create_experiment(experiment_name)
-        except MlflowException:  # another process may have created the experiment
+        except MlflowException:
+            # Continue if another process has created the experiment in the meantime.
             if client.get_experiment_by_name(experiment_name) is None:
                 raise
         mlflow_experiment = client.get_experiment_by_name(experiment_name)

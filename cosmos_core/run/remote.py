@@ -130,7 +130,7 @@ def _resolve_latest_pointer(url: str) -> str:
 
 def _list_objects(url: str) -> list[StoredObject]:
     bucket_name, prefix = split_s3_url(url)
-    folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix selects the whole bucket
+    folder_prefix = f"{prefix}/".lstrip("/")  # an empty prefix remains empty, so that it selects the whole bucket
     # Ignore the empty objects that some tools create for folders, with keys that end with a slash.
     objects_with_prefix = [each for each in Bucket(bucket_name).list_objects(prefix) if not each.key.endswith("/")]
     stored_objects = [each for each in objects_with_prefix if each.key == prefix or each.key.startswith(folder_prefix)]

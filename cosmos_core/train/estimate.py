@@ -306,7 +306,7 @@ def _estimate_balanced_training_length(
 ) -> tuple[int, int, bool]:
     """Return steps, tokens, and whether steps are an upper bound, if batches are filled up to a token budget."""
     num_steps, algorithm, max_length = train.max_num_steps, train.train_policy, policy_config.model_max_length
-    assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # required by the schema
+    assert num_steps is not None and isinstance(algorithm, SupervisedConfig)  # the schema ensures both conditions
     if prepared_folder is None:
         tokens_per_step = algorithm.load_balanced_batches_per_optimizer_step * micro_batch_tokens(train, max_length)
         return num_steps, num_steps * tokens_per_step, True
@@ -331,7 +331,7 @@ def _estimate_disk_bytes(
         save_intervals = (save_freq, *([validation.freq] if is_validated else []))
         saved_steps = (step for interval in save_intervals for step in range(interval, steps or 0, interval))
         num_saves = len({steps, *saved_steps})
-        max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint does not count in `max_keep`
+        max_kept = max(1, ckpt.max_keep) + is_validated  # the best checkpoint is kept in addition to `max_keep` others
         num_checkpoints = max_kept if steps is None else num_saves if ckpt.max_keep == -1 else min(num_saves, max_kept)
     weight_bytes = num_params[1] * _element_bytes(train.master_dtype)  # checkpoints have no frozen parameters
     checkpoint_bytes = weight_bytes + memory.optimizer + memory.reference + memory.average

@@ -140,7 +140,7 @@ class Trainer:
         """Overwrite the weight set `weights` with the policy's; with `optimizer`, reset the optimizer's moments."""
         self.weight_sets.copy_from_policy(weights)
         if optimizer:
-            self.optimizer.state.clear()  # the optimizer creates missing moments as zeros
+            self.optimizer.state.clear()  # resets the moments, because the optimizer creates missing ones as zeros
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + fraction * (policy - W)."""

@@ -371,7 +371,7 @@ class PeakMemory:
             cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return torch.cuda.mem_get_info(self._device)[0] + cached_bytes
         free_bytes, cgroup_path = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-        with suppress(OSError, ValueError, KeyError):  # without a limit, memory.max is the word `max`
+        with suppress(OSError, ValueError, KeyError):  # ignore the value `max`, which means that there is no limit
             cgroup_limit, cgroup_usage = (int((cgroup_path / f"memory.{n}").read_text()) for n in ("max", "current"))
             memory_statistics = dict(line.split() for line in (cgroup_path / "memory.stat").read_text().splitlines())
             page_cache_bytes = int(memory_statistics["inactive_file"])  # the kernel frees the page cache on demand

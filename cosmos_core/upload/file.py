@@ -107,7 +107,7 @@ class FileTarget:
         try:
             yield
         except OSError as error:
-            # shutil.copytree raises one error with (source, copy, reason) of each file; the error itself has no reason.
+            # Take the reason from the first file that `shutil.copytree` could not copy: the error itself has none.
             error_reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             pointer_note = "; the pointer was not moved" if operation == "written" else ""
             error_message = f"target {self.folder} cannot be {operation}: {error_reason}{pointer_note}"

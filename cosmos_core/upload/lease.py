@@ -108,7 +108,7 @@ class Lease:
         self._etag = self._bucket.replace_if_unchanged(self._object_key, encode_document(asdict(self._holder)), etag)
         if self._etag:
             return True
-        # If the response to a successful request was lost, its retry is refused although this process holds the lease.
+        # Read the lease again: if the response to a successful request was lost, its retry was refused.
         holder, self._etag = self._read_lease()
         return self._is_own_lease(holder)
 

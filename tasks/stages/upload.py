@@ -37,7 +37,8 @@ KIND = StageKind(
 def run(stage: Stage) -> Outcome:
     """Publish the model folder `stage.model` to the publication target `stage.config.target`. Raises `ConfigError` if
     the model folder does not exist, `UploadError` if the model has changed since it was made or the target failed."""
-    from tasks.cancellation import make_publication_check  # imported here, because the module imports Prefect
+    # Import the module only when a stage publishes, because it imports Prefect.
+    from tasks.cancellation import make_publication_check
 
     model_folder = Path(stage.model)
     if not model_folder.is_dir():
