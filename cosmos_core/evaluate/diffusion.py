@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from cosmos_core.config.schema.evaluate import EvaluateConfig
-from cosmos_core.errors import Preempted, RewardError
+from cosmos_core.errors import Preempted, RewardError, StageFailed
 from cosmos_core.evaluate.prompt_sets import read_prompt_sets
 from cosmos_core.evaluate.scored_prompts import ScoredPrompt, append_scores, average_scores, read_scores, to_item_table
 from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.families import open_pipeline
 from cosmos_core.observe import gallery
 from cosmos_core.registry import is_import_path
-from cosmos_core.rewards.base import load_reward
+from cosmos_core.rewards.base import invalid_scores_error, load_reward
 from cosmos_core.rollout.base import request_seed
 from cosmos_core.run.files import raise_disk_full, write_json
 from cosmos_core.run.paired_items import ITEMS_FILE
@@ -56,15 +56,19 @@ def check(stage: Stage) -> Outcome:
 
 def run(stage: Stage) -> Outcome:
     """Sample and score all prompts, and return the metrics `evaluation/PROMPT_SET/REWARD`. Raise the errors of `check`,
-    `RewardError` if a prompt set has no valid reward, and `Preempted` after a stop, which keeps finished batches."""
+    `RewardError` or `StageFailed` if a prompt set has no valid reward, and `Preempted` after a stop, which keeps
+    finished batches."""
     _check_rewards(stage.recipe.evaluate.rewards)
     prompt_sets = read_prompt_sets(stage.recipe.evaluate)
     unfinished_folder = stage.path / f"{_UNFINISHED_FOLDER_PREFIX}-{stage.fingerprint[:16]}"
     num_saved_prompts = max(1, gallery.MAX_PROMPTS // len(prompt_sets))
+    scored_prompts: list[ScoredPrompt] = []
     try:
         scored_prompts = _score_prompts(stage, prompt_sets, unfinished_folder, num_saved_prompts)
         metrics = average_scores(scored_prompts)
-    except RewardError:
+    except (RewardError, StageFailed) as error:
+        if isinstance(error, StageFailed) and not scored_prompts:
+            raise  # finished batches are kept
         shutil.rmtree(unfinished_folder, ignore_errors=True)  # delete the scores, so that a retry scores all prompts
         raise
     stage.metrics.log(0, metrics)
@@ -112,7 +116,8 @@ def _score_prompts(
             groups = score_groups([_make_group(prompt, item) for (_, prompt), item in zip(batch, samples, strict=True)])
             new_scores = [ScoredPrompt.from_group(name, group) for (name, _), group in zip(batch, groups, strict=True)]
             if not scored_prompts and not any(reward_values for item in new_scores for reward_values in item.rewards):
-                raise RewardError(f"no reward of the first batch is valid; the first: {new_scores[0].error}")
+                scores = [score for group in groups for score in group.scores]
+                raise invalid_scores_error("no reward of the first batch is valid", scores)
             saved_samples = [each for each in zip(batch, samples, strict=True) if each[0][1].id < num_saved_prompts]
             with raise_disk_full(stage.path):
                 for (name, prompt), pixels in saved_samples:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cosmos_core.errors import RewardError
+from cosmos_core.errors import RewardError, StageFailed
 from cosmos_core.evaluate.results import build_table
 from cosmos_core.run.files import parse_json_objects, write_text
 from cosmos_core.types import Prompt, ScoredGroup
@@ -33,13 +33,15 @@ class ScoredPrompt:
     """Number of samples for which a reward is invalid."""
     error: str
     """Reason of the first invalid reward; empty if all rewards are valid."""
+    is_permanent_error: bool = False
+    """True if that reward would be invalid again, as after an exception of the reward function."""
 
     @classmethod
     def from_group(cls, set_name: str, scored_group: ScoredGroup) -> "ScoredPrompt":
         """Return the rewards of the samples in a scored group."""
-        errors = [score.error for score in scored_group.scores if score.value is None]
+        errors = [(score.error, score.is_permanent_error) for score in scored_group.scores if score.value is None]
         rewards = [dict(score.metrics) for score in scored_group.scores]
-        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), errors[0] if errors else "")
+        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), *[*errors, ("", False)][0])
 
     def mean_rewards(self) -> dict[str, float]:
         """Return the mean of each reward over the samples for which it is valid."""
@@ -65,14 +67,16 @@ def append_scores(folder: Path, scored_prompts: Sequence[ScoredPrompt]) -> None:
 
 
 def average_scores(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, float]:
-    """Return the mean of each reward of each prompt set; raise `RewardError` if a prompt set has no valid reward."""
+    """Return the mean of each reward of each prompt set. If a prompt set has no valid reward, raise `RewardError`, or
+    `StageFailed` if another attempt may have one."""
     metrics: dict[str, float] = {}
     for set_name in dict.fromkeys(item.set_name for item in scored_prompts):
         set_prompts = [item for item in scored_prompts if item.set_name == set_name]
         prompt_means = [item.mean_rewards() for item in set_prompts]
         reward_names = dict.fromkeys(reward_name for reward_values in prompt_means for reward_name in reward_values)
         if not reward_names:
-            raise RewardError(
+            error_class = RewardError if set_prompts[0].is_permanent_error else StageFailed
+            raise error_class(
                 f"no sample of prompt set {set_name!r} has a valid reward; the first: {set_prompts[0].error}"
             )
         for reward_name in reward_names:
