@@ -268,7 +268,7 @@ class TrainLoop:
             # Random generators are restored last, because starting an engine advances and reseeds them.
             rng_states = train_state.loop_state["rng"]
             saved_data_parallel_rank = train_state.loop_state.get("seed_rank", self._data_parallel_rank)
-            # After a change of the mesh, ranks that share a sample would draw different numbers from the saved states.
+            # Seed anew if the mesh changed: with saved states, ranks that share a sample would draw different numbers.
             if all_reduce_any(rng_states is None or saved_data_parallel_rank != self._data_parallel_rank):
                 seed_rng(seed, start_step, self._data_parallel_rank)
             else:
@@ -320,7 +320,8 @@ class TrainLoop:
         )  # fmt: skip
 
     def _log_step(self, step: int, metrics: dict[str, float]) -> None:
-        earlier_maxima = {name: value for name, value in self._last_metrics.items() if name.endswith("_max")}
+        step_metrics = [each for each in self._last_metrics.items() if not each[0].startswith(VALIDATION_METRIC_PREFIX)]
+        earlier_maxima = {name: value for name, value in step_metrics if name.endswith("_max")}
         self._last_metrics = metrics | {n: max(value, metrics.get(n, value)) for n, value in earlier_maxima.items()}
         self.workspace.metrics.log(step, metrics)
         name_by_metric = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}

@@ -84,6 +84,14 @@ def test_a_stop_cuts_a_validation_off_and_the_step_is_measured_when_the_training
     ]
 
 
+def test_a_validation_has_its_own_metrics_whatever_their_names(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+    at = stage(tmp_path / "sft", inputs)
+    at.recipe = at.recipe.copy_with(validation=at.recipe.validation.copy_with(freq=2))
+    loop = loop_of(at, lambda step: {"validation/loss": 1 / step, "validation/reward/length_max": 1 / step})
+    assert loop.run()["validation/reward/length_max"] == 1 / 6
+    loop.checkpointer.close()
+
+
 def test_a_stop_cuts_off_the_loss_of_held_out_rows(inputs: Path, tmp_path: Path) -> None:  # noqa: F811 - the fixture
     at = stage(tmp_path / "sft", inputs)
     at.progress.advance = lambda *_: setattr(at, "stop_requested", True)  # type: ignore[method-assign]
