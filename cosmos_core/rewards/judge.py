@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError, UnprocessableEntityError
+from openai import AsyncOpenAI, OpenAIError
 
 from cosmos_core.rewards.base import error_on_one_line
 from cosmos_core.run.files import read_json_object, user_cache_folder, write_text
 
 _MAX_RETRIES = 3
+_JSON_DECODER = json.JSONDecoder(strict=False)  # accept line breaks in strings, which judges may write
 _PLACEHOLDER_PATTERN = re.compile(r"\{(prompt|reference|completion)\}")
 _REPLY_FORMAT = '\n\nReply with JSON: {{"reason": one sentence, "score": a whole number from 0 to {highest}}}.'
 
@@ -23,8 +24,8 @@ async def judge(
     prompts: Sequence[Any], completions: Sequence[Any], reference: Sequence[Any], judge_config: Mapping[str, Any]
 ) -> list[tuple[float, dict[str, float]] | ValueError]:
     """Return for each completion the judge's score divided by `highest_score`, and as metrics the numbers of tokens, 0
-    if the judge's reply was in the cache. For a reply without a score, return a `ValueError`. Raise
-    `openai.OpenAIError` if the server refuses the key or the model, or cannot be reached after several attempts."""
+    if the judge's reply was in the cache. For a reply without a score, and for a server that refuses the request or
+    cannot be reached after several attempts, return a `ValueError`."""
     api_key = os.environ.get(judge_config["key_env"]) or "none"
     async with AsyncOpenAI(base_url=judge_config["endpoint"], api_key=api_key, max_retries=_MAX_RETRIES) as client:
         template_fields = [
@@ -46,9 +47,11 @@ async def _request_score(
         try:
             chat_response = await judge_client.chat.completions.create(**request_arguments)
             judge_reply = {"text": chat_response.choices[0].message.content or ""}
-        except (BadRequestError, UnprocessableEntityError, AttributeError, LookupError, TypeError) as error:
-            # Invalidate only this completion: it is too long for the judge, or the response has no chat message.
-            return ValueError(error_on_one_line(error))
+        except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Invalidate only this completion: it is too long, the server is busy, or its response has no chat message.
+            score_error = ValueError(error_on_one_line(error))
+            score_error.__cause__ = error  # the cause tells the caller whether a retry may help
+            return score_error
         token_counts = {name: float(getattr(chat_response.usage, name, 0) or 0) for name in token_counts}
     if isinstance(judge_score := _parse_judge_score(judge_reply["text"], judge_config["highest_score"]), ValueError):
         return judge_score
@@ -79,12 +82,18 @@ def _build_request(judge_config: Mapping[str, Any], template_fields: Mapping[str
 
 
 def _parse_judge_score(reply_text: str, highest_score: int) -> float | ValueError:
-    """Return the score in a judge's reply, whose JSON may follow reasoning or be in a code block, or a `ValueError`."""
+    """Return the score in a judge's reply, whose JSON may have text around it, or a `ValueError`."""
     reply_text = reply_text.rpartition("</think>")[2]
-    try:
-        score = json.loads(reply_text[reply_text.find("{") : reply_text.rfind("}") + 1])["score"]
-    except (ValueError, KeyError, TypeError):
+    scores, start = [], reply_text.find("{")
+    while start >= 0:
+        end = start + 1
+        with suppress(ValueError, KeyError, RecursionError):  # skip braces that are no JSON, such as those of formulas
+            json_object, end = _JSON_DECODER.raw_decode(reply_text, start)
+            scores.append(json_object["score"])
+        start = reply_text.find("{", end)
+    if len(scores) != 1:
         return ValueError(f"the judge replied {reply_text[:80]!r}, which is no JSON with a score")
+    [score] = scores
     if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= highest_score:
         return ValueError(f"the judge gave the score {score!r}; the rule is a number from 0 to {highest_score}")
     return float(score)

@@ -11,6 +11,7 @@ import pytest
 from cosmos_core.config.schema.judge import JudgeConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import StageContext
+from cosmos_core.rewards.judge import _parse_judge_score
 from cosmos_core.rewards.runner import RewardRunner, _RewardResult, _score_completions
 from tasks.kinds import all_kinds
 from tests.conftest import one_certificate
@@ -68,6 +69,34 @@ def test_what_one_completion_provokes_costs_its_score_alone_and_placeholders_of_
     with chat_server(status=400, complete=judged) as (url, _):
         [score] = scores(url, ["4"])
     assert score.is_permanent_error and "BadRequestError: Error code: 400" in score.error
+
+
+def test_a_request_that_a_busy_server_refuses_costs_its_score_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is still limited after all attempts, and a reply that a proxy cuts off."""
+    monkeypatch.setattr("cosmos_core.rewards.judge._MAX_RETRIES", 0)
+    with chat_server(first=1, complete=judged) as (url, _):
+        found = scores(url, ["4", "4", "4"])
+    [refused] = [score for score in found if score.raw_score is None]
+    assert not refused.is_permanent_error and "InternalServerError: Error code: 503" in refused.error
+    assert [score.raw_score for score in found if score is not refused] == [0.5, 0.5]
+    with chat_server(complete=lambda request: judged(request) if "4" in str(request) else b'{"choices": [') as (url, _):
+        good, cut_off = scores(url, ["4", "?"])
+    assert good.raw_score == 0.5 and cut_off.raw_score is None and "JSONDecodeError" in cut_off.error
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ('The set {1, 2} is \\boxed{4}.\n```json\n{"reason": "ok", "score": 5}\n```\nI hope {this} helps.', 5.0),
+        ('{"reason": "one line\nand another with } in it", "score": 5}', 5.0),
+        ('{"criteria": {"score": 2}, "score": 5}', 5.0),
+        ('{"criteria": {"score": 5}}', None),
+        ('{"score": 3}, or rather {"score": 5}', None),
+    ],
+)
+def test_a_score_may_have_text_with_braces_around_it_and_is_one(reply: str, score: float | None) -> None:
+    found = _parse_judge_score(reply, 10)
+    assert found == score if score else "is no JSON with a score" in str(found)
 
 
 def test_parts_of_a_prompt_are_shown_as_text_and_no_column_replaces_the_reference() -> None:
