@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cosmos_core.config.compose import Pipeline
     from cosmos_core.run.directory import Run
 
-# `ClickException`, a base class of `BadParameter`, taken from typer because newer versions contain their own click.
+# Take `ClickException` from the bases of `BadParameter`, because newer versions of typer contain their own click.
 _COMMAND_LINE_ERROR: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ SetOption = Annotated[
     ),
 ]
 ParametersOption = Annotated[
-    list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow FILE.py:FLOW.")
+    list[str], typer.Option("--param", "-p", metavar="NAME=VALUE", help="Parameter of a flow; JSON or text.")
 ]
 FromStageOption = Annotated[str, typer.Option(help="Run this stage and all stages that depend on it again.")]
 VerifyOption = Annotated[
@@ -150,8 +150,7 @@ def resume(
             run.pipeline.stage(from_stage)
         if budget is not None:
             run = replace_budget(run, run.pipeline.config.model_copy(update={"budget": budget}))
-        _require_unclaimed_run(run)
-        with open_session(run.output_dir) as run_session:
+        with open_session(_require_unclaimed_run(run).output_dir) as run_session:
             exit_code = run_session(run, from_stage, verify)
         _exit_without_cleanup(exit_code)
 
@@ -198,7 +197,7 @@ def plan(
     unpinned_pipeline, output_dir = pipeline, _check_pipeline(pipeline, allows_unsupported_settings=estimate)
     try:
         pipeline = pin_urls(pin_hub_revisions(pipeline))
-    except CosmosError as error:  # continue with `--estimate`, which needs no Hub commits
+    except CosmosError as error:  # with `--estimate`, continue without Hub commits, which an estimate does not need
         if not estimate:
             raise
         print_notices([str(error)])
@@ -288,7 +287,7 @@ def profile(run_name: RunArgument = "", output_dir: OutputDirOption = Path("outp
 def reward_service(
     config: Annotated[Path, typer.Option(help="TOML file that lists the rewards to serve.")],
     host: Annotated[str, typer.Option(help="Address to listen on; overrides the file.")] = "",
-    port: Annotated[int, typer.Option(help="Port; overrides the file; 0: any free port.")] = -1,
+    port: Annotated[int, typer.Option(min=-1, max=65535, help="Port; overrides the file; 0: any free port.")] = -1,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Score known inputs with each reward, then exit.")
     ] = False,
@@ -313,7 +312,9 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # print `?` for characters that a terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="cosmos", standalone_mode=False))
+        if (exit_code := app(sys.argv[1:] or ["--help"], prog_name="cosmos", standalone_mode=False)) == 130:
+            raise KeyboardInterrupt  # raise it again: newer versions of typer catch it and return 130
+        sys.exit(exit_code)
     except CosmosError as error:
         _exit_with_message(mask_text(str(error)), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
@@ -340,8 +341,7 @@ def _compose_pipeline(configs: list[Path], overrides: list[str]) -> Pipeline:
     from cosmos_core.config.unread import unread_key_notices
     from tasks.kinds import all_kinds
 
-    loaded_pipeline = load_pipeline(configs[0], overrides, all_kinds(), configs[1:])
-    pipeline = resolve_gpu_settings(loaded_pipeline)
+    pipeline = resolve_gpu_settings(loaded_pipeline := load_pipeline(configs[0], overrides, all_kinds(), configs[1:]))
     print_notices([*unique_notices(pipeline), *unread_key_notices(pipeline, loaded_pipeline.recipes)])
     return pipeline
 

@@ -18,7 +18,6 @@ config_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
     help="Explain, compare, convert and check configurations.",
 )
 
@@ -118,7 +117,7 @@ def describe_system_error(system_error: Exception) -> str:
     """Return the message for an error of the operating system or of the Prefect server; raise any other error again."""
     if isinstance(system_error, OSError):
         return f"{system_error.filename or 'the system'}: {system_error.strerror or system_error}"
-    # The classes are compared by name, because most commands do not import Prefect.
+    # Compare the error classes of httpx and Prefect by name, because most commands import neither package.
     if type(system_error).__module__.partition(".")[0] not in {"httpx", "prefect"}:
         raise system_error
     return f"the Prefect server {os.environ.get('PREFECT_API_URL', 'of the profile')}: {system_error}"

@@ -19,6 +19,8 @@ def find_entrypoint(configs: Sequence[Path], *, is_toml_required: bool) -> str:
     if it names a TOML file. `is_toml_required` is True if an option of the command supports only TOML files. Raises
     `ConfigError` if the command names a flow, but has options or several files, which only TOML files support."""
     entrypoint = str(configs[0])
+    if entrypoint.endswith(".py"):
+        raise ConfigError(f"{entrypoint} is no TOML file; name a flow of it as well, {entrypoint}:FLOW")
     if ".py:" not in entrypoint:
         if not is_user_code(entrypoint) or configs[0].exists():
             return ""

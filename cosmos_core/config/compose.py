@@ -35,6 +35,7 @@ from cosmos_core.config.load import (
 from cosmos_core.config.media import with_absolute_media_paths
 from cosmos_core.config.override import (
     IMPLIED_STAGE_SUFFIX,
+    Override,
     drop_ineffective_overrides,
     grid_override_notices,
     group_overrides,
@@ -149,9 +150,12 @@ def load_pipeline(
     """
     notices: list[str] = []
     with _shorten_error_messages():
+        parsed_overrides = list(map(parse_override, overrides))  # first: of `--set KEY VALUE` the value is a file
         root_tables, base_folders = read_config(path, notices, overriding_files)
         base_folders = [path.parent, *base_folders]
-        return _check_serializable(_compose_pipeline(path, root_tables, overrides, stage_kinds, notices, base_folders))
+        return _check_serializable(
+            _compose_pipeline(path, root_tables, parsed_overrides, stage_kinds, notices, base_folders)
+        )
 
 
 def append_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTable, source: Path) -> Pipeline:
@@ -200,13 +204,13 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
 def _compose_pipeline(
     path: Path,
     root_tables: TomlTable,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     stage_kinds: StageKinds,
     notices: list[str],
     base_folders: list[Path],
 ) -> Pipeline:
     pipeline_table = root_tables.pop("pipeline", {})
-    parsed_overrides = drop_ineffective_overrides([parse_override(override) for override in overrides], notices)
+    parsed_overrides = drop_ineffective_overrides(overrides, notices)
     stage_entries = _read_stage_entries(path, pipeline_table)
     if not stage_entries:
         recipe_tables = with_current_algorithm_keys(merge_tables(root_tables, recipe_overrides(parsed_overrides)), [])

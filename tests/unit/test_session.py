@@ -55,6 +55,19 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) 
     assert (ended.returncode, ended.stderr) == (75, "cosmos: interrupted\n")
 
 
+def test_an_interrupt_of_a_command_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Newer versions of typer end with 130 and no word, also where SIGTERM comes while a run begins."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cosmos_core.observe.runs.make_run_table", interrupt)
+    ended = InProcess(tmp_path, monkeypatch, capsys).cosmos("runs", code=75)
+    assert (ended.stdout, ended.stderr) == ("", "cosmos: interrupted\n")
+
+
 def test_a_module_in_the_working_directory_hides_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an editable installation ours are found after all folders of the path."""
     (tmp_path / "tasks.py").touch()  # a file of the program `invoke`, say
