@@ -20,7 +20,7 @@ from cosmos_core.data.chat import load_tool_schemas
 from cosmos_core.data.kinds.prompts import Prompts, open_prompts
 from cosmos_core.data.messages import add_system_turn, read_system_prompt
 from cosmos_core.data.tool_calls import read_tools
-from cosmos_core.errors import DataError, Preempted, RewardError
+from cosmos_core.errors import DataError, Preempted, StageFailed
 from cosmos_core.parallel.mesh import all_reduce_any, broadcast_object, is_first_rank, num_ranks
 from cosmos_core.rewards.base import full_reward, invalid_scores_error
 from cosmos_core.rollout.base import generate
@@ -47,8 +47,8 @@ _ROWS_FOLDER = "rows"
 
 def run(stage: Stage) -> Outcome:
     """Sample completions of all prompts, keep some of them, and write the rows. Raise DataError if a prompt has images
-    or no completion is kept, RewardError if a reward cannot be loaded, if all rewards of the first batch are
-    permanently invalid or if those of all batches are invalid, and Preempted if a stop was requested; finished batches
+    or no completion is kept, RewardError if a reward cannot be loaded or all rewards of the first batch are permanently
+    invalid, StageFailed if those of all batches are invalid, and Preempted if a stop was requested; finished batches
     are kept."""
     prompts = open_prompts(stage.prepared_folder, "train")
     records = _complete_prompts(stage, prompts, training_sampling(stage.recipe))
@@ -171,7 +171,8 @@ def _make_model_columns(stage: Stage) -> dict[str, str]:
 
 def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None:
     """Check that at least one completion has a valid reward; otherwise remove the file of the records, so that a
-    repeated stage generates and scores the completions again, and raise RewardError."""
+    repeated stage generates and scores the completions again, and raise StageFailed: the first batch had an error that
+    may pass."""
     candidates = [candidate for record in records for candidate in record.candidates]
     invalid_candidates = [candidate for candidate in candidates if candidate.reward is None]
     if len(invalid_candidates) < len(candidates):
@@ -183,7 +184,7 @@ def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None
         return
     if is_first_rank():
         records_file.unlink(missing_ok=True)
-    raise RewardError(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
+    raise StageFailed(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
 
 
 def _make_nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:

@@ -310,7 +310,7 @@ def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_pa
         program.run(stage)
     assert not (stage.path / COMPLETIONS_FILE).exists()
     (tmp_path / "broken.py").write_text("def broken(**_):\n    raise ConnectionError('it is away')\n")
-    with pytest.raises(RewardError, match="all 36 rewards are invalid; the first: "):
+    with pytest.raises(StageFailed, match="all 36 rewards are invalid; the first: "):
         program.run(stage)
     assert not (stage.path / COMPLETIONS_FILE).exists()
 
