@@ -46,3 +46,15 @@ def test_a_pair_needs_two_completions(num_completions: int) -> None:
     })  # fmt: skip
     refusals = [*made.sample.unsupported_setting_errors(StageContext(made, all_kinds()["sample"]))]
     assert ["set rollout.n_generation above 1" in each for each in refusals] == [True] * (num_completions < 2)
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("sample", False), ("validate", False), ("rl", True)])
+def test_only_a_training_is_told_that_its_completions_are_not_drawn_from_the_policy(kind: str, is_told: bool) -> None:
+    made = Recipe.model_validate({
+        "train": {"train_policy": {"type": "grpo", "temperature": 0.9}},
+        "rollout": {"sampling_config": {"temperature": 0.7, "top_p": 0.9}},
+    })  # fmt: skip
+    context = StageContext(made, all_kinds()[kind])
+    for table in (made.rollout, made.train.train_policy):
+        told = [line for line in table.notices(context) if "training completions are not drawn" in line]
+        assert bool(told) is is_told

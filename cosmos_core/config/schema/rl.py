@@ -152,7 +152,8 @@ class RlConfig(AlgorithmConfig):
 
     @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
-        if self.variant != "dapo" or self.bypass_reward:  # no replacement if all rewards are 0: no group would be kept
+        # If `bypass_reward` sets all rewards to 0, do not sample groups again, because the filter would keep no group.
+        if self.variant != "dapo" or self.bypass_reward:
             return None
         return self.filter_reward_metric, max(0, self.max_retry_for_on_policy)
 
@@ -173,7 +174,7 @@ class RlConfig(AlgorithmConfig):
         if self.variant == "dapo" and self.bypass_reward and stage.kind.trains_model:
             yield "train.train_policy.variant = 'dapo' drops no group here, because every reward is 0"
         temperature = stage.recipe.rollout.sampling_config.temperature
-        if self.temperature != temperature and not stage.recipe.policy.is_diffusers:
+        if self.temperature != temperature and stage.kind.trains_model and not stage.recipe.policy.is_diffusers:
             yield (
                 f"train.train_policy.temperature = {self.temperature} and rollout.sampling_config.temperature = "
                 f"{temperature} differ: training completions are not drawn from the policy; the loss weights their "

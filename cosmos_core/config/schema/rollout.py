@@ -251,7 +251,7 @@ class RolloutConfig(Table):
             for name in distribution_keys
             if sampling_values[name] != sampling_fields[name].default
         ]
-        if changed_settings and stage.recipe.train.train_policy.has_rollouts:
+        if changed_settings and stage.kind.trains_model and stage.recipe.train.train_policy.has_rollouts:
             yield (
                 f"rollout.sampling_config: {', '.join(changed_settings)}: training completions are not drawn from the "
                 f"policy; the loss weights their tokens by policy / sampled distribution, and never sees the tokens "
