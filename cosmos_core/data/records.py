@@ -196,8 +196,8 @@ def _check_pass_rate(row_spec: RecordSpec, row: Row, record: Record, location: s
         raise DataError(f"{location}: {rate_source} has no pass rate, {requirement}")
     raw_pass_rate = pass_rates_by_key[rate_key]
     try:
-        # A blank pass rate is unknown, because CSV files store null as blank text.
-        is_rate_unknown = raw_pass_rate is None or not str(raw_pass_rate).strip()
+        # A blank pass rate and NaN are unknown, because CSV files and pandas store null so.
+        is_rate_unknown = raw_pass_rate is None or str(raw_pass_rate).strip().lower() in {"", "nan"}
         pass_rate = None if is_rate_unknown else float(raw_pass_rate)
     except (TypeError, ValueError):
         raise DataError(f"{location}: the pass rate {raw_pass_rate!r} of {rate_source} is no number or null") from None

@@ -78,7 +78,7 @@ def test_prompts_that_differ_in_their_images_have_no_rates_by_text() -> None:
 def test_a_blank_cell_of_a_csv_file_is_an_unknown_rate() -> None:
     spec = RecordSpec(recipe(GRPO), load_row_kind("prompts"), 8, "m", None, pass_rate_range="pass_rate < 1")
     record = Record(([1], "look", "", "{}", "rows:1"), False, {})
-    for rate in ("", " ", None, "0.5"):
+    for rate in ("", " ", None, "NaN", float("nan"), "0.5"):
         _check_pass_rate(spec, {"pass_rate": rate}, record, "rows:1")
     with pytest.raises(DataError, match=r"rows:1: the pass rate \[0\.5\] of its row is no number or null"):
         _check_pass_rate(spec, {"pass_rate": [0.5]}, record, "rows:1")
