@@ -83,6 +83,9 @@ def check_downstream_stages(pipeline: Pipeline, data_stage_name: str, check_info
             rejection_reason = rejection_reason or check_info.get("no_held_out")
         if check_info.get("has_images"):
             rejection_reason = rejection_reason or recipe.explain_missing_image_support(stage_kind)
+            prompts: Any = check_info.get("prompts") or {}
+            if stage_kind.table == "sample" and any(prompt["images"] for prompt in prompts.get("train") or ()):
+                rejection_reason = "its prompts have images, and kind sample writes rows of text only"
             limits, row_limits = (_find_pixel_limits(pipeline, name) for name in (stage.name, data_stage_name))
             if limits != row_limits and not rejection_reason:
                 problem_text = f"custom.vision here and in stages before gives {limits}, and in its rows {row_limits}"

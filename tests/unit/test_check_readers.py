@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ def test_a_stage_that_cannot_read_images_is_refused_rows_that_have_some(tmp_path
     message = r"tp\.toml: stage 'sft': policy\.parallelism\.tp_size = 2: this version shards"
     with pytest.raises(DataError, match=message):
         check_downstream_stages(pipeline, "prepare", {"has_images": True})
+
+
+@pytest.mark.parametrize(("images", "is_refused"), [([], False), ([{"path": "a.png"}], True)])
+def test_prompts_with_images_are_refused_where_rows_of_text_are_made_of_them(
+    tmp_path: Path, images: list[Any], is_refused: bool
+) -> None:
+    stages = '[[pipeline.stages]]\nname = "sample"\nkind = "sample"\n'
+    (tmp_path / "sample.toml").write_text(stages + RECIPE.replace('"sft"', '"grpo"\nreward_function = "gsm8k"'))
+    pipeline = load_pipeline(tmp_path / "sample.toml", [], all_kinds())
+    found: Any = {"has_images": True, "prompts": {"train": [{"images": []}, {"images": images}]}}
+    message = r"stage 'sample': its prompts have images, and kind sample writes rows of text only"
+    with pytest.raises(DataError, match=message) if is_refused else nullcontext():
+        check_downstream_stages(pipeline, "sample-data", found)
 
 
 def test_a_stage_is_refused_images_that_were_prepared_with_other_limits_than_its_model_has(tmp_path: Path) -> None:
