@@ -308,7 +308,10 @@ def _make_result_under_lock(
                 num_gpus = len(gpu_locks) or gpus.count_reserved_gpus(kind, recipe)
                 device_stack.enter_context(record_gpu_time(path, num_gpus))
                 update_state(path, error="its reward service starts" if stage.reward_service else "")
-                service_stack.enter_context(upload_checkpoints_in_background(path, _make_checkpoint_url(run, stage)))
+                # With an artifact store, the stage that publishes may run on a machine without the checkpoints.
+                check_stop = (lambda: worker.sleep_unless_stopping(0)) if config.artifact_store else None
+                upload_url = _make_checkpoint_url(run, stage)
+                service_stack.enter_context(upload_checkpoints_in_background(path, upload_url, check_stop))
                 service_stack.enter_context(stage_sync.sync_checkpoints(expected_fingerprint))
                 service_variables = service_stack.enter_context(reward_service(run, stage))
                 # Add this callback last, so that it is called first: GPUs are free before the last checkpoint is sent.

@@ -11,9 +11,11 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cosmos_core.error_handling import log_errors
 from cosmos_core.errors import CosmosError, Preempted
 from cosmos_core.run.bucket import Bucket, split_s3_url, translate_errors
 from cosmos_core.run.files import link_or_copy, parse_step, read_json_object
@@ -81,9 +83,13 @@ class CheckpointUploader:
 
 
 @contextmanager
-def upload_checkpoints_in_background(stage_path: Path, url: str) -> Iterator[None]:
+def upload_checkpoints_in_background(
+    stage_path: Path, url: str, check_stop: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Upload each checkpoint of a training when it is saved, while the `with` block runs; do nothing if `url` is empty.
-    An upload that fails is logged and tried again, at the latest by the `upload` stage."""
+    An upload that fails is logged and tried again, at the latest by the `upload` stage. If that stage may run on
+    another machine, `check_stop` is given: the last checkpoints are then sent at the end of the block, unless
+    `check_stop`, which is called between requests, raises an error."""
     if not url:
         yield
         return
@@ -96,6 +102,10 @@ def upload_checkpoints_in_background(stage_path: Path, url: str) -> Iterator[Non
     finally:
         stop_event.set()
         upload_thread.join()
+    if check_stop is not None:
+        with log_errors(partial(logger.warning, "%s: the last checkpoints were not sent: %s", stage_path.name)):
+            for name in CheckpointUploader(stage_path, url).push(check_stop):
+                record_event(stage_path, "sent", f"{name} to {url}")
 
 
 def _upload_until_stopped(stage_path: Path, url: str, stop_event: threading.Event) -> None:

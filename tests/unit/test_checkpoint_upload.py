@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cosmos_core.errors import Preempted
 from cosmos_core.run.bucket import Bucket
 from cosmos_core.run.lock import FileLock
 from cosmos_core.upload import checkpoint_upload
@@ -100,6 +101,20 @@ def test_they_are_sent_while_the_training_goes_on_and_a_store_that_fails_costs_n
     proxy.reset()
     assert list(CheckpointUploader(tmp_path, url).push()) == ["step_4"], "the stage that publishes sends it"
     assert "step_2 to s3://models/" in (tmp_path / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_the_last_checkpoint_is_sent_where_no_later_stage_has_it(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    def check_stop() -> None:
+        if is_stopping:
+            raise Preempted("the process is asked to stop")
+
+    monkeypatch.setattr(checkpoint_upload, "_POLL_INTERVAL_SECONDS", 7200.0)  # longer than a test may take
+    with upload_checkpoints_in_background(tmp_path, url, check_stop):
+        checkpoint(tmp_path, 2)
+    assert list(CheckpointUploader(tmp_path, url).push()) == ["step_2"] * is_stopping
 
 
 def test_without_a_url_nothing_is_begun(tmp_path: Path, proxy: Proxy) -> None:
