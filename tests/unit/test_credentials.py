@@ -70,6 +70,21 @@ def test_a_block_lends_what_the_environment_does_not_have(
     assert mask_text("it is a-secret-of-the-block") == "it is ***"
 
 
+def test_a_block_lends_no_token_of_another_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    monkeypatch.setattr(Stored, "value", {name: "of the block" for name in names})
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "")  # so that it is restored
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    for name in names[:2]:
+        monkeypatch.setenv(name, "of the environment")
+    set_credentials(pipeline(tmp_path, "s3://models/x"))
+    assert [os.environ.get(name) for name in names] == ["of the environment", "of the environment", None]
+    for name in names[:2]:
+        monkeypatch.delenv(name)
+    set_credentials(pipeline(tmp_path, "s3://models/x"))
+    assert [os.environ[name] for name in names] == ["of the block"] * 3
+
+
 def test_no_block_is_asked_for_where_nothing_is_elsewhere_and_none_is_no_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
