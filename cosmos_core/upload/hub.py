@@ -29,7 +29,7 @@ _ACCESS_DENIED_STATUSES = {401, 403}
 _TRANSIENT_STATUSES = {408, 409, 412, 429, 500, 502, 503, 504}
 _HUB_MANAGED_FILES = {".gitattributes"}
 _COMMIT_TITLE_PREFIX = "Publish "
-_MODEL_CARD_FILE, _EMPTY_MODEL_CARD = "README.md", "---\nlibrary_name: transformers\n---"
+_MODEL_CARD_FILE = "README.md"
 
 
 class HubTarget:
@@ -258,7 +258,9 @@ def _get_status_code(error: Any) -> int:
 
 def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
     """Return the text of a model card with the version of the model, its metrics and the digests of its inputs."""
-    card_text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else _EMPTY_MODEL_CARD
+    library = "diffusers" if "model_index.json" in record["files"] else "transformers"
+    empty_card = f"---\nlibrary_name: {library}\n---"
+    card_text = card_file.read_text(encoding="utf-8").rstrip() if card_file.is_file() else empty_card
     card_lines = [card_text, "", f"## Published as `{record.get('version', '')}`", ""]
     card_lines += [f"- from stage `{name}`: `{digest}`" for name, digest in sorted(record.get("inputs", {}).items())]
     if metrics := record["metrics"]:

@@ -289,3 +289,14 @@ def test_the_tag_of_a_version_that_is_published_again_has_the_files_of_now(tmp_p
     assert target().publish(folder, "v1", record) == "hub://team/sums@v1"
     repository = server.repositories["team/sums"]
     assert repository.files("v1") == repository.files("main") and target().damage(folder, "v1", record) == ""
+
+
+@pytest.mark.parametrize(("name", "library"), [("config.json", "transformers"), ("model_index.json", "diffusers")])
+def test_a_model_without_a_card_gets_one_that_names_its_library(
+    tmp_path: Path, server: Hub, name: str, library: str
+) -> None:
+    (tmp_path / name).write_text("{}")
+    record = {"version": "v1", "metrics": {}, "files": {name: sha256(tmp_path / name)}}
+    target().publish(tmp_path, "v1", record)
+    files = server.repositories["team/sums"].files("main")
+    assert files is not None and files["README.md"].startswith(f"---\nlibrary_name: {library}\n---\n".encode())
