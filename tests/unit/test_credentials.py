@@ -72,7 +72,7 @@ def test_a_block_lends_what_the_environment_does_not_have(
 
 def test_a_block_lends_no_token_of_another_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-    monkeypatch.setattr(Stored, "value", {name: "of the block" for name in names})
+    monkeypatch.setattr(Stored, "value", dict.fromkeys(names, "of the block"))
     monkeypatch.setenv("AWS_SESSION_TOKEN", "")  # so that it is restored
     monkeypatch.delenv("AWS_SESSION_TOKEN")
     for name in names[:2]:
