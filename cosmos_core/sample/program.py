@@ -73,7 +73,7 @@ def run(stage: Stage) -> Outcome:
         rows += make_rows(record, turns, sample_config, kept_completions, columns, unfinished_turn)
     metrics = make_metrics(records, completions_to_keep, pass_rates, len(rows))
     if not rows:
-        raise DataError(_make_nothing_kept_message(records, metrics))
+        raise DataError(_make_nothing_kept_message(records, metrics, sample_config.min_margin))
     if is_first_rank():
         with raise_disk_full(stage.path):
             with replace_folder(stage.path / _ROWS_FOLDER) as folder:
@@ -187,7 +187,12 @@ def _check_rewards(records_file: Path, records: Sequence[SampledPrompt]) -> None
     raise StageFailed(f"all {len(candidates)} rewards are invalid; the first: {candidates[0].error}")
 
 
-def _make_nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float]) -> str:
+def _make_nothing_kept_message(records: Sequence[SampledPrompt], metrics: dict[str, float], min_margin: float) -> str:
+    if num_prompts := metrics["sample/prompts_kept"]:
+        return (
+            f"sample.pairs leaves no row of {num_prompts:.0f} prompts: in none do the best and the worst reward differ "
+            f"by more than sample.min_margin = {min_margin:g}; lower it, or raise rollout.n_generation"
+        )
     highest_reward = max(each.reward for record in records for each in record.candidates if each.reward is not None)
     return (
         f"sample.keep leaves no row of {metrics['sample/completions']:.0f} completions: the highest reward is "

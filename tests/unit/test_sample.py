@@ -299,6 +299,8 @@ def test_a_stopped_stage_goes_on_and_ends_with_the_same_bytes(
 def test_a_selection_without_rows_is_one_line(whole: tuple[Stage, Outcome], task: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"leaves no row of 36 completions: the highest reward is .*lower sample.keep"):
         program.run(selecting(whole, task, tmp_path / "sample", keep={"min_reward": 2.0}))
+    with pytest.raises(DataError, match=r"sample.pairs leaves no row of 6 prompts: .* sample.min_margin = 2; lower"):
+        program.run(selecting(whole, task, tmp_path / "pairs", pairs="best-worst", min_margin=2.0))
 
 
 def test_invalid_rewards_are_one_line_and_are_not_taken_again(task: Path, tmp_path: Path) -> None:
