@@ -141,7 +141,7 @@ def _apply_packer(packer_method: Callable[[Any], Any], algorithm: AlgorithmConfi
     return {name: value for name, value in row.items() if name in kept_columns} | packed_row
 
 
-_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth", "reference_answer")
+_REFERENCE_COLUMNS = ("answer", "response", "solution", "result", "ground_truth", "reward_model", "reference_answer")
 
 
 def _get_reference_column(algorithm: AlgorithmConfig) -> str:

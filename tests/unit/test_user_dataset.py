@@ -186,7 +186,9 @@ def test_conversations_of_a_class_are_those_of_a_file(folder: Path, name: str) -
             assert [*found] == [*expected]
 
 
-def test_a_packer_makes_the_prompt_of_a_row_and_keeps_its_reference(folder: Path) -> None:
+@pytest.mark.parametrize("reference", ['"answer": "so"', '"reward_model": {"ground_truth": "so"}'])
+def test_a_packer_makes_the_prompt_of_a_row_and_keeps_its_reference(folder: Path, reference: str) -> None:
+    (folder / "questions.jsonl").write_text(f'{{"question": "why", {reference}}}\n')
     settings = {**SHORT, NAME: "questions.jsonl", PACKER: "mine.py:Shouting"}
     (only,) = open_prompts(prepared(folder, settings), "train")
     assert "WHY" in only.text and only.reference == "so"
