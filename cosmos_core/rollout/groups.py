@@ -230,14 +230,13 @@ class FilteredGroupSource:
 
 def check_scores(step: int, groups: Sequence[ScoredGroup], metrics: Sequence[str] = ()) -> None:
     """Raise `RewardError` or `StageFailed` if no completion of train step `step` has a valid reward, and `RewardError`
-    if no reward reports one of the `metrics` by which groups are filtered."""
+    if a reward that reports metrics lacks one of the `metrics` by which groups are filtered."""
     scores = [score for group in groups for score in group.scores]
     if all(score.value is None for score in scores):
         raise invalid_scores_error(f"step {step + 1}: all {len(scores)} rewards are invalid", scores)
     metric_names = sorted({name for score in scores for name in score.metrics})
-    # A step may lack a data set of a mixture; then no metric of the reward functions of this data set is expected.
-    has_dataset_mixture = any(group.group.prompt.source for group in groups)
-    expected_metrics = [name for name in metrics if not has_dataset_mixture or name.partition("/")[0] in metric_names]
+    # A step may lack the rows to which a reward function applies; then none of its metrics is expected.
+    expected_metrics = [name for name in metrics if name.partition("/")[0] in metric_names]
     if unknown_metrics := [name for name in expected_metrics if name not in metric_names]:
         raise RewardError(
             f"train.train_policy.filter_reward_metric: no reward reports {', '.join(map(repr, unknown_metrics))}; "

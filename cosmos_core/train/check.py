@@ -63,6 +63,7 @@ from cosmos_core.train.check_rewards import (
 from cosmos_core.train.feeds import check_data_term_rows, unused_rows_message
 from cosmos_core.train.hooks import Hooks
 from cosmos_core.train.optim import check_module_paths
+from cosmos_core.train.rollout_feed import make_group_filter
 from cosmos_core.types import JsonValue, Outcome, StageKind
 
 _MAX_EXAMPLE_ROWS = 5  # maximum number of rows that the report shows as examples
@@ -115,6 +116,7 @@ def run(stage: Stage) -> Outcome:
                 raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
         if stage.kind.trains_model:
+            report_lines += _check_tools(rollout.multi_turn_config, tokenizer, stage.model, revision)
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, processor_contents)
             report_lines += _describe_precision(config, stage.recipe.train.param_dtype)
@@ -124,9 +126,7 @@ def run(stage: Stage) -> Outcome:
             teacher_name, teacher_revision = teacher_config.model_name_or_path, teacher_config.model_revision
             mesh, master_dtype = stage.recipe.policy.parallelism, stage.recipe.train.master_dtype
             check_teacher_parallelism(teacher_name, teacher_revision, master_dtype, mesh)
-        if reward_lines := check_rewards(stage):
-            report_lines += reward_lines
-            report_lines += _check_tools(stage.recipe.rollout.multi_turn_config, tokenizer, stage.model, revision)
+        report_lines += check_rewards(stage)
     return Outcome(info={**report, "found": "; ".join(report_lines)})
 
 
@@ -257,12 +257,8 @@ def check_rewards(stage: Stage, media_shape: tuple[int, int, int] | None = None)
     completions are filtered by it.
     """
     train_policy = stage.recipe.train.train_policy
-    names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(train_policy))
-    for metric in train_policy.dynamic_sampling[0] if train_policy.dynamic_sampling and stage.kind.trains_model else ():
-        if metric.partition("/")[0] not in names:
-            raise RewardError(
-                f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of {', '.join(names)}"
-            )
+    if stage.kind.trains_model:
+        make_group_filter(train_policy)
     report_lines = []
     for rewards, splits in _group_splits_by_rewards(StageContext(stage.recipe, stage.kind)):
         if not isinstance(rewards, RemoteRewardConfig):

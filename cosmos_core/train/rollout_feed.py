@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_core.algorithms.base import Algorithm
+from cosmos_core.algorithms.base import Algorithm, metric_weights
 from cosmos_core.algorithms.registry import credit_groups
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.recipe import Recipe
@@ -14,7 +14,7 @@ from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.order import batch_row_numbers, mixture_or_num_rows, rows_at_positions
-from cosmos_core.errors import ProgramError
+from cosmos_core.errors import ProgramError, RewardError
 from cosmos_core.parallel.mesh import is_first_rank
 from cosmos_core.rewards.base import full_reward
 from cosmos_core.rollout.groups import (
@@ -144,8 +144,19 @@ class PromptOrder:
 
 
 def make_group_filter(algorithm_config: AlgorithmConfig) -> GroupFilter | None:
-    """Return the filter that drops groups without a learning signal; None: all groups are trained on."""
-    return None if algorithm_config.dynamic_sampling is None else GroupFilter(*algorithm_config.dynamic_sampling)
+    """Return the filter that drops groups without a learning signal; None: all groups are trained on. Raise
+    `RewardError` if it compares a metric of no reward function."""
+    if algorithm_config.dynamic_sampling is None:
+        return None
+    group_filter = GroupFilter(*algorithm_config.dynamic_sampling)
+    reward_names = dict.fromkeys(name.partition("/")[0] for name in metric_weights(algorithm_config))
+    for metric in group_filter.metrics:
+        if metric.partition("/")[0] not in reward_names:
+            raise RewardError(
+                f"train.train_policy.filter_reward_metric: no reward reports {metric!r}; take of "
+                f"{', '.join(reward_names)}"
+            )
+    return group_filter
 
 
 def make_sync_source(

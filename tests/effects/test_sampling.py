@@ -136,7 +136,10 @@ def test_it_changes_the_samples_of_completions(change: Change, expected: dict[st
 
 
 IN_ORDER = {**SMALL, "train.train_policy.dataloader_shuffle": False}
-DAPO = {**IN_ORDER, "train.train_policy.variant": "dapo"}
+DAPO = {
+    **IN_ORDER, "train.train_policy.variant": "dapo",
+    "train.train_policy.reward_function": ["exact_match", "mine.py:odd"],
+}  # fmt: skip
 
 
 @changes(

@@ -284,8 +284,8 @@ def test_engines_that_take_turns_get_new_weights_as_seldom_as_the_recipe_says(tm
 @pytest.mark.parametrize(
     ("filter", "scores", "message"),
     [
-        (GroupFilter(("acuracy",)), (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0})),
-         "filter_reward_metric: no reward reports 'acuracy'; take of 'accuracy'"),
+        (GroupFilter(("accuracy/near",)), (Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0})),
+         "filter_reward_metric: no reward reports 'accuracy/near'; take of 'accuracy'"),
         (GroupFilter(), (Score(None, error="KeyError", is_permanent_error=True),) * 2,
          "step 1: all 8 rewards are invalid; the first: KeyError"),
     ],

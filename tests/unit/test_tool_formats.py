@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cosmos_core.data.chat import PromptRendering, ToolResultTokens
 from cosmos_core.errors import ModelError
+from cosmos_core.train.check import run
+from tests.effects.change import GRPO, recipe, stage_of
 from tests.unit.tiny_model import save_tiny_model
 
 TEMPLATE = (
@@ -55,3 +59,15 @@ def test_calls_that_are_read_are_taken(call: str, tokenizer: PreTrainedTokenizer
 def test_another_form_is_refused_with_what_one_call_looks_like(call: str, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ModelError, match=r"writes a tool call as '.*look_up_word.*', which is not read"):
         opened(tokenizer, call)
+
+
+def test_the_form_is_checked_where_no_reward_is_called_too(tmp_path: Path) -> None:
+    """As in a distillation, whose completions a teacher judges."""
+    model = save_tiny_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", "[TOOL_CALLS] [{{ c.function | tojson }}]"))
+    settings = {
+        **GRPO, "train.train_policy.bypass_reward": True, "rollout.backend": "hf", "policy.model_max_length": 64,
+        "rollout.multi_turn_config": {"enable": True, "enable_tools": True},
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"enable_tools: the chat template .* writes a tool call as .*TOOL_CALLS"):
+        run(stage_of(tmp_path / "stage", recipe(settings), kind="rl", model=model))
