@@ -16,6 +16,7 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spaw
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any, Self
 
+import psutil
 from pebble import ProcessExpired, ProcessPool
 
 from cosmos_core.environment import environment_for_user_code, mask_secrets
@@ -87,8 +88,9 @@ class _WorkerProcess(SpawnProcess):
     def terminate(self) -> None:
         """Kill the process group with SIGKILL, because Python does not handle SIGTERM during a loop in C code."""
         self._is_terminated = True
-        self._kill_process_group()
-        self.kill()  # kill the process too: right after its start its group may not exist
+        if self.pid:
+            kill_group(self.pid, has_ended=self.exitcode is not None)
+        self.kill()  # kill also the process itself, because its group may not exist right after its start
 
     def is_alive(self) -> bool:
         """Return True if the process is running; if it has ended by itself, kill the rest of its process group."""
@@ -99,15 +101,10 @@ class _WorkerProcess(SpawnProcess):
             except ChildProcessError:  # the child has ended, and other code has waited for it
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
-        if not is_alive and not self._is_terminated:
-            self._kill_process_group()
+        if not is_alive and not self._is_terminated and self.pid:
+            kill_group(self.pid, has_ended=True)
             time.sleep(_EXIT_PAUSE_SECONDS)
         return is_alive
-
-    def _kill_process_group(self) -> None:
-        if self.pid:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
 
 
 class _Popen(popen_spawn_posix.Popen):
@@ -142,6 +139,18 @@ class _Popen(popen_spawn_posix.Popen):
             os.close(child_sentinel)
         with open(parent_output, "wb", closefd=False) as pipe_file:
             pipe_file.write(pickled_process.getbuffer())
+
+
+def kill_group(pid: int, *, has_ended: bool) -> None:
+    """Kill the process group of a process, and all its descendants in other sessions unless the process has ended."""
+    descendants: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        descendants = [] if has_ended else psutil.Process(pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for process in descendants:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,8 +23,11 @@ from cosmos_core.rewards.exchange import read_service_endpoints
 from cosmos_core.rewards.remote import RemoteRewards
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, load_scorer
 from cosmos_core.rewards.service.__main__ import _announce_url
-from cosmos_core.rewards.service.config import ServiceConfig
+from cosmos_core.rewards.service.config import ServiceConfig, read_config
+from cosmos_core.rewards.service.pool import RewardProcess
 from cosmos_core.rewards.service.worker import _score_batch, make_items
+from cosmos_core.run.process import read_start_time
+from tests.conftest import wait_until
 
 OVERLONG = {"max_tokens": 100, "overlong": {"buffer_length": 40, "penalty_factor": 2.0}}
 
@@ -36,6 +41,36 @@ def test_a_stage_finds_its_service_whatever_variable_has_its_token(tmp_path: Pat
         request = {"prompt": "", "to_be_evaluated": "42", "reference": "42"}
         [score] = RemoteRewards(asked, read_service_endpoints(found)).score([request])
     assert score.value == 1.0
+
+
+def test_what_a_reward_started_in_a_session_of_its_own_ends_with_the_process_of_the_reward() -> None:
+    async def start_and_kill() -> int:
+        process: Any = RewardProcess(cast(Any, None), "cpu")
+        command, pipe = ("sh", "-c", "setsid sleep 1000 & echo $!; wait"), asyncio.subprocess.PIPE
+        process._process = await asyncio.create_subprocess_exec(*command, stdout=pipe, start_new_session=True)
+        pid = int(await process._process.stdout.readline())
+        wait_until(lambda: os.getsid(pid) == pid, 5, "it has a session of its own")
+        await process.kill()
+        return pid
+
+    pid = asyncio.run(start_and_kill())
+    wait_until(lambda: read_start_time(pid) is None, 5, "it has ended")
+
+
+def test_code_and_models_are_found_beside_the_file_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a recipe, from whatever folder it is started."""
+    for folder in ("project/weights", "project/own", "here/own"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "project" / "mine.py").touch()
+    paths = [("mine.py:f", "weights"), ("gone.py:f", "org/model"), ("own:f", "own")]
+    rewards = [{"reward_type": f"r{i}", "entry": entry, "model_path": model} for i, (entry, model) in enumerate(paths)]
+    (tmp_path / "project" / "rewards.toml").write_text(tomli_w.dumps({"reward_args": rewards}))
+    monkeypatch.chdir(tmp_path / "here")
+    found = [(each.entry, each.model_path) for each in read_config(Path("../project/rewards.toml")).rewards]
+    project = tmp_path / "here" / ".." / "project"
+    assert found == [(f"{project}/mine.py:f", f"{project}/weights"), paths[1], ("own:f", f"{tmp_path}/here/own")]
 
 
 def test_overlong_takes_from_options_what_no_request_has() -> None:

@@ -52,9 +52,10 @@ def act(to_be_evaluated, reference):
     if to_be_evaluated == "text":
         return "1.0"
     if to_be_evaluated == "sleep":
-        sleeper = subprocess.Popen(["sleep", "1000"])
-        with open(reference, "a") as file:
-            file.write(f"{sleeper.pid}\\n")
+        for is_apart in (False, True):
+            sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=is_apart)
+            with open(reference, "a") as file:
+                file.write(f"{sleeper.pid}\\n")
         time.sleep(1000)
     if to_be_evaluated == "once":
         if not os.path.exists(reference):
@@ -290,7 +291,7 @@ def test_close_leaves_no_process_not_even_what_a_hanging_reward_started(act, tmp
         wait_until(lambda: len(children()) == 2, 10, "both were replaced")
     assert children() == []
     started = [int(pid) for pid in pids.read_text().split()]
-    assert len(started) == 2
+    assert len(started) == 4
     assert not any(is_running(pid) for pid in started)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from cosmos_core.config.inputs import existing_path
 from cosmos_core.config.load import parse_table, read_toml
 from cosmos_core.config.schema.table import Table
 from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, StringList
@@ -202,4 +203,15 @@ def read_config(config_file: Path, **overrides: Any) -> ServiceConfig:
     config = parse_table(ServiceConfig, settings, error_prefix=str(config_file))
     if not config.rewards:
         raise ConfigError(f"{config_file}: no reward is served; add a [[reward_args]] with a reward_type")
-    return config
+
+    def locate(path: str) -> str:
+        """Return the absolute path of a file in the current folder or beside the configuration; else it is kept."""
+        found_paths = [existing_path(path, folder) for folder in (Path.cwd(), config_file.parent)] if path else []
+        return str(next((found.absolute() for found in found_paths if found), path))
+
+    def locate_files(reward: RewardArgs) -> RewardArgs:
+        code_file, colon, name = reward.entry.rpartition(":")
+        code_file = locate(code_file) if code_file.endswith(".py") else code_file
+        return reward.copy_with(entry=f"{code_file}{colon}{name}", model_path=locate(reward.model_path))
+
+    return config.copy_with(reward_args=tuple(map(locate_files, config.reward_args)))

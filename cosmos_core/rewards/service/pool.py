@@ -7,11 +7,8 @@ other requests; after `max_attempts` attempts its result is an error. Each resul
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_core.environment import environment_for_user_code
+from cosmos_core.rewards.process import kill_group
 from cosmos_core.rewards.service.config import RewardArgs
 from cosmos_core.rewards.service.request import ScoreRequest
 from cosmos_core.rewards.service.worker import encode_header
@@ -282,9 +280,8 @@ class RewardProcess:
         """Kill the process and all its child processes."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.communicate()  # unlike `wait`, it reads the output, so that a full pipe cannot block
+        kill_group(self._process.pid, has_ended=self._process.returncode is not None)
+        await self._process.communicate()  # unlike `wait`, `communicate` reads the output, so a full pipe cannot block
 
     async def _send_and_receive(
         self, message: Mapping[str, Any], sent_arrays: Sequence[np.ndarray], timeout_seconds: float, expected_state: str
