@@ -98,7 +98,7 @@ def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> S
     missing or cannot be loaded; the message names the packages to install."""
     if import_path:
         user_object = import_user_code(import_path)
-        if isclass(user_object):
+        if isclass(user_object) and hasattr(user_object, "score"):
             return cast(Callable[[RewardModelSettings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(import_path), settings)
     if has_model(name):

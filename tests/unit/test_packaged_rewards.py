@@ -18,6 +18,9 @@ from cosmos_core.errors import RewardError
 from cosmos_core.rewards.dance_grpo import DanceGrpoReward
 from cosmos_core.rewards.hpsv3 import Hpsv3Reward
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, load_scorer
+from cosmos_core.rewards.service.request import parse_request
+from cosmos_core.rewards.service.self_test import _make_test_request
+from cosmos_core.rewards.service.worker import make_items
 from tests.unit.tiny_vlms import picture, save_vlm
 
 MODEL = """
@@ -112,6 +115,30 @@ def test_a_metric_with_the_name_of_its_reward_does_not_replace_it(tmp_path: Path
     scorer = load_scorer("accuracy", f"{tmp_path}/mine.py:accuracy", RewardModelSettings())
     expected = {"accuracy": [0.5], "accuracy/accuracy": [1.0], "form": [0.25]}
     assert scorer.score([RewardInput("x")]) == expected
+
+
+def test_a_service_takes_the_classes_that_a_recipe_takes(tmp_path: Path) -> None:
+    """As of ms-swift, which are made without arguments and called, unlike a class with `score`."""
+    (tmp_path / "mine.py").write_text(
+        "class Length:\n    def __call__(self, completions, **columns): return [float(len(c)) for c in completions]\n"
+        "class Batch:\n    def __init__(self, settings): self.dtype = settings.dtype\n"
+        "    def score(self, items): return {'mine': [self.dtype for _ in items]}\n"
+    )
+    items = [RewardInput("p", to_be_evaluated=text) for text in ("a", "four")]
+    for name, expected in (("Length", [1.0, 4.0]), ("Batch", ["float32"] * 2)):
+        scorer = load_scorer("mine", f"{tmp_path}/mine.py:{name}", RewardModelSettings())
+        assert scorer.score(items) == {"mine": expected}
+
+
+def test_the_self_test_of_a_service_gives_a_function_all_facts_of_a_completion(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def facts(completion, reference, num_tokens, finish_reason, turns):\n"
+        "    flags = completion == reference, num_tokens > 99, finish_reason == 'stop', len(turns)\n"
+        "    return sum(2**i * flag for i, flag in enumerate(flags))\n"
+    )
+    request = parse_request("self-test", _make_test_request("facts"), {"facts"})
+    scorer = load_scorer("facts", f"{tmp_path}/mine.py:facts", RewardModelSettings())
+    assert scorer.score(make_items(request.fields_for_worker, request.array)) == {"facts": [13.0, 10.0]}
 
 
 def test_hpsv3_gives_the_mean_of_each_image_and_the_spread_where_asked(tmp_path: Path, packages: Path) -> None:

@@ -73,15 +73,9 @@ def _describe_result(result: dict[str, Any]) -> str:
 def _make_test_request(reward_name: str) -> bytes:
     """Return the body of a request with two items: a text, image or video that matches the prompt, and noise."""
     json_fields: dict[str, Any] = {"reward_fn": {reward_name: 1.0}}
-    if reward_name in _TEXT_REWARD_SAMPLES:  # score a correct and a wrong completion
-        completion, reference = _TEXT_REWARD_SAMPLES[reward_name]
-        completions = [completion, "noise"]
-        json_fields |= {
-            "prompts": ["6 * 7 ="] * 2, "media_type": "text", "completions": completions, "references": [reference] * 2,
-            "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
-            "turns": [[{"role": "assistant", "content": text}] for text in completions],
-            "metadata": [_REASONING_GYM_ROW] * 2,
-        }  # fmt: skip
+    if reward_name in _TEXT_REWARD_SAMPLES:  # a reward of texts scores a correct and a wrong completion
+        json_fields |= {"prompts": ["6 * 7 ="] * 2, "media_type": "text", "metadata": [_REASONING_GYM_ROW] * 2}
+        json_fields |= _make_completion_fields(*_TEXT_REWARD_SAMPLES[reward_name])
         return encode_request(json_fields, np.zeros((2, 0), np.uint8))
     noise_image = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
     card_and_noise_images = np.stack([np.asarray(make_word_image("HELLO")), noise_image])
@@ -92,8 +86,17 @@ def _make_test_request(reward_name: str) -> bytes:
     if reward_name == "gen_eval":
         included_objects = [{"class": "book", "count": 1}]
         json_fields |= {"geneval_tags": ["single_object"] * 2, "geneval_includes": [included_objects] * 2}
-    json_fields |= {"references": ["HELLO"] * 2, "completions": ["HELLO", "noise"]}
-    return encode_request(json_fields, card_and_noise_images)
+    return encode_request(json_fields | _make_completion_fields("HELLO", "HELLO"), card_and_noise_images)
+
+
+def _make_completion_fields(completion: str, reference: str) -> dict[str, Any]:
+    """Return the request fields of a correct completion and a wrong one, for text rewards and user functions."""
+    completions = [completion, "noise"]
+    return {
+        "completions": completions, "references": [reference] * 2,
+        "num_tokens": [8, 2**20], "finish_reason": ["stop", "length"],
+        "turns": [[{"role": "assistant", "content": text}] for text in completions],
+    }  # fmt: skip
 
 
 def make_word_image(word: str) -> Image.Image:
