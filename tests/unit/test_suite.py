@@ -223,6 +223,6 @@ def test_a_failure_is_printed_before_the_run_ends_and_shows_what_the_stages_in_i
     assert '{"state": "failed"}' in done.stdout
 
 
-def test_durations_name_files_and_tests_that_there_are() -> None:
-    files = {group.partition("::")[0] for group in schedule.durations()} | schedule.SPLIT
-    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+def test_durations_name_files_and_folders_that_there_are() -> None:
+    names = {group.partition("::")[0] for group in schedule.durations()} | schedule.SPLIT | {schedule.TOGETHER}
+    assert [name for name in sorted(names) if not (ROOT / name).exists()] == []
