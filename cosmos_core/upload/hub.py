@@ -242,10 +242,12 @@ class HubTarget:
             yield
         except HfHubHTTPError as error:
             status_code = _get_status_code(error)
+            # The Hub also refuses what a plan does not include, such as private storage, and says so in the reason.
+            reason = f"{status_code}: {' '.join(error.server_message.split())}" if error.server_message else status_code
             if status_code in _ACCESS_DENIED_STATUSES:
-                problem = f"{hub} refuses the token ({status_code}); set HF_TOKEN to one that may write there"
+                problem = f"{hub} refuses the token ({reason}); set HF_TOKEN to one that may write there"
                 raise ConfigError(f"{target_url}: {problem}") from error
-            raise UploadError(f"{target_url}: {hub} responds with {status_code}; {outcome}") from error
+            raise UploadError(f"{target_url}: {hub} responds with {reason}; {outcome}") from error
         except (HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError) as error:
             raise UploadError(f"{target_url}: {hub}: {' '.join(str(error).split())}; {outcome}") from error
         except ValueError as error:  # the library refuses a name, a path or the metadata of the model card

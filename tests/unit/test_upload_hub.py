@@ -199,12 +199,12 @@ def test_what_does_not_pass_is_one_line_without_the_token(
 ) -> None:
     folder, record = model(tmp_path / "m", "v1")
     server.once("503", "commit", 99)
-    said = rf"^hub://team/sums: the Hub {server.url} responds with 503; nothing was published$"
+    said = rf"^hub://team/sums: the Hub {server.url} responds with 503: no; nothing was published$"
     with pytest.raises(UploadError, match=said):
         target().publish(folder, "v1", record)
     assert len(server.repositories["team/sums"].commits) == 1
     server.once("503", "/tag", 99)
-    with pytest.raises(UploadError, match=r"responds with 503; v1 was committed to main, and has no tag; resume$"):
+    with pytest.raises(UploadError, match=r"responds with 503: no; v1 was committed to main, and has no tag; resume$"):
         target().publish(folder, "v1", record)
     assert len(server.repositories["team/sums"].commits) == 2
     server.reset()
@@ -267,7 +267,7 @@ def test_a_gated_repository_that_the_token_may_not_read_is_not_taken_for_nothing
     folder, record = model(tmp_path / "m", "v1")
     target().publish(folder, "v1", record)
     server.repositories["team/sums"].is_gated = True
-    with pytest.raises(ConfigError, match=r"^hub://team/sums: the Hub .* refuses the token \(403\); set HF_TOKEN"):
+    with pytest.raises(ConfigError, match=r"^hub://team/sums: .* refuses the token \(403: gated\); set HF_TOKEN"):
         target().published()
 
 
