@@ -62,8 +62,11 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
             reasons_to_keep.setdefault(path, "not old enough")
         if (approval := read_open_approval(path)) is not None and not approval.is_declined:
             reasons_to_keep[path] = "its publication waits for approval"
-        if _may_be_running(path):
-            reasons_to_keep[path] = "it is running"
+        try:
+            if _may_be_running(path):
+                reasons_to_keep[path] = "it is running"
+        except PermissionError:  # the run belongs to another user
+            reasons_to_keep[path] = "no permission to write it"
     for path, reason in _find_needed_runs(output_dir, list(pipeline_by_run)):
         reasons_to_keep.setdefault(path, reason)
     _keep_referenced_runs(list(pipeline_by_run), reasons_to_keep)

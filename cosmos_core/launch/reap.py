@@ -72,9 +72,11 @@ def find_cancelled_flow_run(output_dir: Path, run_id: str) -> str:
 
 
 def _has_lost_launcher(run_path: Path) -> bool:
-    """Return True if the launcher of a run has ended: no process holds the run's lock, and no Python flow runs it."""
-    with FileLock(run_path / "locks" / ".run") as lock:
+    """Return True if the launcher of a run has ended: no process holds the run's lock, and no Python flow runs it.
+    Return False for a run of another user, whose files and processes this user cannot change."""
+    with suppress(PermissionError), FileLock(run_path / "locks" / ".run") as lock:
         return lock.try_acquire() and not is_flow_running(run_path)
+    return False
 
 
 def _correct_flow_run_states(output_dir: Path, abandoned_run_ids: set[str]) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -188,3 +190,26 @@ def test_what_was_fetched_from_stores_goes_when_no_run_that_is_left_names_it(tmp
         cosmos("clean", "--keep", "1", "--yes", "--output-dir", str(old.output_dir))
     left = {path.name for path in fetched.iterdir() if path.is_dir()}
     assert left == {digests["both"], digests["new"], digests["now"]}
+
+
+def test_a_run_of_another_user_stays_and_stops_neither_clean_nor_reap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may be read, and not written, as with the usual umask."""
+    mine, other = runs_of(tmp_path, 40, 30)
+    for run in (mine, other):
+        claim_run(run).release()
+    update_state(mine.stage_path("first"), state="retrying", launcher_pid=2**22 + 1, launcher_started=1.0)
+    open_file = os.open
+
+    def open_own_file(path: Path, flags: int, *mode: int) -> int:
+        if Path(path).is_relative_to(other.path) and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_own_file)
+    output_dir = ["--output-dir", str(mine.output_dir)]
+    assert cosmos("reap", *output_dir) == f"{mine.id}/first: ended; it goes on with: cosmos resume {mine.path}\n"
+    assert fates(mine, keep=0) == {mine.id: "", other.id: "no permission to write it"}
+    cosmos("clean", "--yes", "--keep", "0", *output_dir)
+    assert other.path.is_dir() and not mine.path.exists()
