@@ -39,7 +39,12 @@ def open_benchmarks(config: EvaluateConfig) -> Benchmarks:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     task_manager = _open_task_manager(config)
     names = list(dict.fromkeys(name for pattern in config.tasks for name in match_tasks(task_manager, pattern)))
-    tasks = {name: task for matched_name in names for name, task in _load_tasks(task_manager, matched_name).items()}
+    loaded = {name: _load_tasks(task_manager, name) for name in names}
+    tasks = {name: task for each in loaded.values() for name, task in each["tasks"].items()}
+    # Leave out what a group contains that is named as well, because lm-eval refuses to run a task twice.
+    groups = {name: each for name, each in loaded.items() if name in each["groups"]}
+    contained = {part for name, each in groups.items() for part in (*each["tasks"], *each["groups"]) if part != name}
+    names = [name for name in names if name not in contained]
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
             raise ConfigError(
@@ -71,12 +76,12 @@ def match_tasks(task_manager: TaskManager, pattern: str) -> list[str]:
 
 
 def _load_tasks(task_manager: TaskManager, task_name: str) -> dict[str, Any]:
-    """Load the tasks with the name, group or tag `task_name`, with their rows, and return the tasks by name."""
+    """Load the tasks with the name, group or tag `task_name`, with their rows; return its tasks and groups by name."""
     try:
-        tasks: dict[str, Any] = task_manager.load([task_name])["tasks"]
-        for task in tasks.values():
+        loaded: dict[str, Any] = dict(task_manager.load([task_name]))
+        for task in loaded["tasks"].values():
             len(task.eval_docs)
-        return tasks
+        return loaded
     except ImportError as error:
         raise ConfigError(f"evaluate.tasks: {task_name!r} needs a package that is not installed: {error}") from error
     except _DATASET_ERRORS as error:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from cosmos_core.types import JsonValue
 
 _STDERR_SUFFIX = "_stderr"
+_NUMBER_TYPES = (Real, np.bool_)
 _TASK_SETTING_NAMES = ("dataset_path", "dataset_name", "test_split", "output_type", "generation_kwargs", "filter_list")
 _TEXT_COLUMNS = ("doc_hash", "prompt_hash", "response")
 _COLUMN_TYPES = {"task": pa.string(), "doc_id": pa.int64(), **dict.fromkeys(_TEXT_COLUMNS, pa.string())}
@@ -42,7 +44,7 @@ def build_item_table(samples: Mapping[str, list[dict[str, Any]]]) -> pa.Table:
             text_columns = {name: sample.get(name) or _get_response_text(sample) for name in _TEXT_COLUMNS}
             row = rows.setdefault((task, sample["doc_id"]), {"task": task, "doc_id": sample["doc_id"], **text_columns})
             for metric_name in sample["metrics"]:
-                if isinstance(sample[metric_name], Real):
+                if isinstance(sample[metric_name], _NUMBER_TYPES):
                     name = _qualify_metric_name(metric_name, sample["filter"], task_samples[0]["filter"])
                     row[name] = float(sample[metric_name])
     return build_table(list(rows.values())).sort_by([("task", "ascending"), ("doc_id", "ascending")])
@@ -64,7 +66,7 @@ def select_sample_records(samples: Mapping[str, list[dict[str, Any]]], max_recor
         text_samples = [each for each in task_samples if each["filter"] == first_filter and _is_generated_text(each)]
         for sample in text_samples[:max_records]:
             metric_values = (sample[metric_name] for metric_name in sample["metrics"])
-            reward = next((float(value) for value in metric_values if isinstance(value, Real)), None)
+            reward = next((float(value) for value in metric_values if isinstance(value, _NUMBER_TYPES)), None)
             prompt = str(next(iter(sample["arguments"]))[0])
             text_fields = {"prompt": prompt, "reference": str(sample["target"]), "completion": sample["resps"][0][0]}
             sample_records.append({"step": 0, **text_fields, "reward": reward})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -19,9 +20,9 @@ from cosmos_core.config.capabilities import check_capabilities
 from cosmos_core.config.compose import Pipeline, load_pipeline
 from cosmos_core.config.schema.evaluate import EvaluateConfig
 from cosmos_core.errors import ConfigError, DataError, ModelError, Preempted
-from cosmos_core.evaluate import program
+from cosmos_core.evaluate import benchmarks, program
 from cosmos_core.evaluate.benchmarks import match_tasks, open_benchmarks
-from cosmos_core.evaluate.results import convert_metrics
+from cosmos_core.evaluate.results import build_item_table, convert_metrics
 from tasks.kinds import all_kinds
 from tests.unit.benchmark_tasks import ROWS, evaluate_stage, save_model, write_tasks
 from tests.unit.run_folder import fingerprint_of
@@ -125,6 +126,21 @@ def test_a_model_that_reads_images_answers_questions_of_text(tmp_path: Path) -> 
     items = pq.read_table(stage.path / "items.parquet").to_pylist()
     expected = [[logprob for logprob, _ in sample["filtered_resps"]] for sample in plain["samples"]["choice"]]
     assert [[logprob for logprob, _ in json.loads(item["response"])] for item in items] == expected
+
+
+def test_a_task_that_a_named_group_has_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with mmlu and mmlu_anatomy, or a pattern that matches both; lm-eval refuses to run a task twice."""
+    plain = TaskManager(include_path=str(write_tasks(tmp_path)), include_defaults=False)
+    monkeypatch.setattr(benchmarks, "_open_task_manager", lambda config: plain)
+    for names, expected in ((("both", "choice"), ["both"]), (("cho*", "both", "copy"), ["both", "copy"])):
+        opened = open_benchmarks(EvaluateConfig(tasks=names))
+        assert opened.task_names == expected and opened.num_items_by_task["choice"] == 8
+        assert "choice" in plain.load(opened.task_names)["tasks"]
+
+
+def test_items_have_the_truth_values_of_numpy() -> None:
+    sample = {"doc_id": 0, "filter": "none", "metrics": ["same"], "same": np.True_, "resps": [["x"]]}
+    assert build_item_table({"a": [sample | {"doc_hash": "d", "prompt_hash": "p"}]})["same"].to_pylist() == [1.0]
 
 
 def test_a_group_has_metrics_too(tmp_path: Path) -> None:
