@@ -194,11 +194,13 @@ class MlflowTarget:
         """Translate errors of the MLflow client into errors of one line: ConfigError if the server refuses the
         credentials, otherwise UploadError."""
         assert self.client is not None  # the property raises ConfigError if MLflow is not installed
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
         from mlflow.exceptions import MlflowException
 
         try:
             yield
-        except (MlflowException, OSError) as error:
+        except (MlflowException, OSError, Boto3Error, BotoCoreError, ClientError) as error:  # MLflow may store in S3
             is_access_refused = getattr(error, "get_http_status_code", lambda: 0)() in {401, 403}
             error_message = f"mlflow://{self.name}: {' '.join(str(error).split())}"
             raise (ConfigError if is_access_refused else UploadError)(error_message) from error

@@ -372,6 +372,18 @@ def test_a_server_that_is_away_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n" not in str(caught.value)
 
 
+def test_a_store_of_artifacts_that_refuses_is_one_line(mlflow: Any, tmp_path: Path) -> None:
+    from boto3.exceptions import S3UploadFailedError
+
+    def refuse(*_: object) -> None:
+        raise S3UploadFailedError("Failed to upload x to models/x: An error occurred (AccessDenied)")
+
+    target, (folder, record) = MlflowTarget("sums"), model(tmp_path / "model")
+    target.client.log_artifact = refuse
+    with pytest.raises(UploadError, match=r"^mlflow://sums: Failed to upload x to models/x: .*AccessDenied\)$"):
+        target.publish(folder, "r1-abc", record)
+
+
 def test_a_location_that_names_no_model_is_one_line() -> None:
     for location in ("", "a/b", "a:b", "it's"):
         with pytest.raises(ConfigError, match=r"names no registered model; write mlflow://MODEL"):
