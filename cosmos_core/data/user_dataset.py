@@ -92,7 +92,8 @@ class UserDatasetLoader:
         if not hasattr(user_object, "setup"):
             return
         parameters = list(inspect.signature(user_object.setup).parameters.values())[1:]
-        named_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}  # without *args
+        # Ignore variable parameters such as `*args`, because they do not show that `setup` needs the tokenizer.
+        named_kinds = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         named_parameters = (each for each in parameters if each.kind in named_kinds)
         needs_tokenizer = any(each.name == "tokenizer" or each.default is each.empty for each in named_parameters)
         user_object.setup(*(self._recipe, self._load_tokenizer())[: 1 + needs_tokenizer])
@@ -182,7 +183,7 @@ def _make_reference_row(response: Any, algorithm: AlgorithmConfig) -> Row:
         return {}
     try:
         reference_text = response if isinstance(response, str) else json.dumps(response, ensure_ascii=False)
-    except (TypeError, ValueError):  # the value has no JSON form, such as a set
+    except (TypeError, ValueError):  # write a value without a JSON form, such as a set, by `str`
         reference_text = str(response)
     return {_get_reference_column(algorithm): reference_text}
 

@@ -98,7 +98,7 @@ class _WorkerProcess(SpawnProcess):
         if is_alive and self.pid:
             try:
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # the child has ended, and other code has waited for it
+            except ChildProcessError:  # raised if the child has ended, and other code has waited for it
                 self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]
                 is_alive = False
         if not is_alive and not self._is_terminated and self.pid:
@@ -157,7 +157,7 @@ def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     """Prepare a worker process: it leads a process group, ends with its parent, and sees no secrets."""
     os.setpgid(0, 0)
     kill_with_parent(parent_pid)
-    ignore_job_signals()  # the parent does not need them: it ends this process with SIGKILL
+    ignore_job_signals()  # the parent ends this process with SIGKILL, so that signals to the job must not end it first
     multiprocessing.set_start_method(None, force=True)  # use fork again: spawned children cannot import user files
     os.dup2(2, 1)  # send the standard output of user code to the log, with standard error
     configure_logging()
@@ -171,7 +171,8 @@ def _limit_memory_use() -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     soft_limit = total_memory_bytes if hard_limit == resource.RLIM_INFINITY else min(total_memory_bytes, hard_limit)
     resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # some sandboxes have no /proc
+    # Let the kernel kill this process first if memory runs out, unless the machine is a sandbox without /proc.
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 

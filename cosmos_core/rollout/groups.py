@@ -189,7 +189,7 @@ class FilteredGroupSource:
         sampled_groups: list[ScoredGroup] = []
         count_by_prompt_id = Counter[int]()
         num_generation_rounds, generation_seconds, start_time = 0, 0.0, time.perf_counter()
-        # The state is set at the end of the step, so that a run that stops earlier resumes with the same prompts.
+        # Keep the position in a local variable until the step ends: a run that stops earlier repeats its prompts.
         next_position = self._num_taken_prompts
         self.sync_source.engine.wake()
         while len(kept_groups) < num_requested_groups and not 0 < max_retries < num_generation_rounds:

@@ -110,13 +110,14 @@ def run(stage: Stage) -> Outcome:
         report_lines += _check_model(stage.recipe.policy, stage.recipe.train, stage.kind, stage.model)
         if _generates_completions(StageContext(stage.recipe, stage.kind)):
             rollout, refused_keys = stage.recipe.rollout, find_refused_generation_settings(stage.model, revision)
-            is_external_model = referenced_stage(stage.config.model) is None  # exports leave out what vLLM refuses
+            # Check only external models, because a stage exports its model without the settings that vLLM refuses.
+            is_external_model = referenced_stage(stage.config.model) is None
             if refused_keys and is_external_model and rollout.checks_generation_config and find_spec(rollout.backend):
                 refusal_message = f"vLLM refuses to load {', '.join(refused_keys)}"
                 raise ModelError(f"{stage.model}/{GENERATION_CONFIG_FILE}: {refusal_message}; remove it there")
             check_engine(rollout.backend, config, stage.model, tp_size=rollout.parallelism.tp_size)
-        if stage.kind.trains_model:
             report_lines += _check_tools(rollout.multi_turn_config, tokenizer, stage.model, revision)
+        if stage.kind.trains_model:
             processor_contents = processor_files(stage.model, revision, stage.recipe.policy.chat_template)
             check_export_possible(config, tokenizer, stage.model, processor_contents)
             report_lines += _describe_precision(config, stage.recipe.train.param_dtype)

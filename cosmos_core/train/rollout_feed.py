@@ -94,7 +94,7 @@ class RolloutFeed(SampleFeed):
             problem = f"step {self.step + 1}: the rewards inside each of {num_groups:.0f} groups are equal"
             if not self._group_source.is_exhausted:
                 remedy = f"raise train.train_policy.max_retry_for_on_policy, or {remedy}"
-            if self.step == 0:  # the rewards probably never differ between completions
+            if self.step == 0:  # rewards that are all equal in the first step probably never differ
                 raise ProgramError(f"{problem}; {remedy}")
             logger.warning("%s, so nothing is learned; %s", problem, remedy)
             return [], {}

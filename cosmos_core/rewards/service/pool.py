@@ -207,7 +207,7 @@ class RewardPool:
                 await process.wait_while_running(self._has_queued_jobs.wait())
             num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
-                await asyncio.sleep(self.settings.batch_seconds)  # let more jobs arrive, which another process may take
+                await asyncio.sleep(self.settings.batch_seconds)  # wait for more jobs to fill the batch
             while self.queue and (not jobs or self._fits_in_batch(jobs)):
                 jobs.append(self.queue.popleft())
         return jobs
@@ -317,7 +317,7 @@ class RewardProcess:
         exit_code = self._process.returncode if self._process else None
         if exit_code is None:
             return ProcessError("its process closed its output")
-        if exit_code < 0 or exit_code > 128:  # a shell exits with 128 + the signal of its child
+        if exit_code < 0 or exit_code > 128:  # a shell exits with 128 + N if signal N ended its child
             signal_number = -exit_code if exit_code < 0 else exit_code - 128
             return ProcessError(f"its process was killed by signal {signal_number}", is_killed=True)
         return ProcessError(f"its process exited with code {exit_code}")
