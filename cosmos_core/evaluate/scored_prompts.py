@@ -41,7 +41,8 @@ class ScoredPrompt:
         """Return the rewards of the samples in a scored group."""
         errors = [(score.error, score.is_permanent_error) for score in scored_group.scores if score.value is None]
         rewards = [dict(score.metrics) for score in scored_group.scores]
-        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), *[*errors, ("", False)][0])
+        first_error, is_permanent_error = errors[0] if errors else ("", False)
+        return cls(set_name, scored_group.group.prompt.id, rewards, len(errors), first_error, is_permanent_error)
 
     def mean_rewards(self) -> dict[str, float]:
         """Return the mean of each reward over the samples for which it is valid."""
