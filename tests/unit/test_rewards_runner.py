@@ -171,7 +171,7 @@ def test_what_a_reward_raises_is_told_with_its_line_and_once_with_its_traceback(
     file = act.rpartition(":")[0]
     scores = scored({f"{file}:nothing": 1.0, act: 1.0}, "raise", "raise", "raise")
     assert {score.error for score in scores} == {
-        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:59); "
+        f"nothing: ValueError: returned nothing; the rule is a number, or (number, dict of numbers) ({file}:60); "
         f"act: KeyError: 'no such\\nthing' ({file}:12)"
     }
     said = capfd.readouterr().err
