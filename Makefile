@@ -36,7 +36,7 @@ demo-real: $(INSTALLED)
 # Three at a time, since two of them wait for a fifth of the time; tests/schedule.py says which tests stay together, and
 # tests/README.md what is in which ring.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --session-timeout 4200
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --session-timeout 4200
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --fast
