@@ -22,6 +22,8 @@ UNKNOWN = 0.1
 FAST_SECONDS = 1.0
 """That the tests of a file of the fast ring take together, at most."""
 FAST_FOLDERS = ("tests/unit/", "tests/reference/")
+STARTS_PROGRAMS = frozenset({"tests/unit/test_cli_train.py"})
+"""Files that are short only where `warm/` forks their programs, which it does not in the fast ring."""
 SPLIT = frozenset({
     "tests/commands/test_cli.py", "tests/commands/test_visual.py", "tests/distributed/test_group.py",
     "tests/distributed/test_run.py", "tests/faults/test_kill.py", "tests/faults/test_worker.py",
@@ -61,7 +63,7 @@ def sort_key(nodeid: str) -> tuple[float, str]:
 def is_fast(file: str) -> bool:
     """Whether a file belongs to the fast ring."""
     seconds = sum(seconds for group, seconds in durations().items() if group.partition("::")[0] == file)
-    return file.startswith(FAST_FOLDERS) and seconds <= FAST_SECONDS
+    return file.startswith(FAST_FOLDERS) and file not in STARTS_PROGRAMS and seconds <= FAST_SECONDS
 
 
 def record(measured: dict[str, float]) -> None:

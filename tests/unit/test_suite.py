@@ -224,5 +224,6 @@ def test_a_failure_is_printed_before_the_run_ends_and_shows_what_the_stages_in_i
 
 
 def test_durations_name_files_and_folders_that_there_are() -> None:
-    names = {group.partition("::")[0] for group in schedule.durations()} | schedule.SPLIT | {schedule.TOGETHER}
+    names = {group.partition("::")[0] for group in schedule.durations()} | {schedule.TOGETHER}
+    names |= schedule.SPLIT | schedule.STARTS_PROGRAMS
     assert [name for name in sorted(names) if not (ROOT / name).exists()] == []
