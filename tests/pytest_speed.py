@@ -27,7 +27,7 @@ def compile_tests(config: pytest.Config) -> None:
 
 def catch_logs_of_root() -> None:
     """Let pytest catch log records at the root logger alone. Six times a test it would look through all loggers, and
-    add a handler to each that does not propagate: 65 of the 1,300 of the libraries here, which takes 2 ms a test."""
+    add a handler to each that does not propagate: 65 of the 1,300 of the libraries here, which takes 0.6 ms a test."""
     catching_logs.__enter__ = _enter  # type: ignore[method-assign]
 
 

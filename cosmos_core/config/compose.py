@@ -192,7 +192,7 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline unchanged; raise `ConfigError` if a run could not save it as TOML and read it again."""
     resolved_tables = pipeline.as_toml()
     problem_text = describe_unsupported_value(resolved_tables)
-    # Estimate the size by `repr` first, because writing the pipeline as TOML takes ten times as long.
+    # Estimate the size by `repr` first, because writing the pipeline as TOML takes seven times as long.
     may_be_large = 16 * len(repr(resolved_tables)) > MAX_FILE_BYTES
     if not problem_text and may_be_large and len(tomli_w.dumps(resolved_tables).encode()) > MAX_FILE_BYTES:
         problem_text = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
