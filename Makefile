@@ -33,8 +33,8 @@ demo-diffusion: $(INSTALLED)
 demo-real: $(INSTALLED)
 	$(VENV)/bin/cosmos run configs/demo/real.toml
 
-# Four processes: with three, two cores were idle for 8 % of the time, with four for 2 %; tests/schedule.py says which tests stay together, and
-# tests/README.md what is in which ring.
+# Four processes: with three, two cores were idle for 8 % of the time, with four for 2 %. tests/schedule.py says which
+# tests stay together, and tests/README.md what is in which ring.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --session-timeout 4200
 
