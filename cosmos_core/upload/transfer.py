@@ -10,7 +10,6 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import Bucket, may_have_md5, thread_map
 from cosmos_core.run.files import parse_json_objects
+from cosmos_core.transient import is_transient
 
 PART_BYTES = 16 << 20
 _MAX_PARTS = 9000  # maximum number of parts of an upload; S3 allows 10,000
@@ -134,16 +134,20 @@ class FileTransfer:
 
     def _open_upload(self, key: str, sha256: str) -> tuple[str, dict[int, str]]:
         """Return the id of the multipart upload in the journal, and the ETags of its stored parts by number. Return a
-        new upload if the store does not list the parts: the upload is gone, or this account may only write. Other
-        uploads of the same key are kept, because another machine may be sending the same content."""
+        new upload if the store refuses to list the parts: the upload is gone (status 404, in some stores 400), or this
+        account may only write. Other uploads of the key are kept: another machine may be sending the same content."""
         from botocore.exceptions import ClientError
 
         s3, object_arguments = self.bucket.s3_client, {"Bucket": self.bucket.name, "Key": key}
         if upload_id := self.journal.upload_ids.get(key):
-            with suppress(ClientError):
+            try:
                 pages = s3.get_paginator("list_parts").paginate(**object_arguments, UploadId=upload_id)
                 stored_parts = [part for page in pages for part in page.get("Parts", ())]
                 return upload_id, {part["PartNumber"]: part["ETag"].strip('"') for part in stored_parts}
+            except ClientError as error:
+                # A failing store may still have the parts, unless it cannot list parts at all.
+                if is_transient(error) and error.response["Error"].get("Code") != "NotImplemented":
+                    raise
         upload_id = str(s3.create_multipart_upload(**object_arguments, Metadata={"sha256": sha256})["UploadId"])
         self.journal.append_line(upload=upload_id, key=key)
         return upload_id, {}
