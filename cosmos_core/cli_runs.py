@@ -48,7 +48,9 @@ def runs(
     from cosmos_core.observe.console import make_console
     from cosmos_core.observe.costs import make_cost_table
     from cosmos_core.observe.runs import make_run_table
+    from cosmos_core.run.directory import find_run
 
+    find_run("", output_dir)  # an error if the folder has no run, because its name may be misspelt
     make_console().print((make_cost_table if cost else make_run_table)(output_dir, max_runs))
 
 

@@ -76,6 +76,11 @@ def test_a_tilde_behind_an_equals_sign_is_the_home_of_the_user(outputs: Path, mo
     assert said("runs", "--output-dir=~/outputs") == said("runs", "--output-dir", str(outputs))
 
 
+def test_a_folder_without_runs_is_an_error_because_its_name_may_be_misspelt(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["runs", "--output-dir", str(tmp_path / "outpust")])
+    assert isinstance(done.exception, ConfigError) and "no run at all in" in str(done.exception)
+
+
 def test_runs_lists_them_the_newest_last(outputs: Path) -> None:
     lines = [line for line in said("runs", "--output-dir", str(outputs)).splitlines() if "counting" in line]
     assert [line.split()[1] for line in lines] == ["one", "two"]

@@ -164,6 +164,12 @@ def test_lineage_starts_from_a_file_a_stage_a_run_or_a_published_model(tmp_path:
         find_stage_path(tmp_path)
 
 
+def test_a_run_of_a_flow_that_has_added_no_stage_yet_has_no_model(tmp_path: Path) -> None:
+    (tmp_path / "pipeline.toml").write_text("[pipeline]\nname = 'empty'\n")
+    with pytest.raises(ConfigError, match="no stage of this run has made a model yet"):
+        find_stage_path(tmp_path)
+
+
 def test_a_public_name_has_no_folder_of_this_machine() -> None:
     expected = {
         "Qwen/Qwen3-8B": "Qwen/Qwen3-8B", "/data/models/qwen3-8b": "qwen3-8b", "~/models/mine/": "mine", "": "",

@@ -63,7 +63,7 @@ def test_an_interrupt_of_a_command_is_one_line(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cosmos_core.observe.runs.make_run_table", interrupt)
+    monkeypatch.setattr("cosmos_core.run.directory.find_run", interrupt)
     ended = InProcess(tmp_path, monkeypatch, capsys).cosmos("runs", code=75)
     assert (ended.stdout, ended.stderr) == ("", "cosmos: interrupted\n")
 
