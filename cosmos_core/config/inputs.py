@@ -32,7 +32,7 @@ from cosmos_core.types import StageKind
 STAGE_PREFIX = "stage:"
 TRAINING_FILES = (
     *TOKENIZER_FILES, "*.safetensors", "*model*.bin", "adapter_*", "*.index.json", "config.json", "configuration*",
-    "model_index.json", "scheduler_config.json", "tekken.json", "*.tiktoken", "*.py",
+    "model_index.json", "scheduler_config.json", "*.py",
 )  # fmt: skip
 """Patterns of the files of a model folder that training reads: weights, configuration of the model, tokenizer. Other
 files, such as `generation_config.json` or a licence, affect exported models only."""

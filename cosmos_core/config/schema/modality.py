@@ -7,7 +7,7 @@ from cosmos_core.config.schema.dataset import DATA_SUFFIXES
 ALL_FILES: tuple[str, ...] = ("*",)
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges*", "*.jinja", "special_tokens_map.json", "added_tokens.json",
-    "*processor_config.json", "chat_template.json", "*.model",
+    "*processor_config.json", "chat_template.json", "*.model", "tekken.json", "*.tiktoken",
 )  # fmt: skip
 """Patterns of the files that tokenisation depends on; prepared rows stay valid when only weights change."""
 DATA_FILE_PATTERNS = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
