@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 from cosmos_core.cli import app
+from cosmos_core.launch import machine_doctor
+from cosmos_core.launch.doctor import Diagnosis
 from cosmos_core.launch.machine_doctor import (
     check_file_locks,
     check_gpus,
+    check_machine,
     check_packages,
     check_shared_memory,
     check_vllm,
@@ -94,3 +99,18 @@ def test_a_folder_without_locks_is_wrong(fault: str, tmp_path: Path, monkeypatch
     finding = check_file_locks(tmp_path)
     assert fault in finding.message and "pipeline.output_dir" in finding.message and not finding.is_healthy
     assert "set TMPDIR to a folder with locks" in check_file_locks(tmp_path, "TMPDIR").message
+
+
+def test_few_open_files_and_a_closed_loopback_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, bool]:
+        return {each.name: each.is_healthy for each in check_machine(tmp_path) if each.name in ("ports", "open files")}
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(machine_doctor, "check_vllm", lambda _: Diagnosis("vLLM", "not imported in this test"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert found() == {"open files": True, "ports": True}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1023, 4096))
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert found() == {"open files": False, "ports": False}
