@@ -43,8 +43,6 @@ class SampleFeed:
     """Message about rows that no step of an epoch trains on; empty if all rows are used."""
     step = 0
     """Number of the next train step, counted from 0."""
-    rows_per_pass: int | None = None
-    """Number of rows that the feed puts into a micro-batch; None: the trainer forms the micro-batches."""
 
     def find_max_sample_tokens(self) -> int | None:
         """Return the maximum number of tokens of a sample; None: unknown, or all samples have equally many."""
@@ -61,14 +59,6 @@ class SampleFeed:
     def samples(self, step: int) -> tuple[list[Any], dict[str, float]]:
         """Return the samples of train step `step`, counted from 0, and their metrics."""
         raise NotImplementedError(type(self).__name__)
-
-    def set_rows_per_pass(self, rows_per_pass: int) -> None:
-        """From now on, put `rows_per_pass` rows into each micro-batch; only for feeds that form micro-batches."""
-        raise AssertionError(f"{type(self).__name__} does not divide samples")
-
-    def reread_newest_samples(self) -> list[Any]:
-        """Read the samples of the newest step again, divided into micro-batches of the current size."""
-        raise AssertionError(f"{type(self).__name__} does not divide samples")
 
     def write_pass_rates(self, stage_folder: Path) -> None:
         """Write the pass rates of prompts to `stage_folder` after training; do nothing if the feed has no rollouts."""
@@ -143,8 +133,6 @@ class RowFeed(SampleFeed):
     """Feed of prepared rows, in an order that is a pure function of seed, epoch and position. Rows that take long to
     read are read one step in advance, in a thread."""
 
-    rows_per_pass: int
-
     def __init__(self, rows: PreparedRows, train: TrainConfig, max_length: int, num_dp_ranks: int) -> None:
         """Build the feed; `max_length`: maximum number of tokens of a sequence, `num_dp_ranks`: number of data-parallel
         ranks, each of which gets a micro-batch."""
@@ -154,6 +142,7 @@ class RowFeed(SampleFeed):
         self._prefetched_step_and_samples: tuple[int, Future[list[Any]]] | None = None
         self._balanced_plan = plan_balanced_steps(rows, train, max_length)
         self.rows_per_pass = train.rows_per_pass
+        """Number of rows that the feed puts into a micro-batch."""
         if plan := self._balanced_plan:
             self.steps_per_epoch, self.total_steps = plan.steps_per_epoch, plan.total_steps
             return
@@ -183,10 +172,12 @@ class RowFeed(SampleFeed):
         return samples, {"epoch": epoch}
 
     def set_rows_per_pass(self, rows_per_pass: int) -> None:
+        """From now on, put `rows_per_pass` rows into each micro-batch."""
         if rows_per_pass != self.rows_per_pass:
             self.rows_per_pass, self._prefetched_step_and_samples = rows_per_pass, None
 
     def reread_newest_samples(self) -> list[Any]:
+        """Read the samples of the newest step again, divided into micro-batches of the current size."""
         return self._read_samples(self.step - 1)
 
     def _read_samples(self, step: int) -> list[Any]:

@@ -7,9 +7,9 @@ and resumed ends with exactly the same weights as an uninterrupted run.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -193,9 +193,11 @@ class TrainLoop:
         self.hooks("pre_training_step_hook", current_step=self.step + 1, total_steps=self.feed.total_steps)
         self.workspace.progress.phase("step")
         start_time, compile_seconds_before = time.perf_counter(), self.workspace.progress.compile_seconds
-        update_metrics, num_trained_tokens = [], 0
+        values_by_metric: defaultdict[str, list[float]] = defaultdict(list)
+        num_trained_tokens = 0
         for update in iterate_updates(self.algorithm, samples, self.trainer) if samples else ():
-            update_metrics.append(self.trainer.update(update))
+            for name, value in self.trainer.update(update).items():
+                values_by_metric[name].append(value)
             self._num_updates += 1
             num_trained_tokens += sum(map(self.trainer.adapter.num_tokens, update.samples))
             if self.moving_average:
@@ -209,20 +211,20 @@ class TrainLoop:
             )  # fmt: skip
         self.algorithm.after_train_step(self.step + 1, self.trainer)
         self.trainer.drop_gradients()  # a colocated engine may need the memory of the gradients
-        metrics |= _mean_over_updates(update_metrics)
+        metrics |= {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in values_by_metric.items()}
         metrics |= self.check_metrics(self.step + 1, metrics)
         compile_seconds = self.workspace.progress.compile_seconds - compile_seconds_before
         train_seconds = time.perf_counter() - start_time - compile_seconds
         if self.mfu_counter:
             metrics["throughput/mfu"] = self.mfu_counter.utilization_since_last(train_seconds)
-        num_tokens = sum(self.trainer.adapter.num_tokens(sample) for sample in samples)
         return metrics | {
             **learning_rates,
-            "tokens": float(num_tokens),
+            "tokens": float(sum(map(self.trainer.adapter.num_tokens, samples))),
             "time/train": train_seconds,
             **({"time/compile": compile_seconds} if compile_seconds else {}),
             "throughput/tokens_per_second": num_trained_tokens / max(1e-9, train_seconds),
-            **_memory_metrics(),
+            "memory/host_gib": psutil.Process().memory_info().rss / 2**30,
+            **({"memory/gpu_gib": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_available() else {}),
         }
 
     def _save_and_make_preempted_error(self) -> Preempted:
@@ -320,27 +322,13 @@ class TrainLoop:
         )  # fmt: skip
 
     def _log_step(self, step: int, metrics: dict[str, float]) -> None:
-        step_metrics = [each for each in self._last_metrics.items() if not each[0].startswith(VALIDATION_METRIC_PREFIX)]
-        earlier_maxima = {name: value for name, value in step_metrics if name.endswith("_max")}
-        self._last_metrics = metrics | {n: max(value, metrics.get(n, value)) for n, value in earlier_maxima.items()}
+        self._last_metrics = metrics | {
+            name: max(value, metrics.get(name, value))
+            for name, value in self._last_metrics.items()
+            if name.endswith("_max") and not name.startswith(VALIDATION_METRIC_PREFIX)
+        }
         self.workspace.metrics.log(step, metrics)
         name_by_metric = {"loss": "loss", "reward/mean": "reward", "throughput/tokens_per_second": "tokens_per_second"}
         progress_metrics = {name: metrics[key] for key, name in name_by_metric.items() if key in metrics}
         progress_metrics |= {key: value for key, value in metrics.items() if key.startswith(("time/", "memory/"))}
         self.workspace.progress.step(step, self.feed.total_steps, **progress_metrics)
-
-
-def _mean_over_updates(update_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps of a train step; for `..._max` metrics, the maximum."""
-    values_by_metric: dict[str, list[float]] = {}
-    for name, value in chain(*(metrics.items() for metrics in update_metrics)):
-        values_by_metric.setdefault(name, []).append(value)
-    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in values_by_metric.items()}
-
-
-def _memory_metrics() -> dict[str, float]:
-    """Return the resident memory of this process, and the maximum of allocated GPU memory since its start, in GiB."""
-    metrics = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
-    if torch.cuda.is_available():
-        metrics["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return metrics

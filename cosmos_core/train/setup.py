@@ -164,13 +164,18 @@ class _TrainingSetup:
             check_base_model(initial_checkpoint, stage.path, stage.model)
             warn_of_other_step_size(initial_checkpoint, train_config, self._recipe.group_size)
         reports_mfu, should_stop = self._recipe.logging.report_mfu, self._recipe.rollout.stop_on_alarm
+        speed_tuning = None
+        if "auto" in {train_config.num_threads, self._train_policy.mini_batch}:
+            speed_tuning = SpeedTuning(
+                trainer, sample_feed, self.algorithm, train_config, stage.progress, lambda: stage.stop_requested
+            )
         return TrainLoop(
             stage, train_config, trainer, sample_feed, self.algorithm, self._make_checkpointer(), validation,
             hooks=Hooks(stage), profiler_config=self._recipe.profiler,
             check_metrics=_make_drift_check(train_config, self._sampling, trainer, should_stop=should_stop),
             moving_average=MovingAverage(trainer.weight_sets, train_config) if train_config.ema_enable else None,
             mfu_counter=FlopsUtilization(trainer, train_config.param_dtype) if reports_mfu else None,
-            speed_tuning=self._make_speed_tuning(sample_feed), initial_checkpoint=initial_checkpoint,
+            speed_tuning=speed_tuning, initial_checkpoint=initial_checkpoint,
         )  # fmt: skip
 
     def _make_validation(self, async_validation: AsyncValidation | None) -> Validation:
@@ -198,7 +203,12 @@ class _TrainingSetup:
             return feed
         prompts = row_kind.open_prompts(prepared_folder, TRAIN_SPLIT, self._train_policy, recipe.policy)
         if recipe.policy.is_diffusers:
-            self._prepare_diffusion_algorithm(self._sampling)
+            self.algorithm.null_text = open_media_prompts(prepared_folder, TRAIN_SPLIT).null_text
+            # With `data_beta`, the prepared folder has rows of images or clips, because the schema requires them.
+            if recipe.policy.diffusers.flow_rl.data_beta:
+                self.algorithm.data_term = make_data_term(
+                    open_media(prepared_folder, TRAIN_SPLIT), recipe, self._sampling, self.trainer
+                )
         prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
         if recipe.num_engines:
             group_source = self._rollout_setup.make_async_source(prompt_order, self._sampling, validation)
@@ -217,15 +227,6 @@ class _TrainingSetup:
         log_folder = self._stage.path / COMPLETIONS_FOLDER
         rollout_feed.log_groups = CompletionLog(log_folder, should_write=recipe.logging.log_completions)
         return rollout_feed
-
-    def _prepare_diffusion_algorithm(self, sampling: Sampling) -> None:
-        """Give the algorithm the embedding of the empty prompt and, with `data_beta`, a supervised loss on media."""
-        prepared_folder, diffusers = self._stage.prepared_folder, self._recipe.policy.diffusers
-        self.algorithm.null_text = open_media_prompts(prepared_folder, TRAIN_SPLIT).null_text
-        # The prepared folder has rows of images or clips, because the schema requires them if `data_beta` is set.
-        if diffusers.flow_rl.data_beta:
-            rows = open_media(prepared_folder, TRAIN_SPLIT)
-            self.algorithm.data_term = make_data_term(rows, diffusers, self._train_config, sampling, self.trainer)
 
     def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, row_numbers: np.ndarray) -> None:
         """Set the log-probabilities of the rows at `row_numbers` under the reference policy, if the loss needs them."""
@@ -270,15 +271,6 @@ class _TrainingSetup:
         engine_fleet = rollout_setup.engine_fleet
         prompt_validation = measure.CompletionValidation(prompts, engine_fleet, scorer, completion_settings, stage)
         return AsyncValidation(prompt_validation, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
-
-    def _make_speed_tuning(self, feed: SampleFeed) -> SpeedTuning | None:
-        """Return the measurement that chooses the settings that the recipe sets to `auto`; None: none is `auto`."""
-        if "auto" not in {self._train_config.num_threads, self._train_policy.mini_batch}:
-            return None
-        stage = self._stage
-        return SpeedTuning(
-            self.trainer, feed, self.algorithm, self._train_config, stage.progress, lambda: stage.stop_requested
-        )
 
     def _make_checkpointer(self) -> Checkpointer:
         checkpoint_config, stage = self._train_config.ckpt, self._stage

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from cosmos_core.algorithms.aggregate import Metrics, add_metrics, compute_means
 from cosmos_core.algorithms.base import Loss, Update
@@ -96,9 +97,13 @@ class Trainer:
 
     def update(self, update: Update) -> dict[str, float]:
         """Take one optimizer step, and return its metrics. Raise ProgramError if the loss or gradient is not finite."""
-        losses = self.compute_gradients(update)
-        loss, metric_totals, values_by_metric = self._reduce_losses(losses)
-        grad_norm = self._clip_gradients()
+        loss, metric_totals, values_by_metric = self._reduce_losses(self.compute_gradients(update))
+        model, mesh, max_norm = self.adapter.model, self.adapter.mesh, self._train_config.optm_grad_norm_clip
+        if mesh and mesh.pp:
+            sum_tied_gradients(model, mesh.pp)
+            grad_norm = clip_gradients_over_stages(model, mesh.pp, max_norm)
+        else:
+            grad_norm = clip_gradients(model.parameters(), max_norm)
         if not torch.isfinite(torch.tensor([loss, grad_norm])).all():
             raise ProgramError(
                 f"loss = {loss}, gradient norm = {grad_norm}: not finite; lower train.optm_lr or look at the data"
@@ -113,8 +118,7 @@ class Trainer:
         self.drop_gradients()
         samples = [*update.samples, *(update.data.samples if update.data else ())]
         num_tokens = sum(self.adapter.num_tokens(sample) for sample in samples)
-        losses = self._backward(update, num_tokens)
-        return losses + (self._backward(update.data, num_tokens) if update.data is not None else [])
+        return [loss for each in filter(None, (update, update.data)) for loss in self._backward(each, num_tokens)]
 
     def drop_gradients(self) -> None:
         """Free the memory of the gradients."""
@@ -199,8 +203,7 @@ class Trainer:
                     | {f"{name}/{key}": v.detach() for name in names_equal_to_policy for key, v in row.items()}
                     for i, row in zip(micro_batch.indices, self.adapter.split_outputs(micro_batch), strict=True)
                 ]
-                output_names = list(reference_rows[0])
-                padded_rows = {name: pad_sequence([row[name] for row in reference_rows], True) for name in output_names}
+                padded_rows = {n: pad_sequence([row[n] for row in reference_rows], True) for n in reference_rows[0]}
                 micro_batch = replace(micro_batch, outputs=micro_batch.outputs | padded_rows)
             loss = self._call_loss(update, micro_batch)
             metrics, scaled_model_loss = loss.metrics, torch.zeros_like(loss.value)
@@ -294,8 +297,9 @@ class Trainer:
         """Return the summed loss and metrics, and the values for quantiles, over the micro-batches of all ranks."""
         mesh = self.adapter.mesh
         if mesh:
-            losses_by_rank = mesh.all_gather_object([_move_loss_to_cpu(loss) for loss in losses])
-            losses = [Loss(*loss_fields) for rank_loss_fields in losses_by_rank for loss_fields in rank_loss_fields]
+            local_fields = [(loss.value, loss.metrics, loss.values) for loss in losses]
+            fields_by_rank = mesh.all_gather_object(tree_map_only(Tensor, Tensor.cpu, local_fields))
+            losses = [Loss(*loss_fields) for loss_fields in chain(*fields_by_rank)]
         metric_totals: Metrics = {}
         values_by_metric: dict[str, list[Tensor]] = {}
         for loss in losses:
@@ -303,14 +307,6 @@ class Trainer:
             for name, tensor in loss.values.items():
                 values_by_metric.setdefault(name, []).append(tensor)
         return sum(loss.value.item() for loss in losses), metric_totals, values_by_metric
-
-    def _clip_gradients(self) -> float:
-        """Clip the gradients, and return their norm over all ranks before clipping."""
-        mesh, model, max_norm = self.adapter.mesh, self.adapter.model, self._train_config.optm_grad_norm_clip
-        if not (mesh and mesh.pp):
-            return clip_gradients(model.parameters(), max_norm)
-        sum_tied_gradients(model, mesh.pp)
-        return clip_gradients_over_stages(model, mesh.pp, max_norm)
 
 
 def _select_local_chunks(adapter: ModelAdapter, batches: Sequence[Any], size: int) -> list[Sequence[Any]]:
@@ -338,11 +334,6 @@ def _use_threads(num_threads: int) -> Iterator[None]:
 
 def _find_shortest_sample(adapter: ModelAdapter, samples: Sequence[Any], indices: Sequence[int]) -> int:
     return min(indices, key=lambda i: adapter.num_tokens(samples[i]))
-
-
-def _move_loss_to_cpu(loss: Loss) -> tuple[Tensor, Metrics, dict[str, Tensor]]:
-    metrics, value_tensors = ({name: t.cpu() for name, t in tensors.items()} for tensors in (loss.metrics, loss.values))
-    return loss.value.cpu(), metrics, value_tensors
 
 
 def _compute_quantiles(values_by_metric: dict[str, list[Tensor]]) -> dict[str, float]:

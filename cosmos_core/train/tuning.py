@@ -7,8 +7,6 @@ the training continues as if the recipe had named the chosen values. Checkpoints
 log-probabilities, which are computed before the first train step, use the default values.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import logging
@@ -29,9 +27,10 @@ from cosmos_core.algorithms.registry import iterate_updates
 from cosmos_core.checkpoint.state import capture_rng, restore_rng
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.machine_properties import count_usable_cores
+from cosmos_core.parallel.fsdp import local_shard
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
 from cosmos_core.run.progress import ProgressWriter
-from cosmos_core.train.feeds import SampleFeed
+from cosmos_core.train.feeds import RowFeed, SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
 
 logger = logging.getLogger(__name__)
@@ -68,16 +67,11 @@ class SettingsSearch:
         measure: Callable[[SpeedSettings], float],
         is_affordable: Callable[[SpeedSettings, float], bool] = lambda settings, seconds: True,
     ) -> None:
-        """Prepare the search.
-
-        Args:
-            sizes: numbers of rows per pass, in ascending order.
-            thread_counts: numbers of threads, in ascending order.
-            measure: function that returns the seconds of settings; infinity if they need too much memory.
-            is_affordable: function that returns whether settings may be measured, given the seconds that they will
-                probably take.
-        """
+        """Prepare the search over numbers of rows per pass and numbers of threads, both in ascending order. `measure`
+        returns the seconds of settings, infinity if they need too much memory. `is_affordable` returns whether settings
+        may be measured, from the seconds that they will probably take."""
         self._pass_sizes, self._thread_counts = pass_sizes, thread_counts
+        self._start_settings = SpeedSettings(pass_sizes[0], thread_counts[-1])
         self._measure, self._is_affordable = measure, is_affordable
         self.seconds: dict[SpeedSettings, float] = {}
         """Minimum of the measured seconds of each setting."""
@@ -86,9 +80,8 @@ class SettingsSearch:
         """Return the fastest settings. First measure all sizes with the most threads, from the smallest size, which
         needs the least memory. Then measure each smaller number of threads with the fastest size so far and, if it is
         not slow, with the sizes around it. Finally measure the fastest settings again."""
-        start_settings = SpeedSettings(self._pass_sizes[0], self._thread_counts[-1])
-        self._measure_if_affordable(start_settings)
-        self._measure_nearby_sizes(start_settings)
+        self._measure_if_affordable(self._start_settings)
+        self._measure_nearby_sizes(self._start_settings)
         for num_threads in reversed(self._thread_counts[:-1]):
             settings = self._fastest_settings._replace(num_threads=num_threads)
             if self._measure_if_affordable(settings) and not self._is_slow(settings):
@@ -99,12 +92,11 @@ class SettingsSearch:
                 self._measure_if_affordable(settings)
         max_final_seconds = _MIN_SPEEDUP * self.seconds.get(self._fastest_settings, math.inf)
         contenders = [settings for settings, seconds in self.seconds.items() if seconds <= max_final_seconds]
-        return min(contenders, key=lambda trial: (trial.rows_per_pass, self.seconds[trial]), default=start_settings)
+        return min(contenders, key=lambda each: (each.rows_per_pass, self.seconds[each]), default=self._start_settings)
 
     @property
     def _fastest_settings(self) -> SpeedSettings:
-        start_settings = SpeedSettings(self._pass_sizes[0], self._thread_counts[-1])
-        return min(self.seconds, key=lambda settings: self.seconds[settings], default=start_settings)
+        return min(self.seconds, key=lambda settings: self.seconds[settings], default=self._start_settings)
 
     def _is_slow(self, settings: SpeedSettings) -> bool:
         seconds = self.seconds[settings]
@@ -217,7 +209,7 @@ class SpeedTuning:
 
     def _apply_settings(self, settings: SpeedSettings) -> None:
         self._trainer.speed_settings = settings
-        if self._feed.rows_per_pass is not None:
+        if isinstance(self._feed, RowFeed):
             self._feed.set_rows_per_pass(settings.rows_per_pass)
 
 
@@ -227,22 +219,27 @@ class _Measurement:
 
     def __init__(self, tuning: SpeedTuning, samples: list[Any]) -> None:
         self._tuning, self._all_samples = tuning, samples
-        self._trainer, self._algorithm, self._feed = tuning._trainer, tuning._algorithm, tuning._feed
+        self._trainer, self._algorithm = tuning._trainer, tuning._algorithm
         self._rng_states, self._algorithm_state = capture_rng(), copy.deepcopy(tuning._algorithm.state_dict())
         self._start_time, self._num_update_samples = time.monotonic(), 0
         self._start_compile_seconds = tuning._progress.compile_seconds
         self._peak_memory = PeakMemory(self._trainer.adapter.device, tuning._num_local_ranks)
-        self._gradient_bytes, optimizer_bytes = self._measure_parameters()
+        optimizer = self._trainer.optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._gradient_bytes = sum(local_shard(parameter).nbytes for parameter in parameters)
+        # In its first step, the optimizer creates two moments for each parameter.
+        optimizer_bytes = 2 * sum(local_shard(p).nbytes for p in parameters if p not in optimizer.state)
         free_bytes = tuning.max_memory_fraction * self._peak_memory.available_bytes()
         self._max_bytes = min(all_gather_object(free_bytes - self._gradient_bytes - optimizer_bytes))
         self._bytes_per_token = self._bytes_of_largest_size = 0.0
         self._largest_size = 0
         """Largest number of rows per pass so far, whose activations took `_bytes_of_largest_size`."""
         token_counts = [self._trainer.adapter.num_tokens(sample) for sample in samples]
-        self._max_row_tokens = tuning._samples_per_row * max(*token_counts, self._feed.find_max_sample_tokens() or 0)
+        self._max_row_tokens = tuning._samples_per_row * max(*token_counts, tuning._feed.find_max_sample_tokens() or 0)
         self._min_row_tokens = tuning._samples_per_row * min(token_counts)
         has_batch_id = self._trainer.adapter.assigned_batch_id(samples[0]) is not None
-        self._feed_forms_micro_batches = self._feed.rows_per_pass is not None and has_batch_id
+        self._batching_feed = tuning._feed if isinstance(tuning._feed, RowFeed) and has_batch_id else None
+        """Feed that forms the micro-batches of the samples; None: the trainer forms them."""
         self.num_samples = len(samples)
         """Number of samples with which settings are measured, the first ones of the train step."""
         self.seconds = 0.0
@@ -271,7 +268,7 @@ class _Measurement:
 
     def read_samples(self) -> list[Any]:
         """Return all samples of the train step, divided into micro-batches of the current size."""
-        return self._feed.reread_newest_samples() if self._feed_forms_micro_batches else self._all_samples
+        return self._batching_feed.reread_newest_samples() if self._batching_feed else self._all_samples
 
     def is_affordable(self, settings: SpeedSettings, expected_seconds: float) -> bool:
         """Return True if all ranks have memory for the settings and there is time to measure them."""
@@ -318,18 +315,6 @@ class _Measurement:
             self._bytes_per_token, self._bytes_of_largest_size = activation_bytes / num_tokens, activation_bytes
             self._largest_size = settings.rows_per_pass
         return seconds
-
-    def _measure_parameters(self) -> tuple[int, int]:
-        """Return the bytes of this rank's gradients, and of the moments that the optimizer will create in its first
-        step, two for each parameter."""
-        optimizer = self._trainer.optimizer
-        gradient_bytes = optimizer_bytes = 0
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            local_parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            gradient_bytes += local_parameter.numel() * local_parameter.element_size()
-            if parameter not in optimizer.state:
-                optimizer_bytes += 2 * local_parameter.numel() * local_parameter.element_size()
-        return gradient_bytes, optimizer_bytes
 
 
 class PeakMemory:
