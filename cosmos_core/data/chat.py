@@ -26,6 +26,7 @@ from cosmos_core.tools.runner import ToolRunner
 
 _CONFIG_KEY = "rollout.multi_turn_config"
 _EXAMPLE_USER_TURN = {"role": "user", "content": "?"}
+_EXAMPLE_RESULTS = ("forty-two", "fifty-one")
 _ASSISTANT_TURN_VARIANTS: tuple[Message, ...] = (
     {"role": "assistant", "content": ""},
     # Qwen3's template adds an empty think block to the last turn, unless the turn has `reasoning_content`.
@@ -145,19 +146,29 @@ class ToolResultTokens:
         return tuple(ids[1:])
 
     def _select_assistant_turn(self) -> Message:
-        """Return the first of `_ASSISTANT_TURN_VARIANTS` whose rendering stays the same if a tool result follows it."""
+        """Return the first of `_ASSISTANT_TURN_VARIANTS` whose rendering stays the same if one tool result follows it,
+        and if two do."""
         failure_reason = ""
         for assistant_turn in _ASSISTANT_TURN_VARIANTS:
-            try:
-                end_token_and_text = self._render_text_after_call(assistant_turn, [("tool", ToolResult("forty-two"))])
-            except (TemplateError, ValueError, TypeError) as error:
-                failure_reason = f" ({' '.join(str(error).split())})"
-                continue
-            if end_token_and_text is not None and "forty-two" not in end_token_and_text[1]:
-                failure_reason = " (it leaves out what a tool says)"
-            elif end_token_and_text is not None:
+            if (variant_failure := self._find_failure(assistant_turn)) is None:
                 return assistant_turn
+            failure_reason = variant_failure or failure_reason
         raise _make_changed_turn_error(self._tokenizer, failure_reason)
+
+    def _find_failure(self, assistant_turn: Message) -> str | None:
+        """Return why the template cannot render tool results after a turn, in brackets, or "" if it changes the turn;
+        None: it can."""
+        for num_results, prefix in ((1, ""), (2, "of two calls in a turn: ")):
+            results = [("tool", ToolResult(text)) for text in _EXAMPLE_RESULTS[:num_results]]
+            try:
+                end_token_and_text = self._render_text_after_call(assistant_turn, results)
+            except (TemplateError, ValueError, TypeError) as error:
+                return f" ({prefix}{' '.join(str(error).split())})"
+            if end_token_and_text is None:
+                return ""
+            if any(result.text not in end_token_and_text[1] for _, result in results):
+                return f" ({prefix}it leaves out what a tool says)"
+        return None
 
     def _check_call_format(self) -> None:
         """Raise ModelError if the template writes tool calls in a form that `parse_tool_calls` cannot read: the model

@@ -318,6 +318,13 @@ def test_only_what_the_template_writes_behind_a_turn_is_put_there(tokenizer: Any
     assert text_of(tokenizer, QWEN3, enable_thinking=False) == both + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+def test_a_template_that_refuses_two_calls_writes_their_results(tokenizer: Any) -> None:
+    """As that of Llama 3.1, which looks only at `tool_calls`."""
+    refusal = "{% for m in messages %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    template = CHATML.replace("{% for m in messages %}", refusal, 1)
+    assert text_of(tokenizer, template) == text_of(tokenizer, CHATML)
+
+
 def test_a_tool_writes_no_special_token_that_has_no_role(folder: Path) -> None:
     """As <|start_header_id|> of Llama 3 and <|image|> of its vision models."""
     tokenizer = load_tokenizer(folder)
@@ -335,6 +342,8 @@ def test_a_tool_writes_no_special_token_that_has_no_role(folder: Path) -> None:
         (PLAIN_WORDS, "when a tool result follows; give another"),
         (MISTRAL.replace("</s>", "<|im_end|>"), "only user and assistant"),
         (CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), "it leaves out what a tool says"),
+        ("{% if messages | length > 3 %}{{ raise_exception('one call') }}{% endif %}" + CHATML, "turn: one call"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content if loop.index < 4 }}"), "calls in a turn: it leaves out what"),
     ],
 )  # fmt: skip
 def test_a_template_that_does_not_keep_its_prefix_is_refused_by_name(
