@@ -48,18 +48,13 @@ def direct_math(to_be_evaluated: str, reference: str) -> float:
     return 1.0 if completion_answers and _normalise_answer(completion_answers[-1]) == normalised_reference else -1.0
 
 
-def _remove_articles(answer: str) -> str:
-    """Return the answer without articles, except in formulas, where `a` is a variable (`$a sin x$`)."""
-    text_parts = _MATH_DELIMITER.split(answer)
-    # An odd number of delimiters means that the caller has removed an opening one, so the text begins in a formula.
-    starts_in_formula = len(text_parts) % 4 == 3
-    return "".join(
-        part if i % 4 != 2 * starts_in_formula else _ARTICLE_PATTERN.sub("", part) for i, part in enumerate(text_parts)
-    )
-
-
 def _normalise_answer(answer: str) -> str:
-    answer = _remove_articles(answer.rpartition("=")[2].strip())
+    # Remove articles, except in formulas, where `a` is a variable (`$a sin x$`).
+    text_parts = _MATH_DELIMITER.split(answer.rpartition("=")[2].strip())
+    # An odd number of delimiters means that the opening one was before the `=`, so the text begins in a formula.
+    first_text_index = 2 if len(text_parts) % 4 == 3 else 0
+    text_parts[first_text_index::4] = [_ARTICLE_PATTERN.sub("", text) for text in text_parts[first_text_index::4]]
+    answer = "".join(text_parts)
     for old_text, new_text in _STRING_REPLACEMENTS:
         answer = answer.replace(old_text, new_text)
     for deleted_text in _DELETED_STRINGS:

@@ -41,12 +41,16 @@ class ImageRewardReward:
     def __init__(self, settings: RewardModelSettings) -> None:
         require_packages("image_reward", "install torch and transformers", "torch", "transformers")
         import torch
+        from huggingface_hub import hf_hub_download
         from transformers import AutoTokenizer
 
         device = torch.device(select_device(settings))
         tokenizer_name = settings.options.get("tokenizer", _DEFAULT_TOKENIZER)
         with translate_loading_errors("image_reward", settings.model_path or f"{_HUB_REPOSITORY}/{_CHECKPOINT_FILE}"):
-            state_dict = torch.load(_find_checkpoint(settings), "cpu", weights_only=True)
+            checkpoint_path = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
+            if not settings.model_path and not checkpoint_path.is_file():
+                checkpoint_path = Path(hf_hub_download(_HUB_REPOSITORY, _CHECKPOINT_FILE))
+            state_dict = torch.load(checkpoint_path, "cpu", weights_only=True)
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
         try:
             self._vision_encoder, self._text_encoder, self._linear_layers = _build_modules(state_dict)
@@ -72,16 +76,6 @@ class ImageRewardReward:
             ).last_hidden_state  # fmt: skip
             rewards = (self._linear_layers(text_hidden_states[:, 0]).squeeze(-1) - _REWARD_MEAN) / _REWARD_STD
         return {"image_reward": rewards.float().tolist()}
-
-
-def _find_checkpoint(settings: RewardModelSettings) -> Path:
-    """Return the path of the checkpoint: the file in the settings, in the download folder, or on the Hub."""
-    checkpoint_path = Path(settings.model_path or Path(settings.download_path) / _CHECKPOINT_FILE)
-    if settings.model_path or checkpoint_path.is_file():
-        return checkpoint_path
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(_HUB_REPOSITORY, _CHECKPOINT_FILE))
 
 
 def _build_modules(state_dict: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -19,18 +19,17 @@ class JpegSizeReward:
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
         """Return the score of each image, or the mean over the frames of each video."""
-        return {"jpeg_size": [_score_media(item.media, self._jpeg_quality) for item in items]}
+        scores = []
+        for item in items:
+            jpeg_sizes = []
+            for image in to_frames(item.media):
+                jpeg_buffer = BytesIO()
+                image.save(jpeg_buffer, format="JPEG", quality=self._jpeg_quality)
+                jpeg_sizes.append(jpeg_buffer.tell())
+            scores.append(-sum(jpeg_sizes) / len(jpeg_sizes) / _BYTES_PER_SCORE_UNIT)
+        return {"jpeg_size": scores}
 
 
 def jpeg_size(to_be_evaluated: str, reference: str, *, media: Any, custom: Any = None) -> float:
     """Return minus the size of the image as JPEG, in units of 100 kB; `[custom.jpeg_size]` sets `quality`."""
     return score_item("jpeg_size", RewardInput(media=media), custom)[0]
-
-
-def _score_media(media: Any, jpeg_quality: int) -> float:
-    jpeg_sizes = []
-    for image in to_frames(media):
-        jpeg_buffer = BytesIO()
-        image.save(jpeg_buffer, format="JPEG", quality=jpeg_quality)
-        jpeg_sizes.append(jpeg_buffer.tell())
-    return -sum(jpeg_sizes) / len(jpeg_sizes) / _BYTES_PER_SCORE_UNIT

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from cosmos_core.rewards.images import to_frames
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, require_packages
@@ -58,14 +57,12 @@ def _score_item(item: RewardInput) -> float:
     expected_text = item.reference or next(filter(None, quote_match.groups() if quote_match else ()), "")
     if not expected_text:
         raise ValueError("the prompt has no text in quotes, and there is no reference: nothing to look for")
-    scores = [text_similarity(_recognise_text(image), expected_text) for image in to_frames(item.media, _MAX_FRAMES)]
+    scores = []
+    for frame in to_frames(item.media, _MAX_FRAMES):
+        recognised_lines, _ = _load_ocr_engine()(np.asarray(frame)[..., ::-1])  # the engine expects BGR instead of RGB
+        recognised_text = "".join(text for _, text, confidence in recognised_lines or [] if float(confidence) > 0)
+        scores.append(text_similarity(recognised_text, expected_text))
     return sum(scores) / len(scores)
-
-
-def _recognise_text(image: Image.Image) -> str:
-    # Convert RGB to BGR, which the engine expects.
-    recognised_lines, _ = _load_ocr_engine()(np.asarray(image)[..., ::-1])
-    return "".join(text for _, text, confidence in recognised_lines or [] if float(confidence) > 0)
 
 
 @lru_cache(maxsize=1)

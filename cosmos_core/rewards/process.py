@@ -161,12 +161,7 @@ def init_worker(environment_names: Sequence[str], parent_pid: int) -> None:
     multiprocessing.set_start_method(None, force=True)  # use fork again: spawned children cannot import user files
     os.dup2(2, 1)  # send the standard output of user code to the log, with standard error
     configure_logging()
-    _limit_memory_use()
-    mask_secrets(environment_names)
-
-
-def _limit_memory_use() -> None:
-    """Limit this process to the memory of the machine, and let the OOM killer choose it first."""
+    # Limit this process to the memory of the machine.
     total_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     soft_limit = total_memory_bytes if hard_limit == resource.RLIM_INFINITY else min(total_memory_bytes, hard_limit)
@@ -174,6 +169,7 @@ def _limit_memory_use() -> None:
     # Let the kernel kill this process first if memory runs out, unless the machine is a sandbox without /proc.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
+    mask_secrets(environment_names)
 
 
 def wait_for_futures(futures: Iterable[Future[Any]], max_idle_seconds: float, on_wait: Callable[[], None]) -> bool:

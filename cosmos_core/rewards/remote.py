@@ -161,10 +161,8 @@ class RemoteRewards:
         request_fields["reward_fn"] = sent_weights
         if media[0] is None:
             media_array = np.zeros((len(media), 0), np.uint8)
-            request_fields |= {
-                "media_type": "text",
-                "completions": [request["to_be_evaluated"] for request in requests],
-            }
+            request_fields["media_type"] = "text"
+            request_fields["completions"] = [request["to_be_evaluated"] for request in requests]
             for name in ("num_tokens", "finish_reason", "turns"):
                 if any(name in request for request in requests):
                     request_fields[name] = [request.get(name) for request in requests]
@@ -173,10 +171,8 @@ class RemoteRewards:
             frame_rates = [(request.get("metadata") or {}).get("video_fps") or _DEFAULT_FPS for request in requests]
             request_fields["video_infos"] = [{"video_fps": frame_rate} for frame_rate in frame_rates]
         else:
-            request_fields["media_type"], media_array = (
-                "image",
-                np.stack([np.asarray(item.convert("RGB")) for item in media]),
-            )
+            request_fields["media_type"] = "image"
+            media_array = np.stack([np.asarray(item.convert("RGB")) for item in media])
         if any(request.get("reference") for request in requests):
             request_fields["references"] = [request.get("reference") or "" for request in requests]
         return encode_request(to_json_value(request_fields | _build_metadata_fields(requests)), media_array)

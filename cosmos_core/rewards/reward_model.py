@@ -102,8 +102,7 @@ def load_scorer(name: str, import_path: str, settings: RewardModelSettings) -> S
             return cast(Callable[[RewardModelSettings], Scorer], user_object)(settings)
         return FunctionReward(name, load_reward(import_path), settings)
     if has_model(name):
-        reward_model = load_class(name, REWARDS_PACKAGE, "Reward")(settings)
-        return reward_model
+        return load_class(name, REWARDS_PACKAGE, "Reward")(settings)
     reward_names = sorted({*list_defined_names(REWARDS_PACKAGE, "Reward"), *list_defined_names(REWARDS_PACKAGE)})
     if name not in reward_names:
         raise RewardError(

@@ -203,15 +203,16 @@ def read_config(config_file: Path, **overrides: Any) -> ServiceConfig:
     config = parse_table(ServiceConfig, settings, error_prefix=str(config_file))
     if not config.rewards:
         raise ConfigError(f"{config_file}: no reward is served; add a [[reward_args]] with a reward_type")
-
-    def locate(path: str) -> str:
-        """Return the absolute path of a file in the current folder or beside the configuration; else it is kept."""
-        found_paths = [existing_path(path, folder) for folder in (Path.cwd(), config_file.parent)] if path else []
-        return str(next((found.absolute() for found in found_paths if found), path))
-
-    def locate_files(reward: RewardArgs) -> RewardArgs:
+    reward_args = []
+    for reward in config.reward_args:
         code_file, colon, name = reward.entry.rpartition(":")
-        code_file = locate(code_file) if code_file.endswith(".py") else code_file
-        return reward.copy_with(entry=f"{code_file}{colon}{name}", model_path=locate(reward.model_path))
+        code_file = _to_absolute_path(code_file, config_file) if code_file.endswith(".py") else code_file
+        model_path = _to_absolute_path(reward.model_path, config_file)
+        reward_args.append(reward.copy_with(entry=f"{code_file}{colon}{name}", model_path=model_path))
+    return config.copy_with(reward_args=tuple(reward_args))
 
-    return config.copy_with(reward_args=tuple(map(locate_files, config.reward_args)))
+
+def _to_absolute_path(path: str, config_file: Path) -> str:
+    """Return the absolute path of a file in the current folder or that of the configuration; unchanged if missing."""
+    existing_paths = [existing_path(path, folder) for folder in (Path.cwd(), config_file.parent)] if path else []
+    return str(next((existing.absolute() for existing in existing_paths if existing), path))

@@ -64,7 +64,12 @@ class Engine:
         for reward in self.config.rewards:
             self.pools[reward.reward_type] = RewardPool(self.process_settings(reward), self._store_result)
         if self.config.vae_path:
-            self.decoder = RewardPool(self._make_decoder_settings(), self._handle_decoded_video)
+            decode_args = self.config.decode_args
+            decoder_args = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
+            vae_settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
+            start_message = {"name": "", "entry": "", "settings": vae_settings}
+            decoder_settings = ProcessSettings("", start_message, decoder_args, 0.0, self.config.attempts)
+            self.decoder = RewardPool(decoder_settings, self._handle_decoded_video)
         pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for reward_name, pool in pools_to_load.items():
             try:
@@ -267,13 +272,6 @@ class Engine:
         start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
         config = self.config
         return ProcessSettings(reward.reward_type, start_message, reward, config.batch_seconds, config.attempts)
-
-    def _make_decoder_settings(self) -> ProcessSettings:
-        decode_args = self.config.decode_args
-        vae_settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
-        decoder_args = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
-        start_message = {"name": "", "entry": "", "settings": vae_settings}
-        return ProcessSettings("", start_message, decoder_args, 0.0, self.config.attempts)
 
 
 def _open_store(config: ServiceConfig, replica_id: str) -> Store:

@@ -208,14 +208,13 @@ class RewardPool:
             num_items = sum(job.request.num_items for job in self.queue)
             if self.settings.batch_seconds and num_items < self.settings.reward.batch_size:
                 await asyncio.sleep(self.settings.batch_seconds)  # wait for more jobs to fill the batch
-            while self.queue and (not jobs or self._fits_in_batch(jobs)):
+            num_free_items = self.settings.reward.batch_size
+            while self.queue and (not jobs or self.queue[0].request.num_items <= num_free_items):
+                if jobs and (jobs[0].num_attempts or self.queue[0].num_attempts):
+                    break
                 jobs.append(self.queue.popleft())
+                num_free_items -= jobs[-1].request.num_items
         return jobs
-
-    def _fits_in_batch(self, jobs: Sequence[RewardJob]) -> bool:
-        next_job = self.queue[0]
-        num_items = sum(job.request.num_items for job in jobs) + next_job.request.num_items
-        return not jobs[0].num_attempts and not next_job.num_attempts and num_items <= self.settings.reward.batch_size
 
     def _record_error(self, error_text: str) -> None:
         log.warning("reward %s: %s", self.settings.name or "decoder", error_text)
@@ -286,7 +285,7 @@ class RewardProcess:
     async def _send_and_receive(
         self, message: Mapping[str, Any], sent_arrays: Sequence[np.ndarray], timeout_seconds: float, expected_state: str
     ) -> tuple[dict[str, Any], list[np.ndarray]]:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_seconds):
                 self._process.stdin.write(encode_header(message, sent_arrays))
@@ -294,7 +293,13 @@ class RewardProcess:
                     self._process.stdin.write(np.ascontiguousarray(array).tobytes())
                     await self._process.stdin.drain()
                 await self._process.stdin.drain()
-                return await self._read_reply()
+                reply_header = json.loads(await self._process.stdout.readuntil(b"\n"))
+                received_arrays = []
+                for shape, dtype in reply_header.pop("arrays"):
+                    num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+                    array_bytes = await self._process.stdout.readexactly(num_bytes)
+                    received_arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
+                return reply_header, received_arrays
         except TimeoutError as error:
             raise ProcessError(f"not {expected_state} in {timeout_seconds:g} s", is_transient=True) from error
         except asyncio.LimitOverrunError as error:
@@ -302,16 +307,6 @@ class RewardProcess:
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=2)
             raise self._describe_exit() from error
-
-    async def _read_reply(self) -> tuple[dict[str, Any], list[np.ndarray]]:
-        assert self._process is not None and self._process.stdout is not None
-        reply_header = json.loads(await self._process.stdout.readuntil(b"\n"))
-        result_arrays = []
-        for shape, dtype in reply_header.pop("arrays"):
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            array_bytes = await self._process.stdout.readexactly(num_bytes)
-            result_arrays.append(np.frombuffer(array_bytes, dtype).reshape(shape))
-        return reply_header, result_arrays
 
     def _describe_exit(self) -> ProcessError:
         exit_code = self._process.returncode if self._process else None

@@ -1,6 +1,5 @@
 """Parsing and validation of one request before any reward receives it."""
 
-import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,10 +60,12 @@ def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[
     reward_names = _parse_reward_names(fields, served_rewards)
     media_type = _parse_media_type(fields, array)
     for field_name, element_type in _LIST_FIELDS.items():
-        if fields.get(field_name) is None:
+        if (values := fields.get(field_name)) is None:
             fields.pop(field_name, None)
-        else:
-            _check_list_field(field_name, fields[field_name], element_type, len(prompts))
+        elif not isinstance(values, list) or len(values) != len(prompts):
+            raise ProtocolError(f"{field_name} must be a list with one value for each of {len(prompts)} items")
+        elif not all(isinstance(value, element_type) for value in values):
+            raise ProtocolError(f"{field_name} must be a list of {'objects' if element_type is dict else 'strings'}")
     for field_name in _BOOL_FIELDS:
         if not isinstance(fields.get(field_name, False), bool):
             raise ProtocolError(f"{field_name} must be true or false")
@@ -115,13 +116,6 @@ def _parse_media_type(json_fields: Mapping[str, Any], array: np.ndarray) -> str:
     return "latent"
 
 
-def _check_list_field(field_name: str, field_values: Any, element_type: type, num_items: int) -> None:
-    if not isinstance(field_values, list) or len(field_values) != num_items:
-        raise ProtocolError(f"{field_name} must be a list with one value for each of {num_items} items")
-    if not all(isinstance(value, element_type) for value in field_values):
-        raise ProtocolError(f"{field_name} must be a list of {'objects' if element_type is dict else 'strings'}")
-
-
 def _describe_input(media_type: str, array: np.ndarray, json_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the input in the format of Cosmos-RL's service."""
     input_shape, float_values, dtype_name = list(array.shape), array, f"torch.{array.dtype.name}"
@@ -133,18 +127,11 @@ def _describe_input(media_type: str, array: np.ndarray, json_fields: Mapping[str
             input_shape[-1] //= 2
             bfloat16_bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32)
             float_values = (bfloat16_bits << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        min_value, max_value = float(float_values.min()), float(float_values.max())
-    if media_type == "latent":
-        min_value, max_value = (_round_to_bfloat16(value) for value in (min_value, max_value))
-    input_info = {"shape": input_shape, "dtype": dtype_name, "min": f"{min_value:.3f}", "max": f"{max_value:.3f}"}
+    with np.errstate(invalid="ignore", over="ignore"):
+        bounds = np.array([float_values.min(), float_values.max()], np.float64)
+        if media_type == "latent":  # round to the nearest bfloat16, ties to even
+            float32_bits = bounds.astype(np.float32).view(np.uint32)
+            rounded_bits = (float32_bits + 0x7FFF + (float32_bits >> 16 & 1)) & 0xFFFF0000
+            bounds = np.where(np.isfinite(bounds), rounded_bits.view(np.float32), bounds)
+    input_info = {"shape": input_shape, "dtype": dtype_name, "min": f"{bounds[0]:.3f}", "max": f"{bounds[1]:.3f}"}
     return input_info if media_type == "image" else {**input_info, "video_infos": json_fields.get("video_infos") or []}
-
-
-def _round_to_bfloat16(number: float) -> float:
-    """Return `number` rounded to the nearest bfloat16, ties to even."""
-    with np.errstate(over="ignore"):
-        float32_bits = int(np.float32(number).view(np.uint32))
-    if not math.isfinite(number):
-        return number
-    return float(np.uint32((float32_bits + 0x7FFF + (float32_bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -39,24 +39,31 @@ def main() -> None:
     if start_message is None:
         return
     sys.path[:0] = start_message[0].pop("path", [])
+    reward_name, entry = start_message[0]["name"], start_message[0]["entry"]
     try:
-        scorer_or_decoder, model_properties = _load_reward(start_message[0])
+        settings = RewardModelSettings(**start_message[0]["settings"])
+        if reward_name:
+            scorer_or_decoder: Any = load_scorer(reward_name, entry, settings)
+        else:
+            scorer_or_decoder = WanVae("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
     except Exception as error:  # noqa: BLE001 - any error of a model's code is reported to the service
         if not isinstance(error, CosmosError):
             traceback.print_exc()
         load_error_text = str(error) if isinstance(error, CosmosError) else error_on_one_line(error)
         write_message(output_stream, {"error": load_error_text}, [])
         return
+    # The service compares the number of channels with that of the latents in a request.
+    model_properties = {} if reward_name else {"latent_channels": scorer_or_decoder.num_channels}
     write_message(output_stream, {"ready": True, **model_properties}, [])
     while (batch_message := read_message(input_stream)) is not None:
         (header, arrays), start_time = batch_message, time.monotonic()
         reply: dict[str, Any] = {}
         videos: list[np.ndarray] = []
         try:
-            if isinstance(scorer_or_decoder, WanVae):
-                videos = [scorer_or_decoder.decode(array) for array in arrays]
-            else:
+            if reward_name:
                 reply["results"] = _score_batch(scorer_or_decoder, header["jobs"], arrays)
+            else:
+                videos = [scorer_or_decoder.decode(array) for array in arrays]
         except Exception as error:  # noqa: BLE001 - the client receives the error, and the next batch may succeed
             traceback.print_exc()
             if "CUDA error" in str(error):  # exit, because all CUDA calls after a CUDA error fail
@@ -93,15 +100,6 @@ def write_message(output_stream: BinaryIO, message_header: Mapping[str, Any], ar
     for array in arrays:
         output_stream.write(np.ascontiguousarray(array).data)
     output_stream.flush()
-
-
-def _load_reward(start_message: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the reward or the decoder of latents, and model properties with which the service validates requests."""
-    settings = RewardModelSettings(**start_message["settings"])
-    if start_message["name"] == "":
-        video_vae = WanVae("decode_args.model_path", settings.model_path, settings.device, settings.dtype)
-        return video_vae, {"latent_channels": video_vae.num_channels}
-    return load_scorer(start_message["name"], start_message["entry"], settings), {}
 
 
 def _score_batch(scorer: Any, jobs: Sequence[Mapping[str, Any]], arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
