@@ -28,7 +28,14 @@ class DiffusionNft(FlowRl):
     def make_optimizer_update(self, rollouts: Sequence[FlowRollout]) -> Update | None:
         if not rollouts:
             return None
-        samples = [sample for rollout in rollouts for sample in self._make_samples(rollout)]
+        samples = []
+        for rollout in rollouts:
+            sample, text = rollout.diffusion_sample, rollout.prompt.embedding
+            sigmas, num_clean_frames = sample.sigmas[:-1], sample.num_conditioning_frames
+            num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
+            for i in seeded_permutation(len(sigmas), rollout.seed)[:num_noise_levels]:
+                noise_seed = (rollout.seed + 1 + i) & _SEED_MASK
+                samples.append(SeededSample(sample.latents, sigmas[i], text, rollout, noise_seed, num_clean_frames))
         config, beta, num_samples = self.config, self.diffusers.nft_beta, float(len(samples))
         min_advantage, max_advantage = config.advantage_low, config.advantage_high
 
@@ -36,20 +43,18 @@ class DiffusionNft(FlowRl):
             outputs = batch.outputs
             advantages_B = torch.tensor([sample.rollout.advantage for sample in batch.samples], dtype=torch.float64)
             sigma_B = torch.tensor([sample.sigma for sample in batch.samples], dtype=torch.float64)
-            old_velocity, reference_velocity = (
-                outputs[f"{OLD_POLICY_WEIGHTS}/velocity"],
-                outputs.get("reference/velocity"),
-            )
-            velocities = outputs["velocity"], old_velocity, reference_velocity
             optimality_B = optimality_probability(advantages_B, min_advantage, max_advantage, config.advantage_mode)
-            nft_inputs = NftInputs(*velocities, outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask)
+            nft_inputs = NftInputs(
+                outputs["velocity"], outputs[f"{OLD_POLICY_WEIGHTS}/velocity"], outputs.get("reference/velocity"),
+                outputs["noisy"], outputs["latents"], sigma_B, optimality_B, batch.mask,
+            )  # fmt: skip
             loss_terms = nft_loss(nft_inputs, beta, max_advantage)
             loss_value = (loss_terms.policy_loss_B + config.kl_beta * loss_terms.kl_B).sum() / num_samples
             metrics = sum_metrics(
                 policy_loss=loss_terms.policy_loss_B,
                 unweighted_policy_loss=loss_terms.unscaled_policy_loss_B,
                 old_deviation=loss_terms.old_policy_distance_B,
-                optimality=nft_inputs.optimality_B,
+                optimality=optimality_B,
                 x0_norm=outputs["latents"].flatten(1).square().mean(1),
             )
             return Loss(loss_value, metrics | (sum_metrics(kl=loss_terms.kl_B) if self._reference_weight_names else {}))
@@ -60,16 +65,6 @@ class DiffusionNft(FlowRl):
         decay = old_policy_decay(self.diffusers.weight_copy_decay_type, self._num_updates)
         view.move_towards_policy(OLD_POLICY_WEIGHTS, 1 - decay)
         super().after_train_step(step, view)
-
-    def _make_samples(self, rollout: FlowRollout) -> list[SeededSample]:
-        """Return a training sample for each selected noise level of the rollout; the rollout's seed selects them."""
-        sample, embedding = rollout.diffusion_sample, rollout.prompt.embedding
-        latents, sigmas, num_clean_frames = sample.latents, sample.sigmas[:-1], sample.num_conditioning_frames
-        num_noise_levels = int(self.diffusers.timesteps_fraction * len(sigmas))
-        return [
-            SeededSample(latents, sigmas[i], embedding, rollout, (rollout.seed + 1 + i) & _SEED_MASK, num_clean_frames)
-            for i in seeded_permutation(len(sigmas), rollout.seed)[:num_noise_levels]
-        ]
 
 
 def old_policy_decay(decay_type: int, num_updates: int) -> float:

@@ -38,27 +38,20 @@ class PairLogprobs(NamedTuple):
     num_rejected_tokens: Tensor
 
 
-class LossDenominators(NamedTuple):
-    """Denominators of the loss of an optimizer step: the numbers of pairs and of tokens of chosen responses."""
-
-    num_pairs: float
-    num_chosen_tokens: float
-
-
 def preference_loss(
-    pairs: PairLogprobs, config: DpoLossConfig, denominators: LossDenominators
+    pairs: PairLogprobs, config: DpoLossConfig, num_pairs: float, num_chosen_tokens: float
 ) -> tuple[Tensor, Metrics]:
-    """Return the loss of the pairs of a micro-batch, divided by the denominators of the optimizer step, and metrics
-    that are summed over micro-batches."""
+    """Return the loss of the pairs of a micro-batch, and metrics that are summed over micro-batches. The denominators
+    `num_pairs` and `num_chosen_tokens` count the pairs and the tokens of chosen responses of the optimizer step."""
     chosen_rewards_P = config.beta * (pairs.chosen - pairs.reference_chosen)
     rejected_rewards_P = config.beta * (pairs.rejected - pairs.reference_rejected)
     loss = pairs.chosen.new_zeros(())
     for name, weight in zip(config.loss_type, config.loss_weights or (1.0,) * len(config.loss_type), strict=True):
         if name in {"sft", "orpo"}:
-            loss = loss - weight * pairs.chosen.sum() / denominators.num_chosen_tokens
+            loss = loss - weight * pairs.chosen.sum() / num_chosen_tokens
         if name != "sft":
             pair_losses_P = _PAIR_LOSSES[name](pairs, chosen_rewards_P, rejected_rewards_P, config)
-            loss = loss + weight * pair_losses_P.sum() / denominators.num_pairs
+            loss = loss + weight * pair_losses_P.sum() / num_pairs
     values_by_metric = {
         "rewards/chosen": chosen_rewards_P,
         "rewards/rejected": rejected_rewards_P,
@@ -67,21 +60,20 @@ def preference_loss(
         "logps/chosen": pairs.chosen,
         "logps/rejected": pairs.rejected,
     }
-    num_pairs = torch.tensor(float(len(chosen_rewards_P)), dtype=torch.float64, device=chosen_rewards_P.device)
-    metrics = {k: torch.stack([v.detach().sum(dtype=torch.float64), num_pairs]) for k, v in values_by_metric.items()}
-    return loss, metrics
+    count = torch.tensor(float(len(chosen_rewards_P)), dtype=torch.float64, device=chosen_rewards_P.device)
+    return loss, {k: torch.stack([v.detach().sum(dtype=torch.float64), count]) for k, v in values_by_metric.items()}
 
 
 def source_losses(
-    pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, step_denominators: LossDenominators
+    pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, mean_chosen_tokens: float
 ) -> Metrics:
     """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`; `sources` has the data set of each
-    pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step."""
-    pair_denominators = LossDenominators(1.0, step_denominators.num_chosen_tokens / step_denominators.num_pairs)
+    pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step, in which chosen
+    responses have `mean_chosen_tokens` tokens on average."""
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))
-        loss, _ = preference_loss(source_pairs, config, pair_denominators)
+        loss, _ = preference_loss(source_pairs, config, 1.0, mean_chosen_tokens)
         metrics[f"loss/{name}"] = torch.stack([loss.double(), mask_P.sum().to(loss.device, torch.float64)])
     return metrics
 
@@ -137,7 +129,7 @@ class Dpo(Algorithm):
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         num_chosen_tokens = compute_denominator("token-mean", [sample.num_learned for sample in samples[::2]])
-        denominators = LossDenominators(max(1.0, len(samples) / 2), num_chosen_tokens)
+        num_pairs = max(1.0, len(samples) / 2)
 
         def loss(micro_batch: MicroBatch) -> Loss:
             sorted_indices = sorted(micro_batch.indices)
@@ -148,9 +140,10 @@ class Dpo(Algorithm):
             row_values_B = (logps_B, reference_logps_B, micro_batch.mask_BS.sum(-1).to(logps_B))
             response_rows = row_order[::2], row_order[1::2]
             pairs = PairLogprobs(*(values_B[rows] for values_B in row_values_B for rows in response_rows))
-            loss_value, metrics = preference_loss(pairs, self.config.dpo, denominators)
+            loss_value, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
             sources = [micro_batch.samples[row].source for row in row_order[::2]]
-            return Loss(loss_value, metrics | source_losses(pairs, sources, self.config.dpo, denominators))
+            metrics |= source_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
+            return Loss(loss_value, metrics)
 
         yield Update(samples, loss)
 
@@ -167,10 +160,10 @@ class Dpo(Algorithm):
         value_tensors = [torch.tensor(values, dtype=torch.float64) for values in (reference_logps, token_counts)]
         value_tensors.insert(0, torch.cat(logps))
         pairs = PairLogprobs(*(values[response_offset::2] for values in value_tensors for response_offset in (0, 1)))
-        denominators = LossDenominators(len(pairs.chosen), float(sum(token_counts[::2])))
-        loss, metrics = preference_loss(pairs, self.config.dpo, denominators)
-        metrics |= source_losses(pairs, sources, self.config.dpo, denominators)
-        return {"loss": loss.item(), **compute_means(metrics), "pairs": float(len(pairs.chosen))}
+        num_pairs, num_chosen_tokens = len(pairs.chosen), float(sum(token_counts[::2]))
+        loss, metrics = preference_loss(pairs, self.config.dpo, num_pairs, num_chosen_tokens)
+        metrics |= source_losses(pairs, sources, self.config.dpo, num_chosen_tokens / num_pairs)
+        return {"loss": loss.item(), **compute_means(metrics), "pairs": float(num_pairs)}
 
 
 ALGORITHM = Dpo

@@ -26,7 +26,7 @@ from cosmos_core.algorithms.flow_credit import (
 )
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.rollout.base import request_seed
-from cosmos_core.types import Group, Sampling, ScoredGroup
+from cosmos_core.types import Sampling, ScoredGroup
 
 _TRAINING_SEED_OFFSET = 1 << 20
 """Number that is added to the index of a completion, so that its training seed differs from its rollout seed."""
@@ -87,12 +87,13 @@ class FlowRl(Algorithm):
             advantages = [
                 [None if a is None else -math.exp(min(-a, _MAX_EXP_INPUT)) for a in row] for row in advantages
             ]
-        rollouts = [
-            FlowRollout(completion.diffusion_sample, group.group.prompt, value, self._noise_seed(group.group, k))
-            for group, row in zip(groups, advantages, strict=True)
-            for k, (completion, value) in enumerate(zip(group.group.completions, row, strict=True))
-            if value is not None and completion.diffusion_sample is not None
-        ]
+        assert self.sampling is not None
+        rollouts = []
+        for group, row in zip((scored_group.group for scored_group in groups), advantages, strict=True):
+            for k, (completion, value) in enumerate(zip(group.completions, row, strict=True), _TRAINING_SEED_OFFSET):
+                if value is not None and completion.diffusion_sample is not None:
+                    seed = request_seed(self.sampling.seed, group.step, group.prompt.id, k)
+                    rollouts.append(FlowRollout(completion.diffusion_sample, group.prompt, value, seed))
         return rollouts, metrics | self._reward_monitor.metrics(groups)
 
     def updates(self, samples: Sequence[FlowRollout], view: TrainerView) -> Iterator[Update]:
@@ -120,10 +121,6 @@ class FlowRl(Algorithm):
     @property
     def _reference_weight_names(self) -> tuple[str, ...]:
         return ("reference",) if "reference" in self.config.auxiliary_model_names else ()
-
-    def _noise_seed(self, group: Group, completion_index: int) -> int:
-        assert self.sampling is not None
-        return request_seed(self.sampling.seed, group.step, group.prompt.id, completion_index + _TRAINING_SEED_OFFSET)
 
 
 def sum_metrics(**values_B: Tensor) -> Metrics:

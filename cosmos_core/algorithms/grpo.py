@@ -93,7 +93,13 @@ class Grpo(Algorithm):
         """Return the completions with a valid reward as samples, and metrics; the other completions affect no
         advantage."""
         config = self.config
-        prefix_lengths = [self._count_ignored_tokens(group) for group in groups]
+        rewards = [[score.value for score in group.scores] for group in groups]
+        prefix_lengths = [[0] * len(group.scores) for group in groups]
+        if (min_tokens := config.min_filter_prefix_tokens) is not None:
+            prefix_lengths = [
+                excluded_prefix_lengths([each.token_ids for each in group.group.completions], row, min_tokens)
+                for group, row in zip(groups, rewards, strict=True)
+            ]
         all_samples = [
             [
                 make_sample(group.group.prompt, completion, 0.0, score.value or 0.0, prefix_length)
@@ -102,14 +108,17 @@ class Grpo(Algorithm):
             for group, row in zip(groups, prefix_lengths, strict=True)
         ]
         excluded_finish_reason = "length" if config.mask_truncated_completions else None
-        are_excluded = [[each.finish_reason == excluded_finish_reason for each in g.group.completions] for g in groups]
+
         advantage_rows, constant_group_fraction = advantages(
-            [[score.value for score in group.scores] for group in groups],
+            rewards,
             algo="grpo" if config.algo == "gdpo" else config.algo,
             normalise_std=not config.unbiased_advantage,
             num_tokens=[
-                [0 if is_dropped else sample.num_learned for sample, is_dropped in zip(*row, strict=True)]
-                for row in zip(all_samples, are_excluded, strict=True)
+                [
+                    0 if completion.finish_reason == excluded_finish_reason else sample.num_learned
+                    for completion, sample in zip(group.group.completions, row, strict=True)
+                ]
+                for group, row in zip(groups, all_samples, strict=True)
             ],
         )
         reward_weights = metric_weights(config)  # no weights if `bypass_reward` disables the reward functions
@@ -121,11 +130,10 @@ class Grpo(Algorithm):
             advantage_rows = gdpo_advantages(rewards_by_function, list(reward_weights.values()))
         metrics = {"reward/constant_groups": constant_group_fraction}
         samples, num_ignored_tokens, num_sampled_tokens, num_invalid_tokens, num_completions = [], 0, 0, 0, 0
-        for g, group in enumerate(groups):
-            values_by_column = [values[g] for values in (all_samples, advantage_rows, prefix_lengths, are_excluded)]
-            rows = zip(group.group.completions, *values_by_column, strict=True)
-            for i, (completion, sample, advantage, prefix_length, is_dropped) in enumerate(rows, num_completions):
-                if advantage is not None and not is_dropped:
+        for group, *columns in zip(groups, all_samples, advantage_rows, prefix_lengths, strict=True):
+            rows: Any = zip(group.group.completions, *columns, strict=True)
+            for i, (completion, sample, advantage, prefix_length) in enumerate(rows, num_completions):
+                if advantage is not None and completion.finish_reason != excluded_finish_reason:
                     samples.append(replace(sample, advantage=advantage, completion_index=i))
                     num_ignored_tokens += sum(completion.loss_mask[:prefix_length])
                     num_sampled_tokens += completion.num_sampled
@@ -133,17 +141,10 @@ class Grpo(Algorithm):
                     if self.teacher is not None and self.teacher.include_prompt:
                         samples[-1] = unmask_prompt(samples[-1], len(group.group.prompt.token_ids))
             num_completions += len(group.scores)
-        if config.min_filter_prefix_tokens is not None:
+        if min_tokens is not None:
             metrics["completion/shared_prefix"] = num_ignored_tokens / max(1, num_sampled_tokens)
         metrics["rollout/tokens_not_finite"] = float(num_invalid_tokens)
         return batch_within_token_limit(samples, config.max_token_len_per_mini_batch), metrics
-
-    def _count_ignored_tokens(self, group: ScoredGroup) -> list[int]:
-        completions, min_tokens = group.group.completions, self.config.min_filter_prefix_tokens
-        if min_tokens is None:
-            return [0] * len(completions)
-        group_rewards = [score.value for score in group.scores]
-        return excluded_prefix_lengths([completion.token_ids for completion in completions], group_rewards, min_tokens)
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
         """Yield the optimizer steps of `mu_iterations` passes over the samples."""
@@ -163,9 +164,8 @@ class Grpo(Algorithm):
             old_logprobs = [_make_rollout_logprob_row(sample) for sample in samples]
         elif not has_one_update:
             old_logprobs = evaluate_logprobs("policy")
-        reference_logprobs = (
-            evaluate_logprobs("reference") if "reference" in self.config.auxiliary_model_names else None
-        )
+        has_reference = "reference" in self.config.auxiliary_model_names
+        reference_logprobs = evaluate_logprobs("reference") if has_reference else None
         returns = None
         if self.config.kl_in_reward and reference_logprobs is not None:
             preupdate_logprobs = old_logprobs or evaluate_logprobs("policy")
@@ -178,19 +178,17 @@ class Grpo(Algorithm):
             samples, teacher_logprobs = score_with_teacher(self.teacher, samples, view, self._requested_outputs)
         update_batches = [*zip(batch_slices, all_samples, strict=True)] * self.config.mu_iterations
         for update_index, (batch, step_samples) in enumerate(update_batches):
+            token_masks = None
+            if self.config.top_entropy_quantile != 1:
+                outputs = view.evaluate(samples[batch], RequestedOutputs(self.config.temperature, entropy="value"))
+                entropies = [row["entropy"] for row in outputs]
+                token_masks = high_entropy_masks(samples[batch], entropies, self.config.top_entropy_quantile)
             update_inputs = _UpdateInputs(
                 samples[batch], step_samples, old_logprobs and old_logprobs[batch],
                 reference_logprobs and reference_logprobs[batch], teacher_logprobs and teacher_logprobs[batch],
-                returns and returns[batch], self._compute_high_entropy_masks(samples[batch], view), weight_rule,
-                is_first_update=update_index == 0,
+                returns and returns[batch], token_masks, weight_rule, is_first_update=update_index == 0,
             )  # fmt: skip
             yield replace(self._make_update(update_inputs), metrics=metrics)
-
-    def _compute_high_entropy_masks(self, samples: Sequence[Sample], view: TrainerView) -> list[Tensor] | None:
-        if self.config.top_entropy_quantile == 1:
-            return None
-        sample_outputs = view.evaluate(samples, RequestedOutputs(self.config.temperature, entropy="value"))
-        return high_entropy_masks(samples, [row["entropy"] for row in sample_outputs], self.config.top_entropy_quantile)
 
     def _make_update(self, inputs: _UpdateInputs) -> Update:
         config, step_samples = self.config, inputs.all_samples

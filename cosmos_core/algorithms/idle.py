@@ -4,8 +4,7 @@ Excluded completions still count in the denominators of the loss. A few of them 
 step compares engine and trainer, and so that no weight lacks a gradient, which optimizers treat unlike one of 0.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Sequence
 
 from cosmos_core.algorithms.objectives.base import PolicySettings
 from cosmos_core.algorithms.policy_loss import scales_with_advantage
@@ -37,25 +36,19 @@ def drop_zero_gradient_samples(
 ) -> tuple[list[Sample], list[slice], dict[str, float]]:
     """Return a list of the samples to run through the model, the slice of the list for each optimizer step, and the
     metric `ZERO_GRADIENT_METRIC`. `samples_by_step` has the samples of each optimizer step. With
-    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, except for a few per step."""
-
-    def has_zero_gradient(sample: Sample) -> bool:
-        return skips_zero_advantage and sample.advantage == 0
-
-    samples_to_run = [_select_samples_to_run(samples, has_zero_gradient) for samples in samples_by_step]
-    batch_slices = [slice(*slice_bounds) for slice_bounds in pairwise(accumulate(map(len, samples_to_run), initial=0))]
-    num_zero_gradient = float(sum(map(has_zero_gradient, chain(*samples_by_step))))
-    return list(chain(*samples_to_run)), batch_slices, {ZERO_GRADIENT_METRIC: num_zero_gradient}
-
-
-def _select_samples_to_run(samples: Sequence[Sample], has_zero_gradient: Callable[[Sample], bool]) -> list[Sample]:
-    """Return the samples with a gradient. If fewer than `MIN_COMPARED_COMPLETIONS` of them are text only, add text
-    samples whose gradient is 0 up to that number; do the same with samples that have images."""
-    selected_indices = {i for i, sample in enumerate(samples) if not has_zero_gradient(sample)}
-    for has_images in (False, True):
-        same_modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
-        zero_gradient_indices = [i for i in same_modality_indices if i not in selected_indices]
-        num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality_indices) + len(zero_gradient_indices))
-        index_stride = max(1, len(zero_gradient_indices) // max(1, num_missing))
-        selected_indices.update(zero_gradient_indices[::index_stride][:num_missing])
-    return [samples[i] for i in sorted(selected_indices)]
+    `skips_zero_advantage`, samples with an advantage of 0 are left out of the list, unless fewer than
+    `MIN_COMPARED_COMPLETIONS` other text samples of the step, or samples with images, remain."""
+    selected_samples: list[Sample] = []
+    batch_slices, num_zero_gradient = [], 0
+    for samples in samples_by_step:
+        selected_indices = {i for i, sample in enumerate(samples) if sample.advantage or not skips_zero_advantage}
+        num_zero_gradient += len(samples) - len(selected_indices)
+        for has_images in (False, True):
+            same_modality_indices = [i for i, sample in enumerate(samples) if bool(sample.images) == has_images]
+            zero_gradient_indices = [i for i in same_modality_indices if i not in selected_indices]
+            num_missing = max(0, MIN_COMPARED_COMPLETIONS - len(same_modality_indices) + len(zero_gradient_indices))
+            index_stride = max(1, len(zero_gradient_indices) // max(1, num_missing))
+            selected_indices.update(zero_gradient_indices[::index_stride][:num_missing])
+        batch_slices.append(slice(len(selected_samples), len(selected_samples) + len(selected_indices)))
+        selected_samples += [samples[i] for i in sorted(selected_indices)]
+    return selected_samples, batch_slices, {ZERO_GRADIENT_METRIC: float(num_zero_gradient)}

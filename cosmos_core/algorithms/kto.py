@@ -69,8 +69,14 @@ class Kto(Algorithm):
     config: KtoConfig
 
     def updates(self, samples: Sequence[Sample], view: TrainerView) -> Iterator[Update]:
-        reference_logprobs_B, log_ratio_B = self._evaluate_reference_and_log_ratios(samples, view)
-        kl = log_ratio_B.mean().clamp(min=0)
+        # The KL estimate pairs prompts with responses of other rows, so it needs at least two rows.
+        has_kl = self.config.kto.loss_type == "kto" and len(samples) > 1
+        mismatched_samples = swap_responses(samples, self.max_tokens) if has_kl else []
+        reference_logprobs_B = _sum_logprobs(view, [*samples, *mismatched_samples], "reference")
+        kl = reference_logprobs_B.new_zeros(())
+        if has_kl:
+            log_ratio_B = _sum_logprobs(view, mismatched_samples, "policy") - reference_logprobs_B[len(samples) :]
+            kl = log_ratio_B.mean().clamp(min=0)
         is_desirable_B = torch.tensor([sample.reward > 0 for sample in samples], device=kl.device)
 
         def loss(micro_batch: MicroBatch) -> Loss:
@@ -96,8 +102,7 @@ class Kto(Algorithm):
             sources += [sample.source for sample in labelled_samples]
             logps.append(_sum_logprobs(view, labelled_samples, "policy", size))
             reference_logps.append(logps[-1].new_tensor([sample.reference_logprob for sample in labelled_samples]))
-            # The KL estimate pairs prompts with responses of other rows, so it needs at least two rows.
-            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:
+            if self.config.kto.loss_type == "kto" and len(mismatched_samples) > 1:  # for the reason see `updates`
                 reference_logps_B = logps[-1].new_tensor([sample.reference_logprob for sample in mismatched_samples])
                 log_ratios.append(_sum_logprobs(view, mismatched_samples, "policy", size) - reference_logps_B)
         logps_B = torch.cat(logps)
@@ -106,18 +111,6 @@ class Kto(Algorithm):
         loss, metrics = unpaired_loss(responses, kl, self.config.kto, len(labels))
         metrics |= source_losses(responses, sources, kl, self.config.kto)
         return {"loss": loss.item(), **compute_means(metrics)}
-
-    def _evaluate_reference_and_log_ratios(self, samples: Sequence[Sample], view: TrainerView) -> tuple[Tensor, Tensor]:
-        """Return the reference log-probabilities of responses, and the log-ratios of policy to reference of mismatched
-        responses, for the KL estimate; the log-ratios are 0 for losses without KL and for a step of one row."""
-        # The KL estimate pairs prompts with responses of other rows, so it needs at least two rows.
-        if self.config.kto.loss_type != "kto" or len(samples) < 2:
-            reference_logprobs_B = _sum_logprobs(view, samples, "reference")
-            return reference_logprobs_B, torch.zeros_like(reference_logprobs_B)
-        mismatched_samples = swap_responses(samples, self.max_tokens)
-        reference_logprobs_B = _sum_logprobs(view, [*samples, *mismatched_samples], "reference")
-        mismatched_logprobs_B = _sum_logprobs(view, mismatched_samples, "policy")
-        return reference_logprobs_B[: len(samples)], mismatched_logprobs_B - reference_logprobs_B[len(samples) :]
 
 
 def _sum_logprobs(view: TrainerView, samples: Sequence[Sample], weights: str, size: int | None = None) -> Tensor:
