@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cosmos_core.data.kept_text import find_lost_text
@@ -59,6 +59,13 @@ def test_a_normalised_text_is_kept(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_lost_text_is_told(tokenizer: PreTrainedTokenizerFast, message: str, is_much: bool) -> None:
     notice, loses_much = find_lost_text(tokenizer, TEXTS)
     assert re.search(message, notice) and loses_much is is_much
+
+
+def test_letters_of_a_special_token_stand_for_no_lost_ones() -> None:
+    tokenizer = words("a", "bos")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("bos $A", special_tokens=[("bos", 2)])
+    assert tokenizer.decode(tokenizer.encode("a sob")) == "bos a <unk>"
+    assert "('s', 'o', 'b', ' ')" in find_lost_text(tokenizer, ["a sob"])[0]
 
 
 def test_a_class_of_another_tokenizer_is_refused_by_the_check(tmp_path: Path) -> None:
