@@ -18,7 +18,7 @@ from cosmos_core.data.conversation import (
     tokenise_prompt_and_completion,
     truncate_tokens,
 )
-from cosmos_core.data.messages import SkippedRow
+from cosmos_core.data.messages import SkippedRow, read_conversation
 from cosmos_core.data.rendering import RefusedRow
 from cosmos_core.errors import DataError
 from tests.unit.data_tokenizers import (
@@ -61,6 +61,13 @@ def test_answers_and_their_end_tokens_are_learned_and_nothing_else(template, tri
         f"<|im_start|>user\nWhat is the answer?<|im_end|>{gap}<|im_start|>assistant\n",
         f"{gap}<|im_start|>user\nSure? \n<|im_end|>{gap}<|im_start|>assistant\n",
     ]
+
+
+def test_spaces_around_the_text_of_a_row_reach_its_tokens() -> None:
+    assert read_conversation({"messages": TWO_TURNS}, "row") == TWO_TURNS
+    pair = read_conversation({"prompt": "  2 + 2 =\n", "response": " 4 "}, "row")
+    yes, no = masked(byte_tokenizer(CHATML), pair)
+    assert no[0].endswith("user\n  2 + 2 =\n<|im_end|>\n<|im_start|>assistant\n") and yes == [" 4 <|im_end|>"]
 
 
 # As DeepSeek R1 and others do: the prompt opens the thoughts, and those of earlier turns are forgotten.
