@@ -1,12 +1,11 @@
 """Show logged completions with rewards, for `cosmos samples`: of training or, if it logged none, of validation."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cosmos_core.errors import ConfigError
-from cosmos_core.observe.formatting import float_or_inf
+from cosmos_core.observe.formatting import float_or_inf, make_sort_key
 from cosmos_core.run.files import parse_json_objects
 from cosmos_core.run.progress import has_step
 from cosmos_core.run.tail import FileTail
@@ -15,29 +14,15 @@ COMPLETIONS_FOLDER = "completions"
 
 
 def iter_completions(run_path: Path, stage: str, step: int | None, reward_order: str, max_count: int) -> Iterator[str]:
-    """Yield completions of one train step as text, grouped by prompt or, if `reward_order` is set, sorted by reward.
-
-    Args:
-        run_path: Folder of the run.
-        stage: Name of a stage; empty: the last stage that has completions.
-        step: Number of the train step; None: the newest step.
-        reward_order: `best` or `worst` completions first; empty: order of the log.
-        max_count: Maximum number of completions.
-
-    Raises:
-        ConfigError: the stage or the step does not exist.
-    """
+    """Yield at most `max_count` completions of a train step (None: the newest) as text, grouped by prompt or, if
+    `reward_order` is `best` or `worst`, sorted by reward. An empty `stage` means the last stage that has completions.
+    Raise ConfigError if the stage or the step does not exist."""
     path = _find_stage_path(run_path, stage)
     completion_lines = _read_completions(path, step)
     if reward_order:
         completion_lines = [line for line in completion_lines if isinstance(line.get("reward"), int | float)]
-        reward_sign = -1.0 if reward_order == "best" else 1.0
-
-        def sort_key(line: dict[str, Any]) -> tuple[bool, float]:
-            reward = float_or_inf(line["reward"])
-            return math.isnan(reward), reward_sign * reward
-
-        completion_lines.sort(key=sort_key)
+        sort_sign = -1.0 if reward_order == "best" else 1.0
+        completion_lines.sort(key=lambda line: make_sort_key(float_or_inf(line["reward"]), sort_sign))
     if not completion_lines:
         raise ConfigError(f"stage {path.name!r} has no completions{'' if step is None else f' of step {step}'} on disk")
     prompt = None

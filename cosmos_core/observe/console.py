@@ -4,8 +4,6 @@ Without a terminal (CI, a log file, a pipe) the same information is printed as a
 `logs` configures log records.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -14,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -77,14 +75,9 @@ class _StageDisplayState:
 
 
 class ProgressDisplay:
-    """Live display of the progress of several stages; its methods are thread-safe.
-
-    Args:
-        stages: Names of the stages to show.
-        is_terminal: Whether to show a live table; None: only if `stream` is a terminal that can move its cursor.
-        stream: Output stream; None: standard output.
-        get_time: Function that returns the current time in seconds.
-    """
+    """Live display of the progress of the stages with the names `stages`; its methods are thread-safe. `is_terminal`:
+    whether to show a live table; None: only if `stream` (None: standard output) is a terminal that can move its cursor.
+    `get_time` returns the current time in seconds."""
 
     def __init__(
         self,
@@ -104,7 +97,7 @@ class ProgressDisplay:
         self._console = Console(file=self._stream, force_terminal=self._is_terminal or None, highlight=False)
         self._live_display: Live | None = None
 
-    def __enter__(self) -> ProgressDisplay:
+    def __enter__(self) -> Self:
         if self._is_terminal:
             self._live_display = Live(console=self._console, get_renderable=self._render_table, refresh_per_second=4)
             self._live_display.start()
@@ -189,11 +182,6 @@ class ProgressDisplay:
             return None
         return (self._get_time() if view.end_time is None else view.end_time) - view.start_time
 
-    def _describe_phase(self, view: _StageDisplayState) -> str:
-        phase = _format_phase(view) if view.state == "running" else ""
-        elapsed_text = f" {format_duration(self._get_time() - view.phase_start_time)}" if phase == "compile" else ""
-        return f"{phase}{elapsed_text}" or view.state
-
     def _render_table(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         is_wide_terminal = self._console.width >= 100
@@ -202,12 +190,14 @@ class ProgressDisplay:
         with self._lock:
             for name, view in self._stage_states.items():
                 style, seconds = STATE_STYLES.get(view.state, ""), self._get_elapsed_seconds(view)
+                phase = _format_phase(view) if view.state == "running" else ""
+                phase += f" {format_duration(self._get_time() - view.phase_start_time)}" if phase == "compile" else ""
                 progress_bar = _make_progress_bar(view, 24 if is_wide_terminal else 10, self._get_time())
                 eta_seconds = _estimate_eta_seconds(view) if view.state in ACTIVE_STATES else None
                 time_text = format_duration(seconds) if eta_seconds is None else f"eta {format_duration(eta_seconds)}"
                 table.add_row(
                     Text(f"{_STATE_SYMBOLS.get(view.state, ' ')} {name}", style=style),
-                    Text(self._describe_phase(view), style=style),
+                    Text(phase or view.state, style=style),
                     progress_bar if view.state != "waiting" else "",
                     _format_step(view).removeprefix("step "),
                     Text("  ".join(_format_metrics(view) + (_format_resources(view) if is_wide_terminal else []))),

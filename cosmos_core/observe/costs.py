@@ -1,7 +1,5 @@
 """Compute the cost of a run so far: the GPU hours that the attempts of its stages held, and their price."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The layout is made for small graphs: layers from left to right (Sugiyama's metho
 the predecessors). An edge across several columns gets an empty slot in each of them, so that no edge crosses a box.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from cosmos_core.observe.record import RunRecord, StageRecord
@@ -36,7 +34,7 @@ class _LayoutNode:
 
     column: int
     stage: StageRecord | None
-    predecessors: list[_LayoutNode] = field(default_factory=list)
+    predecessors: list["_LayoutNode"] = field(default_factory=list)
     y: float = 0.0
 
     @property

@@ -70,6 +70,11 @@ def float_or_inf(number: float) -> float:
         return math.inf if number > 0 else -math.inf
 
 
+def make_sort_key(number: float | None, sort_sign: float) -> tuple[bool, float]:
+    """Return a sort key for ascending (`sort_sign` 1) or descending (-1) order, with None and NaN last."""
+    return number is None or math.isnan(number), 0.0 if number is None else sort_sign * number
+
+
 def format_number(number: Any) -> str:
     """Return a metric as text such as `0.123`, `12,345` or `1.23e-05`; a dash for None."""
     if number is None:

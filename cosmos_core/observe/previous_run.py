@@ -7,7 +7,7 @@ from typing import Any
 from cosmos_core.config.difference import flatten_tables, group_changes_by_stage
 from cosmos_core.environment import mask_settings
 from cosmos_core.observe.formatting import format_number, judge_change, select_key_metrics
-from cosmos_core.observe.record import RunRecord, read_pipeline, read_run
+from cosmos_core.observe.record import RunRecord, read_run, read_stage_entries
 from cosmos_core.run.directory import list_runs
 
 _MAX_SHOWN_SETTINGS = 40  # maximum number of changed settings in the report
@@ -32,12 +32,11 @@ def compare_with_previous(run: RunRecord) -> dict[str, Any] | None:
 
 def read_settings(run_path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings in `pipeline.toml` of a run by stage name and dotted key; empty if the file is damaged."""
-    stage_tables, settings_by_stage = read_pipeline(run_path).get("stages", []), {}
-    for stage in stage_tables if isinstance(stage_tables, list) else []:
-        if isinstance(stage, dict) and isinstance(stage.get("name"), str):
-            stage_settings = {key: value for key, value in stage.items() if key not in _EXCLUDED_SETTINGS}
-            overrides = stage["overrides"] if isinstance(stage.get("overrides"), dict) else {}
-            settings_by_stage[stage["name"]] = flatten_tables(stage_settings) | flatten_tables(overrides)
+    settings_by_stage = {}
+    for name, stage in read_stage_entries(run_path).items():
+        stage_settings = {key: value for key, value in stage.items() if key not in _EXCLUDED_SETTINGS}
+        overrides = stage["overrides"] if isinstance(stage.get("overrides"), dict) else {}
+        settings_by_stage[name] = flatten_tables(stage_settings) | flatten_tables(overrides)
     return settings_by_stage
 
 

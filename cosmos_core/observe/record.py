@@ -3,8 +3,6 @@
 Decisions about reuse or failure use the modules in `run` instead, which are strict.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,9 +148,8 @@ class StageRecord:
         """Return the unix time of the last heartbeat of a stage that was killed with its flow; otherwise None."""
         if not liveness.is_stage_dead(self.state, time.time()):
             return None
-        attempt_begin_times = [begin for begin, _ in self.state.spans]
-        heartbeats = (self.state.heartbeat, self.state.renewed, self.progress and self.progress.heartbeat)
-        return max((each for each in (*heartbeats, *attempt_begin_times) if each), default=0.0)
+        last_heartbeat_time = self.progress.heartbeat if self.progress else 0.0
+        return max(self.state.last_activity_time, last_heartbeat_time, *(begin for begin, _ in self.state.spans))
 
     @property
     def resumable_step(self) -> int:
@@ -317,15 +314,14 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     """Read a run directory; missing or damaged files raise no error."""
-    pipeline = read_pipeline(path)
-    entries = [entry for entry in pipeline.get("stages", []) if isinstance(entry, dict) and "name" in entry]
+    entries = list(read_stage_entries(path).values())
     if not entries and (path / "stages").is_dir():
         entries = [{"name": folder.name} for folder in sorted((path / "stages").iterdir()) if folder.is_dir()]
     predecessors = {entry["name"]: entry.get("after", ()) for entry in entries}
     predecessors = {key: (names,) if isinstance(names, str) else tuple(names) for key, names in predecessors.items()}
     start_info, depth_by_stage = read_start_info(path) or RunStartInfo(), _compute_stage_depths(predecessors)
     stages = [_read_stage(path, e, predecessors[e["name"]], depth_by_stage[e["name"]], start_info) for e in entries]
-    name = str(pipeline.get("name") or start_info.pipeline or "pipeline")
+    name = str(read_pipeline(path).get("name") or start_info.pipeline or "pipeline")
     return RunRecord(path, name, start_info, tuple(sorted(stages, key=lambda stage: stage.depth)))
 
 
@@ -337,6 +333,13 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     except ConfigError:
         return {}
     return pipeline_table if isinstance(pipeline_table, dict) else {}
+
+
+def read_stage_entries(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries `[[pipeline.stages]]` in a run's `pipeline.toml` by stage name, without damaged entries."""
+    entries = read_pipeline(path).get("stages")
+    entries = entries if isinstance(entries, list) else []
+    return {e["name"]: e for e in entries if isinstance(e, dict) and isinstance(e.get("name"), str)}
 
 
 def compute_time_breakdown(run: RunRecord) -> dict[str, float]:
@@ -373,18 +376,15 @@ def _read_stage(
     name, path = entry["name"], run_path / "stages" / entry["name"]
     result = read_result(path)
     kind_name = str(entry.get("kind") or (result["kind"] if result else ""))
+    try:
+        stage_kind = parse_stage_kind(start_info.kinds[kind_name])
+    except (KeyError, TypeError):  # the recorded kind is damaged or was written by another version
+        stage_kind = StageKind(name=kind_name, entry="", result_version=0)
     return StageRecord(
-        path=path, name=name, kind=_read_recorded_stage_kind(kind_name, start_info.kinds), after=predecessors,
-        depth=depth, state=read_state(path), progress=read_progress(path), result=result,
+        path=path, name=name, kind=stage_kind, after=predecessors, depth=depth, state=read_state(path),
+        progress=read_progress(path), result=result,
         sweep=next(iter(parse_documents([entry["sweep"]], BranchChoice)), None) if entry.get("sweep") else None,
     )  # fmt: skip
-
-
-def _read_recorded_stage_kind(name: str, recorded_kinds: dict[str, dict[str, Any]]) -> StageKind:
-    try:
-        return parse_stage_kind(recorded_kinds[name])
-    except (KeyError, TypeError):  # the recorded kind is damaged or was written by another version
-        return StageKind(name=name, entry="", result_version=0)
 
 
 def _compute_stage_depths(predecessors: dict[str, tuple[str, ...]]) -> dict[str, int]:

@@ -4,8 +4,6 @@ The page is built from the run directory alone, so that a failed run has a repor
 stages of kind `report`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

@@ -1,7 +1,5 @@
 """Compute the content of the report from the record of a run or a stage; the layout is in `templates/`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -336,15 +334,9 @@ def make_sweep_tables(run: RunRecord) -> list[dict[str, Any]]:
                 "is_chosen": stage.info.get("chosen") in sweep_branch.stages,
             })  # fmt: skip
         sort_sign = -1.0 if sweep.mode == "max" else 1.0
-        rows.sort(key=lambda row: _sort_key(row["value"], sort_sign))
+        rows.sort(key=lambda row: formatting.make_sort_key(row["value"], sort_sign))
         sweep_tables.append({"stage": stage, "metric": sweep.metric, "mode": sweep.mode, "keys": keys, "rows": rows})
     return sweep_tables
-
-
-def _sort_key(metric_value: float | None, sort_sign: float) -> tuple[bool, float]:
-    """Return a sort key that places missing values and NaN last."""
-    is_value_missing = metric_value is None or math.isnan(metric_value)
-    return is_value_missing, 0.0 if metric_value is None else sort_sign * metric_value
 
 
 def list_sweep_stages(run: RunRecord) -> set[str]:

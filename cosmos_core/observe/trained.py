@@ -11,7 +11,7 @@ from typing import Any
 
 from cosmos_core.config.difference import flatten_tables
 from cosmos_core.observe.formatting import format_number
-from cosmos_core.observe.record import RunRecord, StageRecord, read_pipeline
+from cosmos_core.observe.record import RunRecord, StageRecord, read_stage_entries
 from cosmos_core.run.files import read_json_object
 
 _STAGE_REFERENCE_PREFIX = "stage:"
@@ -22,7 +22,7 @@ _PARTIAL_TRAINING_KEYS = ("policy.freeze_pattern", "policy.trainable_pattern", "
 
 def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, str]]]]:
     """Return each training stage with its properties as pairs of name and text."""
-    stage_entries = _read_stage_entries(run)
+    stage_entries = read_stage_entries(run.path)
     training_properties = []
     for stage in run.stages:
         stage_entry = stage_entries.get(stage.name)
@@ -44,7 +44,7 @@ def list_training_properties(run: RunRecord) -> list[tuple[StageRecord, list[tup
 
 def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str, bool]]]]:
     """Return the first row of each training as segments of text, each with True if the loss includes the segment."""
-    stage_entries = _read_stage_entries(run)
+    stage_entries = read_stage_entries(run.path)
     stages = {stage.name: stage for stage in run.stages}
     row_by_data_stage: dict[str, tuple[StageRecord, list[tuple[str, bool]]]] = {}
     for stage in run.stages:
@@ -67,11 +67,6 @@ def decode_sample_rows(run: RunRecord) -> list[tuple[StageRecord, list[tuple[str
 def _find_base_model(stage_entry: dict[str, Any]) -> str:
     overrides = flatten_tables(stage_entry.get("overrides") or {})
     return str(stage_entry.get("model") or overrides.get("policy.model_name_or_path", ""))
-
-
-def _read_stage_entries(run: RunRecord) -> dict[str, dict[str, Any]]:
-    stage_tables = read_pipeline(run.path).get("stages", [])
-    return {e["name"]: e for e in stage_tables if isinstance(e, dict) and isinstance(e.get("name"), str)}
 
 
 def _trace_data_stages(stage_entries: dict[str, dict[str, Any]], stage_name: str) -> list[str]:

@@ -5,8 +5,6 @@ A metric sink receives the lines of `metrics.jsonl` in a separate thread. If it 
 warning is logged and the training continues.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Metric sink for MLflow, one MLflow run per stage: it sends metrics and settings, but neither samples nor code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cosmos_core.config.difference import flatten_tables

@@ -1,7 +1,5 @@
 """Metric sink that writes TensorBoard event files to the stage's folder `tensorboard/`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cosmos_core.observe.sinks.base import select_numeric_metrics

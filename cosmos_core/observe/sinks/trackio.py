@@ -1,7 +1,5 @@
 """Metric sink for trackio, one run per stage: it sends metrics and settings, no samples and no machine statistics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cosmos_core.environment import mask_settings

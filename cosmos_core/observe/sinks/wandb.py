@@ -1,8 +1,6 @@
 """Metric sink for Weights & Biases, one run per stage: it sends metrics, settings, and the images and videos that a
 diffusion model generated from held-out prompts, but neither code nor machine statistics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cosmos_core.environment import mask_settings
