@@ -4,8 +4,6 @@ JSON and CSV are parsed here, so that the location of a row has its line number.
 at a time; Arrow files are memory-mapped. `rows.py` chooses the files.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -56,7 +54,7 @@ class RowReader:
     num_rows: int
     read: Callable[[], Iterator[LocatedRow]]
 
-    def select(self, start: int, end: int) -> RowReader:
+    def select(self, start: int, end: int) -> "RowReader":
         """Return a reader of the rows from number `start` up to number `end`, which is excluded."""
         return RowReader(self.name, end - start, lambda: islice(self.read(), start, end))
 

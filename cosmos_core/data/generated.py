@@ -6,8 +6,6 @@
 A row has the columns `question`, `answer` and `metadata`, and `reasoning_gym`, which the reward `reasoning_gym` reads.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator, Mapping

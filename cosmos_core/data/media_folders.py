@@ -1,7 +1,5 @@
 """Folders of images and clips, each with a file that contains its prompt."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """An image or clip with its prompt: an item of a data set of media."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path

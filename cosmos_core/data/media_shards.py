@@ -1,7 +1,5 @@
 """Tar files of images and clips in the webdataset format."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from collections.abc import Iterator

@@ -11,8 +11,6 @@
 `media_pixels.py` decodes media; `media_splits.py` divides items into training rows and held-out rows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator

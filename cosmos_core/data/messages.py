@@ -5,8 +5,6 @@ such as `question` and `answer`, or Alpaca's `instruction`, `input` and `output`
 two completions, `tool_calls.py` reads tools. `conversation.py` renders and tokenises.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 An iterator would have a state to save with the weights. No function of this module reads data.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

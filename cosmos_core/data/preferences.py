@@ -1,7 +1,5 @@
 """Reader of preference rows: a prompt with a chosen and a rejected completion, or with a completion and a label."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from cosmos_core.data.columns import find_column, has_column_value, is_filled

@@ -7,8 +7,6 @@ memory at a time. Rows without content to learn and unreadable rows are left out
 fail the stage. `prepared.py` opens the files; `messages.py` and `conversation.py` interpret and tokenise rows.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

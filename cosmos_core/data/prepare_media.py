@@ -7,8 +7,6 @@ reuse them; the stage copies what it needs (`media_rows.py`). No encoder is load
 A row that cannot be read or decoded is left out, counted and reported; too many of them fail the stage.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Sequence

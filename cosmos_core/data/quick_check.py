@@ -3,8 +3,6 @@
 It needs no tokenizer, torch or transformers, so a wrong file or column is reported early; `prepare.py` reads all rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import islice

@@ -4,8 +4,6 @@ Messages name a row by its location: "train.jsonl:12" (lines from 1), or "name[t
 `formats.py` reads file formats, `messages.py` interprets rows.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -71,11 +69,11 @@ class Rows:
         rows = chain.from_iterable(reader.read() for reader in self._readers)
         return rows if self._selection_mask is None else compress(rows, self._selection_mask)
 
-    def take(self, num_rows: int) -> Rows:
+    def take(self, num_rows: int) -> "Rows":
         """Return the first `num_rows` rows."""
         return self.select(np.arange(len(self)) < num_rows)
 
-    def select(self, selection_mask: np.ndarray) -> Rows:
+    def select(self, selection_mask: np.ndarray) -> "Rows":
         """Return the rows for which `selection_mask`, a bool array with an entry per row, is True."""
         if self._selection_mask is not None:
             mask_of_all_rows = self._selection_mask.copy()

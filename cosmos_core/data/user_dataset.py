@@ -12,8 +12,6 @@ of the forms above, or `token_ids` and `label_ids` (-100 for tokens without a lo
 batches, so a packer that defines other methods of the Cosmos-RL interface is refused.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -6,8 +6,6 @@ whole vocabulary at each position of some rows. Temporary files hold the log-pro
 Shape legend: T positions of a row that predict a token, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice

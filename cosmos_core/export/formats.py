@@ -9,8 +9,6 @@ stage in `after` has run benchmarks on the unquantised model, the same benchmark
 transformers loads a GGUF file, without benchmarks.
 """
 
-from __future__ import annotations
-
 import importlib
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Export as one GGUF file, which the converter of llama.cpp writes and transformers loads again."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Program of the stage kind `export`: write the model, and the quantised formats of `[export]` if there are any."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from dataclasses import replace

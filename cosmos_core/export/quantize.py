@@ -4,8 +4,6 @@ The package `compressed_tensors` defines rules, rounding and packing; vLLM and t
 at most the quantised tensors of one weight file, one tensor to quantise and temporary values of one chunk of weights.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ written last names the contents.
 A fetched file is compared with its digest, and fetched again if the network altered it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -32,7 +30,7 @@ class ContentEntry:
     sha256: str
 
     @classmethod
-    def from_bytes(cls, content_bytes: bytes) -> ContentEntry:
+    def from_bytes(cls, content_bytes: bytes) -> "ContentEntry":
         """Return the size and digest of `content_bytes`."""
         return cls(len(content_bytes), hashlib.sha256(content_bytes).hexdigest())
 
