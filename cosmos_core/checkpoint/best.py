@@ -1,5 +1,4 @@
-"""Selection of the best step by validation metrics; `best.json` names it, and its checkpoint is kept even beyond the
-limit `max_keep` of checkpoints."""
+"""Selection of the best step by validation metrics; `best.json` names it, and `max_keep` never drops its checkpoint."""
 
 import math
 from collections.abc import Mapping

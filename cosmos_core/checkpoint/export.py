@@ -1,7 +1,5 @@
 """Program of the stage kind `export`: write a trained model in its published form, verify it, and add a model card."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging
@@ -46,20 +44,15 @@ class LoadingInstructions(NamedTuple):
 def run(stage: Stage) -> Outcome:
     """Export the model of a stage; only the modules for its modality (language or diffusion model) are imported."""
     if stage.recipe.policy.is_diffusers:
-        outcome: Outcome = importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
-        return outcome
+        return importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
     return export_causal_lm(stage)
 
 
 def export_causal_lm(stage: Stage) -> Outcome:
     """Export the upstream model, or the model of a checkpoint of the upstream training, in `train.param_dtype`,
-    verified, with a model card and, if the upstream stage trained an adapter, the adapter.
-
-    Raises:
-        ModelError: the upstream model or checkpoint cannot be loaded.
-        StageFailed: the export does not equal the model, or the disk is full.
-        Preempted: a stop was requested before the verification.
-    """
+    verified, with a model card and, if the upstream stage trained an adapter, the adapter. Raise `ModelError` if it
+    cannot be loaded, `StageFailed` if the export does not equal the model or the disk is full, and `Preempted` if a
+    stop was requested before the verification."""
     if not stage.config.checkpoint:
         return _export_and_verify(stage, num_trained_steps(stage))
     stage.progress.phase("load")
@@ -103,8 +96,7 @@ def make_verified_outcome(
     has_adapter: bool,
 ) -> Outcome:
     """Verify the export of step `step`, and return its outcome; raise the errors of `export_causal_lm`. `run_checks`
-    returns the names of its checks, `copied_files` has the contents of copied adapter files by path, and `weight_files`
-    are the export's safetensors files."""
+    returns the names of its checks, and `copied_files` has the contents of copied adapter files by path."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
     passed_checks, folder = run_checks(), export_folder(step)
@@ -128,8 +120,7 @@ def export_folder(step: int) -> str:
 
 
 def loading_instructions(stage: Stage, auto_class_name: str) -> LoadingInstructions:
-    """Return the instructions for loading a stage's model; `auto_class_name` names the model's auto class in
-    transformers."""
+    """Return the instructions for loading a stage's model with the auto class `auto_class_name` of transformers."""
     preprocessor_name = "Processor" if processor_files(stage.model, stage.recipe.policy.model_revision) else "Tokenizer"
     return LoadingInstructions(
         "transformers",
@@ -166,19 +157,14 @@ def model_card(stage: Stage, instructions: LoadingInstructions) -> str:
     if adapter_files(stage):
         card_lines += [f"{instructions.adapter_text} Its base is `{_adapter_base_model(stage)}`.", ""]
     for name, stage_result in sorted(stage.inputs.items()):
-        card_lines += _describe_upstream_stage(name, stage_result)
+        card_lines += [f"## From stage `{name}` ({stage_result['kind']})", ""]
+        card_lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
+        card_lines += [f"- made from `{key}`: `{r['digest']}`" for key, r in sorted(stage_result["inputs"].items())]
+        if metrics := stage_result["metrics"]:
+            card_lines += ["", "| metric | value |", "|---|---|"]
+            card_lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
+        card_lines.append("")
     return "\n".join(card_lines)
-
-
-def _describe_upstream_stage(name: str, stage_result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a model card about the upstream stage `name`: digests, its inputs, and its metrics."""
-    card_lines = [f"## From stage `{name}` ({stage_result['kind']})", ""]
-    card_lines += [f"- {key}: `{stage_result[key]}`" for key in ("digest", "fingerprint")]
-    card_lines += [f"- made from `{key}`: `{r['digest']}`" for key, r in sorted(stage_result["inputs"].items())]
-    if metrics := stage_result["metrics"]:
-        card_lines += ["", "| metric | value |", "|---|---|"]
-        card_lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
-    return [*card_lines, ""]
 
 
 def num_trained_steps(stage: Stage) -> int:
@@ -194,14 +180,12 @@ def describe_precision(stage: Stage) -> str:
 
 def _get_upstream_info(stage: Stage) -> Mapping[str, Any]:
     """Return the recorded information about the upstream stage that made the model; empty for a base model."""
-    upstream_info: Mapping[str, Any] = stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
-    return upstream_info
+    return stage.inputs.get(str(referenced_stage(stage.config.model)), {}).get("info", {})
 
 
 def adapter_files(stage: Stage) -> dict[str, bytes]:
-    """Return the content of the adapter files that the upstream stage exported, by path in the export; the adapter's
-    config names the base model by its public name instead of a local folder. Empty if no stage made the model, because
-    the base model of an adapter in its folder is unknown."""
+    """Return the content of the adapter files that the upstream stage exported, by path in the export, with the public
+    name of the base model. Empty if no stage made the model, because the base model of its adapter is unknown."""
     is_made_by_stage = referenced_stage(stage.config.model) is not None
     adapter_paths = sorted(Path(stage.model, ADAPTER_FOLDER).glob("*")) if is_made_by_stage else []
     adapter_contents = {f"{ADAPTER_FOLDER}/{path.name}": path.read_bytes() for path in adapter_paths}

@@ -1,27 +1,14 @@
-"""Stage kind `export` for a diffusion model: write the pipeline with its denoiser in `train.param_dtype`, verify the
-pipeline, and add a model card."""
-
-from __future__ import annotations
+"""Stage kind `export` for a diffusion model: write and verify the pipeline, and add a model card."""
 
 from functools import partial
 from typing import Any
 
 import torch
 
-from cosmos_core.checkpoint.export import (
-    LoadingInstructions,
-    adapter_files,
-    export_folder,
-    license_files,
-    make_verified_outcome,
-    model_card,
-    num_trained_steps,
-)
+from cosmos_core.checkpoint import export
 from cosmos_core.checkpoint.load_checkpoint_model import find_checkpoint_step, find_train_stage, load_checkpoint_model
-from cosmos_core.models.diffusion import DiffusionModel
 from cosmos_core.models.export_pipeline import ADAPTER_FILE, export_pipeline
 from cosmos_core.models.families import open_pipeline
-from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.lora import ADAPTER_FOLDER, has_lora_adapter
 from cosmos_core.models.verify_pipeline_export import verify_pipeline
 from cosmos_core.run.loading import render_extra_packages, render_pipeline_arguments
@@ -30,43 +17,32 @@ from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream pipeline, or the pipeline of a checkpoint of the upstream training; errors are those of
-    `export.export_causal_lm`."""
+    """Export the upstream pipeline, or that of a checkpoint, like `export.export_causal_lm` a language model."""
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:
         step, training_stage = find_checkpoint_step(stage), find_train_stage(stage)
         model_family = open_pipeline(training_stage.model, policy)
-        model: Any = load_checkpoint_model(stage, step, partial(_load_initial_denoiser, model_family))
+        model: Any = load_checkpoint_model(stage, step, model_family)
     else:
-        step = num_trained_steps(stage)
+        step = export.num_trained_steps(stage)
         model_family = open_pipeline(stage.model, policy)
         model = model_family.load_denoiser(torch.float32)
-    export_path, dtype = stage.path / export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
+    export_path, dtype = stage.path / export.export_folder(step), getattr(torch, stage.recipe.train.param_dtype)
     stage.progress.phase("export")
-    copied_files = {} if stage.config.checkpoint else adapter_files(stage)
-    readme_content = model_card(stage, _loading_instructions(model_family)).encode()
-    extra_files = {"README.md": readme_content} | license_files(stage) | copied_files
-    export_pipeline(model_family, model, export_path, dtype=dtype, extra_files=extra_files)
-    run_checks = partial(verify_pipeline, model_family, model, export_path, dtype=dtype, model_class=policy.model_class)
-    has_adapter = bool(copied_files) or has_lora_adapter(model)
-    weight_files = export_path.rglob("*.safetensors")
-    return make_verified_outcome(stage, step, run_checks, copied_files, weight_files, has_adapter=has_adapter)
-
-
-def _load_initial_denoiser(model_family: DiffusionModel, training_stage: Stage) -> Any:
-    """Return the denoiser with which a training stage began, with its trainable parameters marked."""
-    model = model_family.load_denoiser(getattr(torch, training_stage.recipe.train.master_dtype))
-    mark_trained_weights(model, training_stage.recipe.policy, model_family.lora_targets)
-    return model
-
-
-def _loading_instructions(model_family: DiffusionModel) -> LoadingInstructions:
+    copied_files = {} if stage.config.checkpoint else export.adapter_files(stage)
     model_index = model_family.folder.model_index
     load_call = f"DiffusionPipeline.from_pretrained(path{render_pipeline_arguments(model_index)})"
-    return LoadingInstructions(
+    loading_instructions = export.LoadingInstructions(
         "diffusers",
         ("from diffusers import DiffusionPipeline", "", f"pipeline = {load_call}{render_extra_packages(model_index)}"),
         f"The adapter is merged into these weights; `{ADAPTER_FOLDER}/{ADAPTER_FILE}` has it alone: load it onto the "
         f"base model with `pipeline.load_lora_weights`.",
     )
+    readme_content = export.model_card(stage, loading_instructions).encode()
+    extra_files = {"README.md": readme_content} | export.license_files(stage) | copied_files
+    export_pipeline(model_family, model, export_path, dtype=dtype, extra_files=extra_files)
+    run_checks = partial(verify_pipeline, model_family, model, export_path, dtype=dtype, model_class=policy.model_class)
+    has_adapter = bool(copied_files) or has_lora_adapter(model)
+    weight_files = export_path.rglob("*.safetensors")
+    return export.make_verified_outcome(stage, step, run_checks, copied_files, weight_files, has_adapter=has_adapter)

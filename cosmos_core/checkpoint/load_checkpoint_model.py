@@ -3,13 +3,11 @@
 The model is identical to the one that the training would have exported at that step.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import PreTrainedModel
 
 from cosmos_core.checkpoint.resume import resume_obstacle, saved_steps, step_folder
 from cosmos_core.checkpoint.state import TrainState, named_tensors
@@ -19,6 +17,9 @@ from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.models.freeze import mark_trained_weights
 from cosmos_core.models.hf import load_model
 from cosmos_core.run.stage import Stage, find_source_stage, load_stage
+
+if TYPE_CHECKING:
+    from cosmos_core.models.diffusion import DiffusionModel
 
 
 def find_checkpoint_step(stage: Stage) -> int:
@@ -44,17 +45,19 @@ def find_checkpoint_step(stage: Stage) -> int:
     return step
 
 
-def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[[Stage], Any] | None = None) -> Any:
+def load_checkpoint_model(stage: Stage, step: int, diffusion_model: "DiffusionModel | None" = None) -> Any:
     """Return the model of the upstream training after `step` steps, on the CPU in its training dtype, with the moving
-    average of the weights if the training kept one.
-
-    `load_initial_model` loads the initial model of the training stage; None: a causal language model. Raise a
-    `ModelError` if the initial model cannot be loaded, or if the checkpoint lacks a trained parameter of this model.
-    """
+    average of the weights if the training kept one: the denoiser of `diffusion_model`, or a causal language model.
+    Raise a `ModelError` if the initial model cannot be loaded, or the checkpoint lacks a trained parameter of it."""
     training_stage = find_train_stage(stage)
-    train = training_stage.recipe.train
+    train, policy = training_stage.recipe.train, training_stage.recipe.policy
+    dtype = getattr(torch, train.master_dtype)
     torch.manual_seed(training_stage.seed)  # the training's seed gives LoRA adapters the same initial weights
-    model = (load_initial_model or _load_causal_lm)(training_stage)
+    if diffusion_model is None:
+        model: Any = load_model(training_stage.model, revision=policy.model_revision, dtype=dtype)
+    else:
+        model = diffusion_model.load_denoiser(dtype)
+    mark_trained_weights(model, policy, diffusion_model.lora_targets if diffusion_model else ())
     policy_folder = step_folder(training_stage.path / "checkpoints", step) / "policy"
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     saved_names = storage_reader.read_metadata().state_dict_metadata.keys()
@@ -78,11 +81,3 @@ def load_checkpoint_model(stage: Stage, step: int, load_initial_model: Callable[
 def find_train_stage(stage: Stage) -> Stage:
     """Return the upstream stage that trained the model whose checkpoint `stage` selects."""
     return load_stage(find_source_stage(Path(stage.inputs[str(referenced_stage(stage.config.model))]["path"])))
-
-
-def _load_causal_lm(training_stage: Stage) -> PreTrainedModel:
-    """Return the initial causal language model of a training stage, with its trainable parameters marked."""
-    policy_config, dtype = training_stage.recipe.policy, getattr(torch, training_stage.recipe.train.master_dtype)
-    model = load_model(training_stage.model, revision=policy_config.model_revision, dtype=dtype)
-    mark_trained_weights(model, policy_config)
-    return model

@@ -3,8 +3,6 @@
 The formulas are those of `peft.utils.merge_utils`, applied to each tensor of the models.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -40,13 +38,9 @@ _TASK_VECTOR_METHODS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def run(stage: Stage) -> Outcome:
-    """Merge the models of the upstream stages, and check that transformers knows each tensor of the merged model.
-
-    Raises:
-        ConfigError: `after` names fewer than two models, or the number of weights is not the number of models.
-        ModelError: the models differ in names or shapes of tensors.
-        Preempted: a stop was requested; nothing is written.
-    """
+    """Merge the models of the upstream stages, and check that transformers knows each tensor of the merged model. Raise
+    `ConfigError` if `after` names fewer than two models or there is not one weight per model, `ModelError` if the
+    models differ in names or shapes of tensors, and `Preempted`, with nothing written, if a stop was requested."""
     config = stage.recipe.merge
     upstream_results = _get_upstream_results(stage)
     model_folders = [Path(result["path"]) / str(result["info"]["model"]) for result in upstream_results]
@@ -104,7 +98,7 @@ class _TensorReader:
             self.names_by_file[tensor_file] = list(tensor_reader.keys())
             self._readers |= dict.fromkeys(self.names_by_file[tensor_file], tensor_reader)
 
-    def add_missing_prefixes(self, model: _TensorReader) -> None:
+    def add_missing_prefixes(self, model: "_TensorReader") -> None:
         """Rename tensors whose names lack the first component of the names in `model`, as in files of GPT-2 and BLOOM.
         transformers loads such files, and saves the full names."""
         for name in model._readers.keys() - self._readers.keys():
@@ -116,7 +110,7 @@ class _TensorReader:
         return {name: reader.get_slice(get_old_name(name, name)).get_shape() for name, reader in self._readers.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name].get_tensor(self._stored_names.get(name, name))  # type: ignore[no-any-return]
+        return self._readers[name].get_tensor(self._stored_names.get(name, name))
 
 
 def _open_base_model(stage: Stage, exit_stack: ExitStack) -> _TensorReader:
@@ -143,10 +137,7 @@ def combine_tensors(
     """Return the combination of the tensors `name` of all models, computed in float32 and cast to the dtype of the
     first model. TIES and DARE combine the differences from `base_model`, with random choices that depend on `seed` and
     `name` only. Without `base_model`, tensors are summed with weights. Integer tensors are those of the first model.
-
-    Raises:
-        ModelError: the combined tensor has a value that is not finite.
-    """
+    Raise `ModelError` if the combined tensor has a value that is not finite."""
     first_tensor = models[0][name]
     if not first_tensor.is_floating_point():
         return first_tensor

@@ -2,8 +2,7 @@
 
 Only one rank writes a replicated tensor. The layout is that of torch's distributed checkpoint (DCP),
 `HuggingFaceStorageWriter` with `save_distributed`, and DCP reads it on any mesh. DCP's writer is not used because it
-builds a file in memory first, needs collectives and computes no digests; this module hashes the bytes while writing, so
-that no file is read again.
+builds a file in memory first, needs collectives, and computes no digests; this module hashes the bytes while writing.
 """
 
 import hashlib
@@ -35,8 +34,7 @@ class LocalTensor(NamedTuple):
 
 
 def select_owned_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalTensor]:
-    """Return the local tensors that this rank writes, by name; the lowest rank with a replica of a tensor writes it.
-    The function is collective: every rank calls it."""
+    """Return, by name, the local tensors of which this rank is the lowest with a replica; every rank calls this."""
     local_tensors = {
         name: LocalTensor(shard, tuple(bounds.start for bounds in shard_bounds(tensor)))
         for name, tensor in tensors.items()
@@ -67,9 +65,7 @@ def json_file_name(rank: int) -> str:
     return f"extra_{rank}.json" if rank else FIRST_RANK_JSON_FILE
 
 
-def safetensors_blocks(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> Iterable[memoryview | bytes]:
+def safetensors_blocks(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> Iterable[memoryview | bytes]:
     """Yield the blocks of a safetensors file: eight bytes with the length of the header, the header, the tensors."""
     # Tensors of wide dtypes come first, so that the offset of each tensor is a multiple of its element size.
     sorted_tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -63,25 +63,21 @@ def resume_obstacle(folder: Path, step: int, fingerprint: str | None, *, is_hash
         return OTHER_CONFIGURATION_REASON
     if manifest.get("step") != step:
         return f"{MANIFEST} is of step {manifest.get('step')}"
-    if not _has_complete_file_records(manifest):
+    file_records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
+    is_complete = (
+        isinstance(file_records, dict)
+        and FIRST_RANK_JSON_FILE in file_records
+        and all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
+    )
+    if not is_complete or not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
         return f"{MANIFEST} is damaged: it does not say how many ranks saved which files, of which size and digest"
-    files = manifest["files"].items()
-    file_problems = (_find_file_problem(policy_folder / name, record, is_hashed=is_hashed) for name, record in files)
-    return next(filter(None, file_problems), None)
+    problems = (_find_file_problem(policy_folder / n, r, is_hashed=is_hashed) for n, r in manifest["files"].items())
+    return next(filter(None, problems), None)
 
 
 def read_manifest(policy_folder: Path) -> dict[str, Any]:
     """Return the manifest in the folder `policy_folder` of a checkpoint; empty if it is missing or damaged."""
     return read_json_object(policy_folder / MANIFEST)
-
-
-def _has_complete_file_records(manifest: dict[str, Any]) -> bool:
-    file_records, num_saved_ranks = manifest.get("files"), manifest.get("ranks", 1)
-    if not isinstance(file_records, dict) or FIRST_RANK_JSON_FILE not in file_records:
-        return False
-    if not isinstance(num_saved_ranks, int) or num_saved_ranks < 1:
-        return False
-    return all(isinstance(record, dict) and record.keys() >= {"size", "sha256"} for record in file_records.values())
 
 
 def newest_complete_step(folder: Path, steps: Sequence[int], check_resume: Callable[[int], str | None]) -> int | None:
@@ -136,8 +132,7 @@ def _read_step_number(policy_folder: Path) -> int:
 
 
 def check_checkpoint(policy_folder: Path) -> None:
-    """Raise the `ModelError` of `load_checkpoint` if a file of the checkpoint is missing or of another size; files are
-    not hashed, and tensors are not compared with a model."""
+    """Raise the `ModelError` of `load_checkpoint` if a file is missing or of another size; contents are not checked."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle(policy_folder.parent.parent, step, None, is_hashed=True):
@@ -146,11 +141,8 @@ def check_checkpoint(policy_folder: Path) -> None:
 
 def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Callable[[], None] = lambda: None) -> int:
     """Load the checkpoint in the folder `policy_folder` (`.../step_N/policy`) into `state` on every rank, and return
-    its step N. Its settings may differ from those of this run. Call `send_heartbeat` before each file is hashed.
-
-    Raises:
-        ModelError: the checkpoint is damaged, of another model, was written by Cosmos-RL, or is deleted meanwhile.
-    """
+    its step N. Its settings may differ from those of this run. Call `send_heartbeat` before each file is hashed. Raise
+    `ModelError` if the checkpoint is damaged, of another model, written by Cosmos-RL, or deleted meanwhile."""
     step = _read_step_number(policy_folder)
     refuse_pickled_shards(policy_folder)
     if obstacle := resume_obstacle_on_ranks(policy_folder.parent.parent, step, None, send_heartbeat):
@@ -183,8 +175,7 @@ def load_state(state: TrainState, policy_folder: Path) -> None:
 
 
 def _read_json_values(policy_folder: Path) -> dict[str, Any]:
-    """Return the JSON values that this rank saved. If the number of ranks has changed, return the first rank's values
-    without the states of its random generators."""
+    """Return the JSON values of this rank; for another number of ranks, those of the first without random states."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
     # A verified digest shows that the file is undamaged, so parsing it needs no error handling.
@@ -197,8 +188,7 @@ def _read_json_values(policy_folder: Path) -> dict[str, Any]:
 
 
 def refuse_pickled_shards(policy_folder: Path) -> None:
-    """Raise a `ModelError` if a folder holds a checkpoint of Cosmos-RL, whose pickled `.pth` files could run code when
-    read."""
+    """Raise a `ModelError` if a folder has a checkpoint of Cosmos-RL, whose pickled files could run code when read."""
     if policy_folder.is_dir() and (pickled_shards := sorted(policy_folder.glob("*.pth"))):
         raise ModelError(
             f"{pickled_shards[0]} is a pickled checkpoint of Cosmos-RL, which could run any code when read; "

@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Writer and reader of all checkpoints of a training, in a folder to which no other process writes. All public
-    methods are collective: every rank calls them."""
+    """Reader and only writer of the checkpoints in a folder; every rank calls its public methods."""
 
     def __init__(
         self,
@@ -74,15 +73,18 @@ class Checkpointer:
         self._process_group = dist.new_group(backend="gloo", timeout=_SLOWEST_RANK_TIMEOUT) if is_distributed else None
         if is_first_rank():
             checkpoint_folder.mkdir(parents=True, exist_ok=True)
-            _clean_unfinished_saves(checkpoint_folder)
+            for path in list(checkpoint_folder.iterdir()):
+                name_match = _UNFINISHED_FOLDER.fullmatch(path.name)
+                if name_match and name_match[2] == "old" and not (checkpoint_folder / name_match[1]).exists():
+                    # Restore a complete checkpoint that the killed process had moved away to replace it.
+                    os.rename(path, checkpoint_folder / name_match[1])
+                elif name_match:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, state: TrainState, best_step: BestStep | None = None) -> None:
         """Save the training state after `step` steps, and write `best_step`, the best step so far, to `best.json`; its
         checkpoint is kept. In asynchronous mode, return after the previous save has ended and the state is copied.
-
-        Raises:
-            StageFailed: this save, or the previous asynchronous save, failed because a disk is full or broken.
-        """
+        Raise `StageFailed` if this save, or the previous asynchronous one, failed because a disk is full or broken."""
         self.wait()
         if is_first_rank():
             shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
@@ -113,8 +115,7 @@ class Checkpointer:
         return step
 
     def write_best_step(self, best_step: BestStep | None) -> None:
-        """Write the best step to `best.json`, in the parent folder of the checkpoints; remove the file if `best_step`
-        is None, or if the checkpoint of the best step is gone."""
+        """Write the best step to `best.json` in the parent folder; remove the file if its checkpoint is missing."""
         best_step_file = self._folder.parent / BEST_STEP_FILE
         if best_step is not None and is_first_rank() and step_folder(self._folder, best_step.step).exists():
             write_json(best_step_file, asdict(best_step))
@@ -169,8 +170,7 @@ class Checkpointer:
             self._on_saved(step)
 
     def _copy_to_host(self, tensors: dict[str, LocalTensor]) -> dict[str, LocalTensor]:
-        """Return copies of the tensors in host memory; from a GPU they are made on a separate stream into pinned
-        memory, which the next save reuses."""
+        """Return copies of the tensors in host memory; from a GPU, in pinned memory, which the next save reuses."""
         if self._stager is None:
             return {name: shard._replace(tensor=shard.tensor.to("cpu", copy=True)) for name, shard in tensors.items()}
         torch.cuda.current_stream().synchronize()  # the stager's stream would not wait for the current stream
@@ -178,8 +178,7 @@ class Checkpointer:
         return {name: shard._replace(tensor=host_tensors[name]) for name, shard in tensors.items()}
 
     def _commit_checkpoint(self, step: int, records_by_rank: list[dict[str, Any]]) -> None:
-        """Move the files of all ranks into the folder of the checkpoint, and write its manifest. `records_by_rank` has,
-        for each rank, the size and digest of its files by name."""
+        """Move the files of all ranks, whose size and digest by name `records_by_rank` has, and write the manifest."""
         final_folder = step_folder(self._folder, step)
         with replace_folder(final_folder) as temporary_folder:
             policy_folder = temporary_folder / "policy"
@@ -227,14 +226,3 @@ class Checkpointer:
     def _describe_newest_complete(self) -> str:
         step = self._newest_complete_step()
         return "there is no earlier checkpoint" if step is None else f"the checkpoint of step {step} is intact"
-
-
-def _clean_unfinished_saves(checkpoint_folder: Path) -> None:
-    """Clean up after a killed writer: remove incomplete checkpoint folders, and restore a checkpoint that the writer
-    had moved away to replace it."""
-    for path in list(checkpoint_folder.iterdir()):
-        name_match = _UNFINISHED_FOLDER.fullmatch(path.name)
-        if name_match and name_match[2] == "old" and not (checkpoint_folder / name_match[1]).exists():
-            os.rename(path, checkpoint_folder / name_match[1])
-        elif name_match:
-            shutil.rmtree(path, ignore_errors=True)

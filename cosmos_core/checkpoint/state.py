@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
+_8BIT_NAMES = ("codes", "scale", "qmap")
+"""Names of the plain tensors of an 8-bit optimizer state of torchao."""
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
 """Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
@@ -62,16 +64,16 @@ def named_tensors(state: TrainState) -> dict[str, Tensor]:
     tensors = model_tensors(state.model) | _flatten_weight_sets(state)
     for name, parameter in state.model.named_parameters():
         for slot, state_value in state.optimizer.state.get(parameter, {}).items():
-            plain_tensors = _split_optimizer_tensor(state_value).items()
-            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": tensor for suffix, tensor in plain_tensors}
+            is_8bit = hasattr(state_value, "qmap")
+            plain_tensors = {f":{n}": getattr(state_value, n) for n in _8BIT_NAMES} if is_8bit else {"": state_value}
+            tensors |= {f"{_OPTIMIZER_PREFIX}{slot}{suffix}.{name}": t for suffix, t in plain_tensors.items()}
     for field_name in _STATEFUL_FIELD_NAMES:
         _extract_tensors(getattr(state, field_name), field_name, tensors)
     return tensors
 
 
 def json_values(state: TrainState) -> dict[str, JsonValue]:
-    """Return the JSON values of a training state: `loop_state` and the states of feed and algorithm. Each tensor is
-    replaced by a JSON object with the tensor's name."""
+    """Return `loop_state` and the states of feed and algorithm as JSON, with a JSON object in place of each tensor."""
     state_by_field = {name: getattr(state, name) for name in _STATEFUL_FIELD_NAMES}
     return state.loop_state | {key: _extract_tensors(value, key, {}) for key, value in state_by_field.items() if value}
 
@@ -83,21 +85,15 @@ def restore_json_values(state: TrainState, saved_values: dict[str, Any], tensors
     state.loop_state = saved_values
 
 
-def allocate_tensors(
-    state: TrainState, saved_metadata: Mapping[str, tuple[torch.Size, torch.dtype]]
-) -> dict[str, Tensor]:
-    """Return the tensors into which this rank loads a checkpoint, by name: those of the model and of its weight
-    sets, and new ones for optimizer, feed and algorithm. `saved_metadata` has shape and dtype of each tensor in
-    the checkpoint. The function is collective: every rank calls it.
-
-    Raises:
-        ModelError: the tensors of checkpoint and model differ in name or shape.
-    """
+def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return the tensors into which this rank loads a checkpoint, by name: those of the model and of its weight sets,
+    and new ones for optimizer, feed and algorithm. `metadata` has shape and dtype of each saved tensor. All ranks
+    call the function. Raise `ModelError` if the tensors of checkpoint and model differ in name or shape."""
     target_tensors = model_tensors(state.model)
     parameters = dict(state.model.named_parameters())
     shapes_by_rank = all_gather_object({name: tensor.shape for name, tensor in target_tensors.items()})
     expected_shapes = {name: shape for shapes in shapes_by_rank for name, shape in shapes.items()}
-    saved_shapes = {name: shape for name, (shape, _) in saved_metadata.items() if name.startswith(_MODEL_PREFIX)}
+    saved_shapes = {name: shape for name, (shape, _) in metadata.items() if name.startswith(_MODEL_PREFIX)}
     if expected_shapes != saved_shapes:
         tensor_names = expected_shapes.keys() | saved_shapes.keys()
         differing_names = sorted(name for name in tensor_names if expected_shapes.get(name) != saved_shapes.get(name))
@@ -109,7 +105,7 @@ def allocate_tensors(
     for field_name in _STATEFUL_FIELD_NAMES:
         _extract_tensors(getattr(state, field_name), field_name, current_tensors)
     weight_set_tensors = _flatten_weight_sets(state)
-    for name, (shape, dtype) in saved_metadata.items():
+    for name, (shape, dtype) in metadata.items():
         parameter = parameters.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
         if name in weight_set_tensors:
             target_tensors[name] = weight_set_tensors[name]
@@ -211,8 +207,8 @@ def _flatten_weight_sets(state: TrainState) -> dict[str, Tensor]:
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonValue:
-    """Return `value` as JSON, with each tensor replaced by an object with its name, which begins with `name`, and add
-    the tensors to `tensors`."""
+    """Return `value` as JSON in which an object with a name, beginning with `name`, replaces each tensor; the tensors
+    are added to `tensors` under these names."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {_TENSOR_KEY: name}
@@ -221,8 +217,7 @@ def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> JsonV
         return {key: _extract_tensors(child_value, f"{name}.{key}", tensors) for key, child_value in value.items()}
     if isinstance(value, (list, tuple)):
         return [_extract_tensors(child_value, f"{name}.{index}", tensors) for index, child_value in enumerate(value)]
-    json_value: JsonValue = value.item() if isinstance(value, np.generic) else value
-    return json_value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -234,23 +229,12 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return [_restore_tensors(child, tensors) for child in value] if isinstance(value, list) else value
 
 
-def _split_optimizer_tensor(state_tensor: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that represent a tensor of optimizer state, by suffix of its slot name. An 8-bit state
-    of torchao has three; any other tensor represents itself, with an empty suffix."""
-    if not hasattr(state_tensor, "qmap"):
-        return {"": state_tensor}
-    return {
-        f":{attribute_name}": getattr(state_tensor, attribute_name) for attribute_name in ("codes", "scale", "qmap")
-    }
-
-
 def _merge_optimizer_slots(slot_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer state of one parameter by slot; 8-bit states are assembled from the tensors of
-    `_split_optimizer_tensor`."""
+    """Return the optimizer state of one parameter by slot; 8-bit states are assembled from their plain tensors."""
     merged_slots = {slot: tensor for slot, tensor in slot_tensors.items() if ":" not in slot}
     for slot in [name.removesuffix(":codes") for name in slot_tensors if name.endswith(":codes")]:
         state_class = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
-        codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in ("codes", "scale", "qmap"))
+        codes, code_scales, qmap = (slot_tensors[f"{slot}:{name}"] for name in _8BIT_NAMES)
         # Move the other tensors to the device of `codes`, which is that of the parameter: torchao does not move them.
         code_scales, is_signed = code_scales.to(codes.device), bool(qmap.min() < 0)
         merged_slots[slot] = state_class(codes, code_scales, qmap.to(codes.device), is_signed, torch.float32)

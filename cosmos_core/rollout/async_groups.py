@@ -26,8 +26,7 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 _POLL_SECONDS = 0.5
 
 StepStatus = Literal["waiting", "stale", "whole"]
-"""Status of a step's groups: all are scored (`whole`), some are missing (`waiting`), or an engine has no weights
-(`stale`)."""
+"""Status of a step's groups: all are scored (`whole`), some are missing, or an engine has no weights (`stale`)."""
 
 
 @dataclass
@@ -182,8 +181,7 @@ class AsyncGroupSource:
         return kept_groups, sampled_groups
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request the groups at `positions` again if their weights are too old for train step `step`, but not before
-        the engines have weights that are new enough."""
+        """Request groups whose weights are too old for train step `step` again, once the engines' are new enough."""
         if self.engine_fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.
@@ -268,8 +266,7 @@ class AsyncGroupSource:
 def prompts_by_position(
     get_step_prompts: Callable[[int], Sequence[Any]], num_groups: int, num_steps: int
 ) -> Callable[[int, int], list[Any]]:
-    """Return a function `(position, count)` that returns prompts in the order of the data. `get_step_prompts` returns
-    the `num_groups` prompts of a train step."""
+    """Return a function `(position, count)` that returns prompts in the order of the data, from those of each step."""
 
     def take_prompts(start_position: int, num_prompts: int) -> list[Any]:
         end_position = min(start_position + num_prompts, num_steps * num_groups)

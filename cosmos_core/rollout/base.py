@@ -36,16 +36,13 @@ the LoRA factors, because the engine has the base weights; `shared`: no weights,
 
 @dataclass(frozen=True)
 class EngineDenoiser:
-    """The trainer's denoiser, with which the engine of a diffusion model samples, and a function that selects the
-    weights of the denoiser."""
+    """The trainer's denoiser, with which the engine of a diffusion model samples, and a choice of its weights."""
 
     model: "DiffusionModel"
     predict_velocity: Callable[..., Tensor]
-    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity of the trainer's denoiser,
-    which is 0 in conditioning frames."""
+    """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity, 0 in conditioning frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
-    """Function that returns a context manager in which the denoiser uses the weights of a name, such as `policy`,
-    without dropout and gradients."""
+    """Function from a name, such as `policy`, to a context manager with its weights, no dropout and no gradients."""
     device: torch.device
     mesh: Mesh | None = None
     null_text: dict[str, Tensor] = field(default_factory=dict)
@@ -102,8 +99,7 @@ class LoadReceipt:
 
 
 class Engine(Protocol):
-    """Rollout engine: takes token ids, returns token ids and their log-probabilities, and never changes global random
-    state.
+    """Rollout engine: maps token ids to token ids and their log-probabilities, and never changes global random state.
 
     A user-defined engine (`rollout.backend = "file.py:Class"`) is a class with these members, constructed with one
     `EngineSettings`. With several ranks, each has an engine. An engine in a separate process may also have `step()`,
@@ -120,34 +116,25 @@ class Engine(Protocol):
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> None:
         """Request `sampling.num_completions` completions of each prompt, also while earlier requests are in flight.
         Raise `DataError` if a prompt has the maximum length, and `ConfigError` for unsupported sampling settings."""
-        ...
 
     def completed(self) -> list[Group]:
-        """Wait until a group is complete, and return all complete groups that were not returned before, in any order;
-        the list is empty if no request is in flight."""
-        ...
+        """Wait until a group is complete, and return all new complete groups; none if no request is in flight."""
 
     def load_weights(self, version: int, buckets: Iterable[Bucket]) -> LoadReceipt:
         """Replace all weights, bucket by bucket, and clear all caches. Completions in flight continue with the new
         weights in a new segment. Raise `StageFailed` if a tensor is missing or unknown to the model."""
-        ...
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability at temperature 1 of each token after the first, given the tokens before it."""
-        ...
 
     def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release accelerator memory until `wake`. Level 2 also releases the weights, so new weights must be loaded
-        before the next submission."""
-        ...
+        """Release accelerator memory until `wake`; level 2 releases also the weights, until new ones are loaded."""
 
     def wake(self) -> None:
         """Reallocate the memory that `sleep` released, so that the engine can generate again."""
-        ...
 
     def close(self) -> None:
         """Free all resources; the engine cannot be used again."""
-        ...
 
 
 class EngineWrapper:
@@ -245,8 +232,7 @@ def completion(  # noqa: PLR0913 - one parameter per property of a completion
     vision: ImageReader | None = None,
 ) -> Completion:
     """Return a completion of one turn; `vision` truncates it before the first image placeholder token.
-    `earlier_versions` has a pair for each earlier weight version: the number of tokens when it was replaced, and the
-    version."""
+    `earlier_versions` has pairs as in `UnfinishedGroup`."""
     if vision is not None and (num_text_tokens := vision.num_tokens_before_images(token_ids)) < len(token_ids):
         token_ids, logprobs, ends_with_stop = token_ids[:num_text_tokens], logprobs[:num_text_tokens], False
     segments, start = [], 0
@@ -271,8 +257,7 @@ class UnfinishedGroup:
     step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     earlier_versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each completion, a pair for each earlier weight version: the number of tokens when it was replaced, and the
-    version."""
+    """For each completion and earlier weight version: the number of tokens when it was replaced, and the version."""
 
     def to_group(self) -> Group | None:
         """Return the group if all its completions are finished, else None."""
@@ -306,8 +291,7 @@ class WeightReceiver:
             yield bucket
 
     def acknowledge(self, version: int) -> LoadReceipt:
-        """Return the receipt after the last tensor; raise a `StageFailed` if the tensor names differ from those of
-        earlier loads."""
+        """Return the receipt after the last tensor; raise a `StageFailed` if earlier loads had other tensor names."""
         self._expected_names = self._expected_names or frozenset(self._received_names)
         if missing_names := self._expected_names - self._received_names:
             raise StageFailed(f"weight sync: {len(missing_names)} tensors did not come, such as {min(missing_names)}")

@@ -4,8 +4,6 @@ At a small learning rate, an optimizer step changes few weights by as much as ha
 words with their positions are then much smaller than the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +30,7 @@ class ChangedWords(NamedTuple):
 
 
 def find_changed_words(old_data: ByteArray, new_data: ByteArray) -> ChangedWords | None:
-    """Return the words of `new_data` that differ from `old_data`; None if too many words differ, or if the arrays have
-    different sizes or an odd number of bytes."""
+    """Return the words of `new_data` that differ from `old_data`; None if too many do, or sizes are unequal or odd."""
     if old_data.size != new_data.size or new_data.size % 2:
         return None
     new_words = new_data.view(np.uint16)

@@ -1,8 +1,7 @@
 """Pool of rollout engines in separate processes, and the thread of the first rank that communicates with the engines.
 
 The thread sends prompts to the least loaded engines, collects groups, kills engines that hang, and reassigns requests
-of dead engines. The process that started an engine restarts it; a restarted engine gets no prompts until it has
-weights.
+of dead engines. The process that started an engine restarts it; it gets no prompts until it has weights again.
 """
 
 import logging
@@ -26,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _OPEN_TIMEOUT_SECONDS = 1200.0
-"""Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only
-engine."""
+"""Time limit for opening an engine, which may read a large model from a slow disk, and for restarting the only one."""
 _RETRY_INTERVAL_SECONDS = 0.5
 _MAX_ENGINE_DEATHS = 3
 """Maximum number of times that an engine may die without returning a group; one more death fails the stage."""
@@ -43,15 +41,12 @@ class EngineHandle(Protocol):
     def call(self, method: str, *arguments: Any, shared_value: Any = None, **kwargs: Any) -> Future[Any]:
         """Call a method of the replica; a `ConnectionError` of the returned future means that its process has died.
         `shared_value`, a reference that `put` returned, is the last argument of the method; None: no such argument."""
-        ...
 
     def put(self, value: Any) -> Any:
         """Return a reference to `value`, for the `shared_value` of `call`, so that `value` is transferred only once."""
-        ...
 
     def kill(self) -> None:
         """Kill the replica's process, which the process manager then restarts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -136,10 +131,11 @@ class EnginePool:
             raise self._thread_error
 
     def request(
-        self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool, version: int | None = None
+        self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
     ) -> Future[Group]:
         """Request one group, from any thread; an urgent request is queued before all other requests. The future raises
-        `WeightsUnavailable` if no engine has `version`, the required version of the weights, any more."""
+        `WeightsUnavailable` if no engine has `version`, the required version of the weights, any more; the caller must
+        not load other weights before the group is done."""
         request = _Request(prompt, sampling, step, Future(), version)
         with self.lock:
             if self._thread_error is not None:

@@ -1,7 +1,6 @@
 """Several rollout engines in separate processes, as one engine that generates while the ranks train.
 
-Only the first rank communicates with the engines (`engine_pool`). The other ranks take part in collective operations:
-gathering weights, and waiting.
+Only the first rank communicates with the engines (`engine_pool`). Other ranks take part in gathering weights, and wait.
 """
 
 import logging
@@ -30,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineFleet:
-    """`Engine` that consists of several engines. All ranks call its methods together, except `request`, `needs_weights`
-    and `raise_thread_error`."""
+    """`Engine` of several engines; all ranks call it, except `request`, `needs_weights` and `raise_thread_error`."""
 
     weight_format: WeightFormat
     ranks_per_engine = 1
@@ -52,12 +50,12 @@ class EngineFleet:
         `get_handles` returns the current engines, which may change. `max_groups`: maximum number of groups in flight in
         one engine. An engine without a forward pass for `timeout_seconds` is killed. `weight_sync_mode`: value of
         `rollout.async_r2r_sync`. With `sleeps_in_training`, engines share the trainer's GPUs and sleep during training.
-        `weight_transfer` sends weights by NCCL or CUDA IPC, or only the values that changed; None: all weights are
-        copied through host memory.
+        `weight_transfer` sends weights by NCCL or CUDA IPC, or only changed values; None: all through host memory.
         """
         self._weight_sync_mode, self._sleeps_in_training = weight_sync_mode, sleeps_in_training
         self._weight_transfer, self._send_heartbeat = weight_transfer, send_heartbeat
         self._pool = EnginePool(get_handles, max_groups, timeout_seconds, send_heartbeat)
+        self.request, self.raise_thread_error = self._pool.request, self._pool.raise_thread_error
         self._submissions: list[tuple[Prompt, Future[Group]]] = []
         self._loads_only_new = False
         self.has_new_engine = False
@@ -75,13 +73,6 @@ class EngineFleet:
         self._raise_on_all_ranks(error_record)
         self.name = f"{name}, in processes of their own"
 
-    def request(
-        self, prompt: Prompt, sampling: Sampling, step: int, *, is_urgent: bool = False, version: int | None = None
-    ) -> Future[Group]:
-        """Request one group, ahead of waiting requests if urgent; call this on the first rank only, in any thread.
-        `version`: see `EnginePool.request`; the caller must not load other weights before the group is done."""
-        return self._pool.request(prompt, sampling, step, is_urgent=is_urgent, version=version)
-
     @property
     def needs_weights(self) -> bool:
         """Return whether an engine has no weights yet and so cannot be sent prompts."""
@@ -96,10 +87,6 @@ class EngineFleet:
     def num_restarts(self) -> int:
         """Return the number of engines that died or hung since the start."""
         return self._pool.num_restarts
-
-    def raise_thread_error(self) -> None:
-        """Raise the error that ended the communication thread, if any."""
-        self._pool.raise_thread_error()
 
     @contextmanager
     def loading_new_engines(self) -> Iterator[None]:
@@ -160,8 +147,7 @@ class EngineFleet:
         return next(iter(self.logprobs_per_engine(token_ids)))
 
     def logprobs_per_engine(self, token_ids: Sequence[int], version: int | None = None) -> list[list[float]]:
-        """Return the log-probabilities of `token_ids` from each engine whose weights have the version `version`;
-        None: from all engines."""
+        """Return the log-probabilities of `token_ids` from each engine with weights of `version`; None: from all."""
         logprobs: list[list[float]] = []
         if is_first_rank():
             engines = [engine for engine in self._pool.loaded_engines() if version in {None, engine.version}]
@@ -202,11 +188,10 @@ class EngineFleet:
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_submissions(self) -> tuple[list[Group] | None, tuple[str, str] | None, bool]:
-        """Return the submitted groups (None if some are not complete), the error of an engine (None if there is none),
-        and whether an engine has no weights."""
+        """Return the submitted groups (None: some are missing), an engine's error, and whether one has no weights."""
         try:
             wait([future for _, future in self._submissions], POLL_SECONDS, FIRST_EXCEPTION)
-            self._pool.raise_thread_error()
+            self.raise_thread_error()
             self._send_heartbeat()
             groups = [future.result() for _, future in self._submissions if future.done()]
             if len(groups) < len(self._submissions):

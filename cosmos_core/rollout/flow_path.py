@@ -6,8 +6,6 @@ The velocity is evaluated at exactly the noise levels of the table, as in traini
 Shapes: B samples, N steps, dots for the dimensions of a latent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -51,20 +49,18 @@ class SamplingPath:
 
     def to_diffusion_sample(self, sample_index: int, pixels: Tensor, sigmas_N: Tensor, version: int) -> DiffusionSample:
         """Return sample `sample_index` of the batch as a `DiffusionSample`."""
-
-        def stack_steps(step_tensors: Sequence[Tensor]) -> Tensor | None:
-            return torch.stack([tensor[sample_index] for tensor in step_tensors]) if step_tensors else None
-
         logprobs = tuple(log_prob[sample_index].item() for log_prob in self.log_probs)
         num_conditioning_frames = 0 if self.num_conditioning_B is None else int(self.num_conditioning_B[sample_index])
-        tensors_by_field = (self.latents_before, self.latents_after, self.transition_means)
-        latents_before, latents_after, transition_means = map(stack_steps, tensors_by_field)
+        latents_before, latents_after, transition_means = (
+            torch.stack([tensor[sample_index] for tensor in step_tensors]) if step_tensors else None
+            for step_tensors in (self.latents_before, self.latents_after, self.transition_means)
+        )
         final_latents, sigmas = self.latents[sample_index].clone(), tuple(sigmas_N.tolist())
         transition_fields = (self.steps, latents_before, latents_after, transition_means, logprobs)
         return DiffusionSample(pixels, final_latents, sigmas, version, *transition_fields, num_conditioning_frames)
 
 
-def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
+def get_noise_levels(model: "DiffusionModel", sampling: FlowSampling) -> Tensor:
     """Return the noise levels of `sampling.schedule` or, if it is empty, of the scheduler of the diffusion pipeline."""
     if not sampling.schedule:
         return model.set_scheduler_timestep(sampling.num_steps)
@@ -72,8 +68,7 @@ def get_noise_levels(model: DiffusionModel, sampling: FlowSampling) -> Tensor:
 
 
 def stochastic_steps(sampling: FlowSampling, seed: int, step: int) -> range:
-    """Return the sampling steps that are stochastic in train step `step`. The last sampling step is never stochastic,
-    because its noise would remain in the sample."""
+    """Return the stochastic sampling steps of train step `step`, never the last, whose noise would remain."""
     last_sampling_step, step_window = sampling.num_steps - 1, sampling.window
     if not sampling.stochastic_solver:
         return range(0)

@@ -1,8 +1,7 @@
 """Rollout engine of diffusion models: samples images and videos of prompts with the trainer's denoiser.
 
 Samples of all prompts and completions form one batch, which is distributed over the data-parallel ranks sample by
-sample, so that each rank calls a sharded denoiser equally often. A completion depends only on the weights, its prompt
-and its seed.
+sample, so that each rank calls a sharded denoiser equally often. Weights, prompt and seed determine a completion.
 """
 
 from collections.abc import Callable, Iterable, Sequence

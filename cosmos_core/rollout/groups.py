@@ -33,20 +33,15 @@ class GroupSource(Protocol):
     @property
     def is_exhausted(self) -> bool:
         """Return whether the source has no more groups."""
-        ...
 
     def next_groups(self, step: int, num_groups: int | None = None) -> tuple[list[ScoredGroup], dict[str, float]]:
-        """Return the groups of train step `step`, counted from 0, and their metrics. `num_groups`: number of groups to
-        return; None: the number that the step needs."""
-        ...
+        """Return the groups of train step `step`, counted from 0, or `num_groups` of them, and their metrics."""
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Return the source's state for a checkpoint, so that no prompt is lost or trained on twice."""
-        ...
 
     def load_state_dict(self, state: dict[str, JsonValue]) -> None:
         """Restore the state that `state_dict` returned."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -146,8 +141,7 @@ class GroupFilter:
     """Filter of dynamic sampling (DAPO, arXiv 2503.14476), which drops groups whose completions have equal rewards."""
 
     metrics: Sequence[str] = ()
-    """Names of reward metrics that must differ between the completions of a group; if its rewards report none of them,
-    the total reward must differ."""
+    """Names of reward metrics of which one must differ within a group; if it has none of them, the total reward."""
     max_retries: int = 0
     """Maximum number of further rounds of generation in a train step; 0: generate until the prompts end."""
 

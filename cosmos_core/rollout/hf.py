@@ -72,8 +72,14 @@ class HfEngine(ModuleEngine):
         super().submit(prompts, sampling, step)
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        indices_by_batch_key: dict[tuple[int, int], list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            # Prompts with images must have equally many images and tokens, because with padding the model could not
+            # compute the positions of images; prompts of text must have equally many tokens unless they are padded.
+            padded_length = 0 if self._prompt_batching.has_padding and not prompt.images else len(prompt.token_ids)
+            indices_by_batch_key.setdefault((len(prompt.images), padded_length), []).append(i)
         groups_by_index: dict[int, Group] = {}
-        for indices in _group_into_batches(prompts, self._prompt_batching.has_padding):
+        for indices in indices_by_batch_key.values():
             batch_groups = self._generate_batch([prompts[i] for i in indices], sampling, step)
             groups_by_index |= zip(indices, batch_groups, strict=True)
         return [groups_by_index[i] for i in range(len(prompts))]
@@ -115,9 +121,7 @@ class HfEngine(ModuleEngine):
         input_ids = torch.tensor([list(token_ids)], device=self._model.device)
         model_inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         with self._inference_mode():
-            scorer_outputs = LogprobScorer(self._model)(model_inputs, torch.arange(len(token_ids) - 1))
-            logprobs: list[float] = scorer_outputs["logprobs"].tolist()
-        return logprobs
+            return LogprobScorer(self._model)(model_inputs, torch.arange(len(token_ids) - 1))["logprobs"].tolist()
 
     @contextmanager
     def _inference_mode(self) -> Iterator[None]:
@@ -134,9 +138,7 @@ class HfEngine(ModuleEngine):
             torch.use_deterministic_algorithms(is_deterministic)
             model.train(was_training)
 
-    def _sample(
-        self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, ks: range) -> tuple[Tensor, ...]:
         """Return tokens RT, log-probabilities RT and lengths R; values beyond the length of a row are undefined."""
         device, k = self._model.device, len(ks)
         token_ids = [torch.tensor(prompt.token_ids) for prompt in prompts]
@@ -148,16 +150,16 @@ class HfEngine(ModuleEngine):
         positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
         image_inputs = self._image_inputs(prompts, input_ids_PT)
         cache = self._make_cache()
-        inputs = (
-            {"attention_mask": mask_PT, **image_inputs}
-            if image_inputs
-            else self._prompt_batching.inputs(mask_PT, positions_PT)
-        )
+        inputs = {"attention_mask": mask_PT, **image_inputs}
+        if not image_inputs:
+            inputs = self._prompt_batching.inputs(mask_PT, positions_PT)
         logits_PV = self._forward(input_ids_PT, cache, inputs)
         # One forward pass over the prompt serves all completions of a group, so the rows of the cache are repeated.
         # Unlike the cache's other methods, `reorder_cache` also repeats the states of recurrent layers.
         cache.reorder_cache(torch.arange(len(prompts)).repeat_interleave(k))  # type: ignore[arg-type]
-        new_token_image_inputs = _image_inputs_of_new_tokens(image_inputs, k)
+        # New tokens attend to the same image tiles as the last token of the prompt.
+        tile_masks = {n: mask for n, mask in image_inputs.items() if n == "cross_attention_mask"}
+        new_token_image_inputs = {n: mask[:, -1:].repeat_interleave(k, 0) for n, mask in tile_masks.items()}
         logits_BV, mask_BT = logits_PV.repeat_interleave(k, 0), mask_PT.repeat_interleave(k, 0)
         positions_B = positions_PT[:, -1].repeat_interleave(k)
         is_used_token_BV = _used_token_mask(input_ids_PT, mask_PT, logits_PV.shape[-1]).repeat_interleave(k, 0)
@@ -310,12 +312,6 @@ def _allocate_cache(old_states: Tensor | None, new_states: Tensor, num_allocated
     return cache_buffer
 
 
-def _image_inputs_of_new_tokens(image_inputs: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
-    """Return the image inputs of new tokens, which attend to the same image tiles as the prompt's last token."""
-    name = "cross_attention_mask"
-    return {name: image_inputs[name][:, -1:].repeat_interleave(group_size, 0)} if name in image_inputs else {}
-
-
 def find_cache_argument(model_class: Any) -> str:
     """Return the name under which a model takes a cache; raise ConfigError if it takes none of transformers' caches."""
     argument_names = inspect.signature(model_class.forward).parameters.keys() & {"past_key_values", "cache_params"}
@@ -324,17 +320,6 @@ def find_cache_argument(model_class: Any) -> str:
             f"rollout.backend = 'hf': {model_class.__name__} takes no DynamicCache of transformers; use another family"
         )
     return argument_names.pop()
-
-
-def _group_into_batches(prompts: Sequence[Prompt], supports_padding: bool) -> list[list[int]]:
-    """Return the indices of prompts by batch. A batch has only text, or prompts with equally many images and tokens,
-    because with padding the model could not compute the positions of images. Without `supports_padding`, all prompts
-    of a batch have equally many tokens."""
-    indices_by_batch_key: dict[tuple[int, int], list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        batched_length = len(prompt.token_ids) if prompt.images or not supports_padding else 0
-        indices_by_batch_key.setdefault((len(prompt.images), batched_length), []).append(i)
-    return list(indices_by_batch_key.values())
 
 
 def _load_replica(settings: EngineSettings) -> PreTrainedModel:
@@ -351,9 +336,8 @@ def _load_replica(settings: EngineSettings) -> PreTrainedModel:
 def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return log-probabilities after repetition penalty, temperature, top-k and top-p, in vLLM's order: BV, float32.
 
-    `is_used_token_BV` marks the tokens of the prompt and the completion so far. Their positive logits are divided by
-    the penalty, and their negative logits are multiplied by it (CTRL, arXiv 1909.05858). At temperature 0 only the
-    penalty applies."""
+    `is_used_token_BV` marks the tokens of the prompt and the completion so far, whose positive logits are divided and
+    negative logits multiplied by the penalty (CTRL, arXiv 1909.05858). At temperature 0 only the penalty applies."""
     logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1.0:
         repetition_penalty = sampling.repetition_penalty

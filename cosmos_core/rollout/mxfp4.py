@@ -8,9 +8,7 @@ Shape legend: E experts, I inputs, O outputs, N blocks of a row.
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from cosmos_core.models.quantized_base import quantization_method
 from cosmos_core.rollout.base import Bucket
 
 QUANTIZATION_FORMAT = "mxfp4"
@@ -21,11 +19,6 @@ _LARGEST_EXPONENT = 2
 _EXPONENT_BIAS = 127
 _ROUNDING_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the 4-bit values 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a midpoint is rounded to the even neighbour."""
-
-
-def has_mxfp4(config: PretrainedConfig) -> bool:
-    """Return whether a checkpoint with this config.json stores its experts in MXFP4."""
-    return quantization_method(config) == QUANTIZATION_FORMAT
 
 
 def quantize_bucket(bucket: Bucket) -> Bucket:

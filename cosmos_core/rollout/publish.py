@@ -4,8 +4,6 @@ No rank holds a second copy of the model, and weights are not hashed: the engine
 tensors, and a probe compares log-probabilities. `Engine.load_weights` loads each bucket.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import time
@@ -56,7 +54,7 @@ class WeightPublisher:
     bucket_bytes: int = BUCKET_BYTES
     _probed_sleep_levels: set[int] = field(default_factory=set)
     """Levels of engine sleep after which a weight load was probed; 0: a load without sleep."""
-    _weight_buckets: _WeightBuckets | None = None
+    _weight_buckets: "_WeightBuckets | None" = None
 
     def publish(self, version: int) -> dict[str, float]:
         """Load the current weights into the engine as version `version`, and return metrics. Raise a `StageFailed` if
@@ -124,9 +122,8 @@ def logprob_tolerance(dtype: torch.dtype, transfer_dtype: torch.dtype | None) ->
 
 def make_probe_token_ids(vocab_size: int) -> list[int]:
     """Return a short sequence of token ids, for which trainer and engine compute log-probabilities."""
-    return [
-        (7919 * (i + 1)) % vocab_size for i in range(_NUM_PROBE_TOKENS)
-    ]  # the ids are multiples of a prime, so that they cover the whole embedding table
+    # The ids are multiples of a prime, so that they cover the whole embedding table.
+    return [7919 * (i + 1) % vocab_size for i in range(_NUM_PROBE_TOKENS)]
 
 
 @dataclass
@@ -153,13 +150,18 @@ class _WeightBuckets:
         self, model: PreTrainedModel, full_model: PreTrainedModel | None, weight_format: WeightFormat, bucket_bytes: int
     ) -> None:
         self._model, self._weight_format = model, weight_format
-        group_weights = _group_lora_factors if weight_format == "adapter" else _group_weights_by_module
-        weight_groups = group_weights(full_model or model)
+        complete_model = full_model or model
+        if weight_format == "adapter":  # a group for each LoRA factor, named by its key in the state dict
+            state_dict, name_by_key = complete_model.state_dict(keep_vars=True), keys_without_adapter(complete_model)
+            weight_groups = [_WeightGroup({k: state_dict[k]}, {k: k}) for k, name in name_by_key.items() if not name]
+        else:
+            weight_groups = _group_weights_by_module(complete_model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
         self._groups_by_bucket = _pack_buckets(weight_groups, bucket_bytes if full_model is None else bucket_bytes // 2)
-        max_bucket_bytes = max(sum(group.num_bytes for group in groups) for groups in self._groups_by_bucket)
-        is_sharded = full_model is not None
-        self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bucket_bytes) if is_sharded else None
+        self._gatherer: FullTensorGatherer | None = None
+        if full_model is not None:
+            max_bucket_bytes = max(sum(group.num_bytes for group in groups) for groups in self._groups_by_bucket)
+            self._gatherer = FullTensorGatherer(model.state_dict(keep_vars=True), max_bucket_bytes)
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield the buckets of all weights that the engine loads; each bucket may reuse the memory of the last one."""
@@ -208,12 +210,6 @@ def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
         if name:
             weight_group.key_by_name[name] = tied_key
     return list(group_by_parent_module.values())
-
-
-def _group_lora_factors(full_model: PreTrainedModel) -> list[_WeightGroup]:
-    """Return one group for each factor of the LoRA adapter, named by its key in the state dict."""
-    state_dict, name_by_key = full_model.state_dict(keep_vars=True), keys_without_adapter(full_model)
-    return [_WeightGroup({key: state_dict[key]}, {key: key}) for key, name in name_by_key.items() if not name]
 
 
 def _pack_buckets(weight_groups: Sequence[_WeightGroup], bucket_bytes: int) -> list[list[_WeightGroup]]:

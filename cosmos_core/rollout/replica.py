@@ -31,8 +31,7 @@ _POLL_SECONDS = 0.1
 _MIN_BUCKET_TIMEOUT_SECONDS = 600.0
 """Minimum time limit in seconds for the next bucket of a weight load, in case the trainer has died."""
 _BUCKET_TIMEOUT_FACTOR = 4
-"""Time limit for the next bucket as a multiple of the trainer's engine timeout, because the trainer may wait that long
-for other engines first."""
+"""Time limit for a bucket as a multiple of the trainer's engine timeout, because it may wait for other engines."""
 
 
 class EngineDescription(NamedTuple):
@@ -75,8 +74,7 @@ class _WeightLoad:
     """Whether the command to load the buckets has been queued for the engine's thread."""
 
     def put(self, queue_item: _BucketQueueItem) -> None:
-        """Wait for room in the queue and add an item. Discard it if the load has failed, because the queue has no
-        reader."""
+        """Wait for room in the queue and add an item; discard it if the load has failed and the queue has no reader."""
         while not self.receipt_future.done():
             with suppress(queue.Full):
                 self.buckets.put(queue_item, timeout=_POLL_SECONDS)
@@ -89,8 +87,7 @@ class EngineReplica:
     def __init__(
         self, open_engine: Callable[[Callable[[], None]], Engine], *, should_wait_for_trainer: bool = False
     ) -> None:
-        """Open the engine in a separate thread. `open_engine` gets a heartbeat callback, which the engine calls
-        repeatedly while it generates.
+        """Open the engine in a separate thread. `open_engine` gets a callback that the engine calls while it generates.
 
         With `should_wait_for_trainer`, the engine is opened when the first session begins: vLLM measures the memory
         that the trainer leaves on a GPU, so the trainer must have its model by then.
@@ -181,8 +178,7 @@ class EngineReplica:
 
     def receive_kept_bucket(self, bucket_index: int, bucket: PackedBucket | ChangedWords) -> None:
         """Receive a bucket of the weight load in progress, or its difference from the last load, and keep the bucket
-        in host memory for the difference of the next load. Raise a `ConnectionError` if the process that got the
-        previous load has died."""
+        for the next difference. Raise a `ConnectionError` if the process that got the previous load has died."""
         if isinstance(bucket, ChangedWords):
             if bucket_index not in self._kept_bucket_by_index:
                 raise ConnectionError("the process that got the previous weights has died")

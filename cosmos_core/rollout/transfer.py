@@ -5,8 +5,6 @@
 If a native transfer fails, the host link sends the bucket again and then all later buckets of that version.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -95,7 +93,7 @@ class HostWeightLink:
         """Do nothing, because the link has no memory to release."""
 
     def confirm_weight_load(self) -> None:
-        """Record on the first rank that the engines have loaded all buckets; a host link records nothing."""
+        """Record on the first rank that the engines have loaded all buckets; only `DeltaWeightLink` records it."""
 
 
 class DeltaWeightTransfer:
@@ -110,7 +108,7 @@ class DeltaWeightTransfer:
         self.num_sent_bytes = 0
         """Number of bytes that the last load sent to an engine, if possible to one that had the previous weights."""
 
-    def open_link(self, weight_load: WeightLoad) -> DeltaWeightLink:
+    def open_link(self, weight_load: WeightLoad) -> "DeltaWeightLink":
         """Return the link for one weight load."""
         return DeltaWeightLink(self, weight_load)
 
@@ -160,8 +158,7 @@ class DeltaWeightLink(HostWeightLink):
 
 
 class NativeWeightTransfer:
-    """Connection for weight transfer by NCCL or CUDA IPC, kept between weight loads. If the engines cannot be
-    connected, a load sends the weights through host memory."""
+    """Connection for weight transfer by NCCL or CUDA IPC, kept between loads; without it, loads use host memory."""
 
     def __init__(self, transport: WeightTransport, ranks_per_engine: int) -> None:
         self.transport, self._ranks_per_engine = transport, ranks_per_engine
@@ -171,9 +168,8 @@ class NativeWeightTransfer:
         self.num_failures = 0
         """Number of failures since an engine process was replaced, or since a load that succeeded."""
 
-    def open_link(self, weight_load: WeightLoad) -> HostWeightLink | NativeWeightLink:
-        """Return a link that sends weights directly. If an engine of the load cannot be connected to the ranks, return
-        a link through host memory."""
+    def open_link(self, weight_load: WeightLoad) -> HostWeightLink:
+        """Return a native link, or a link through host memory if an engine of the load cannot be connected."""
         uses_native_transfer = broadcast_object(self._ensure_connection(weight_load) if is_first_rank() else False)
         return NativeWeightLink(self, weight_load) if uses_native_transfer else HostWeightLink(weight_load)
 
@@ -222,17 +218,17 @@ class NativeWeightTransfer:
             raise TransferFailed("an engine did not connect")
 
 
-class NativeWeightLink:
+class NativeWeightLink(HostWeightLink):
     """Sender of buckets by NCCL or CUDA IPC; after a failure, all further buckets go through host memory."""
 
     def __init__(self, native_transfer: NativeWeightTransfer, weight_load: WeightLoad) -> None:
-        self._transfer, self._weight_load, self._host_link = native_transfer, weight_load, HostWeightLink(weight_load)
-        self._has_failed = False
+        super().__init__(weight_load)
+        self._transfer, self._has_failed = native_transfer, False
 
-    def send(self, bucket: Bucket) -> None:
-        """Send a bucket, which is equal on all ranks, to all engines of the weight load."""
+    def send(self, bucket: Bucket, engine_positions: Sequence[int] = ()) -> None:
+        assert not engine_positions
         if self._has_failed:
-            self._host_link.send(bucket)
+            super().send(bucket)
             return
         positions_without_bucket: Sequence[int] = range(len(self._weight_load.processes))
         try:
@@ -246,10 +242,7 @@ class NativeWeightLink:
             self._has_failed = True
             self._transfer.disconnect_after_failure(failure_reason)
             if positions_without_bucket:
-                self._host_link.send(bucket, positions_without_bucket)
-
-    def confirm_weight_load(self) -> None:
-        """Do nothing, because no copy of the weights is kept; see `HostWeightLink.confirm_weight_load`."""
+                super().send(bucket, positions_without_bucket)
 
     def end_weight_load(self) -> None:
         """Release the memory of the link after the last bucket."""

@@ -22,8 +22,7 @@ _MAX_BUFFER_BYTES = (1 << 63) - 1
 
 
 class WeightTransport:
-    """The trainer's end of a transfer engine of vLLM; `stage_bucket`, `broadcast_failure` and `end_weight_load` run on
-    all ranks, other methods on the first rank."""
+    """The trainer's end of a transfer engine of vLLM; the methods run on the first rank unless they say otherwise."""
 
     backend: str
     """Name of the transfer engine in vLLM."""
@@ -40,7 +39,7 @@ class WeightTransport:
         """Connect with the engines, which connect at the same time."""
 
     def stage_bucket(self, bucket: Bucket) -> BucketHeader:
-        """Copy a bucket into the send buffer, and return its header; raise `TransferFailed` if a rank fails."""
+        """Copy a bucket into each rank's send buffer, and return its header; raise `TransferFailed` if a rank fails."""
         raise NotImplementedError
 
     def transmit(self) -> None:
@@ -54,7 +53,7 @@ class WeightTransport:
         """Disconnect from the engines, so that `transmit` returns even if it hangs; call this in any thread."""
 
     def end_weight_load(self) -> None:
-        """Free the send buffer."""
+        """Free the send buffer of each rank."""
         self.send_buffer = None
 
     def stream(self) -> Any:

@@ -56,8 +56,7 @@ class _Conversation:
 
 
 class MultiTurnEngine(EngineWrapper):
-    """Multi-turn `Engine`; `step` and `abort` exist if the wrapped engine has them. After a weight load, conversations
-    continue with the new weights."""
+    """Multi-turn `Engine`, with `step` and `abort` if the wrapped engine has them. Weight loads end no conversation."""
 
     def __init__(self, engine: Any, settings: EngineSettings) -> None:
         super().__init__(engine)
@@ -152,7 +151,14 @@ class MultiTurnEngine(EngineWrapper):
     def _submit_next_turns(self, conversations: Sequence[_Conversation]) -> None:
         """Call the tools that `conversations` request, and submit the next turns of the conversations."""
         tool_calls = [call for conversation in conversations for call in conversation.tool_calls]
-        tool_results = iter(self._call_tools(tool_calls))
+        if self._rank_group is None or not tool_calls:
+            tool_results = iter(self._tool_runner.run_tool_calls(tool_calls))
+        else:  # the first rank of an engine calls the tools for all ranks of the engine
+            first_rank = dist.get_global_rank(self._rank_group, 0)
+            local_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
+            result_fields = [(result.text, result.is_error) for result in local_results]
+            received_fields = exchange.broadcast(result_fields, first_rank, self._rank_group)
+            tool_results = (ToolResult(*values) for values in received_fields)
         prompts_by_submission_key: dict[tuple[Sampling, int], list[tuple[Prompt, int]]] = defaultdict(list)
         for conversation in conversations:
             named_results = [(call.name or "unknown", next(tool_results)) for call in conversation.tool_calls]
@@ -167,15 +173,6 @@ class MultiTurnEngine(EngineWrapper):
             max_turn_tokens = max(num_tokens for _, num_tokens in prompts)
             turn_sampling = replace(sampling, num_completions=1, max_tokens=max_turn_tokens)
             self._engine.submit([prompt for prompt, _ in prompts], turn_sampling, step)
-
-    def _call_tools(self, tool_calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Return the results of tool calls, which the first rank of an engine makes for all ranks of the engine."""
-        if self._rank_group is None or not tool_calls:
-            return self._tool_runner.run_tool_calls(tool_calls)
-        first_rank = dist.get_global_rank(self._rank_group, 0)
-        tool_results = self._tool_runner.run_tool_calls(tool_calls) if rank_number() == first_rank else []
-        result_fields = [(result.text, result.is_error) for result in tool_results]
-        return [ToolResult(*values) for values in exchange.broadcast(result_fields, first_rank, self._rank_group)]
 
     def _next_prompt(self, conversation: _Conversation, results: Sequence[tuple[str, ToolResult]]) -> Prompt | None:
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""

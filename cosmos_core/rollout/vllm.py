@@ -20,6 +20,7 @@ from cosmos_core.data.images import open_image
 from cosmos_core.errors import ConfigError
 from cosmos_core.imports import without_garbage_collection
 from cosmos_core.models.hf import load_config
+from cosmos_core.models.quantized_base import quantization_method
 from cosmos_core.parallel.mesh import is_single_rank
 from cosmos_core.rollout import vllm_process, vllm_ranks
 from cosmos_core.rollout.base import (
@@ -34,7 +35,7 @@ from cosmos_core.rollout.base import (
     request_seed,
     stop_token_ids,
 )
-from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, has_mxfp4, quantize_bucket
+from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, quantize_bucket
 from cosmos_core.rollout.sample_tokens import use_uniform_sampling
 from cosmos_core.rollout.vllm_adapter import open_adapter
 from cosmos_core.rollout.vllm_link import VllmWeightLink
@@ -326,7 +327,7 @@ def check_heads(
 
 def _is_mxfp4_checkpoint(engine_settings: EngineSettings) -> bool:
     revision = getattr(engine_settings.model.config, "_commit_hash", None)
-    return has_mxfp4(load_config(engine_settings.folder, revision))
+    return quantization_method(load_config(engine_settings.folder, revision)) == QUANTIZATION_FORMAT
 
 
 def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """LoRA adapter in vLLM: the engine holds the base weights, and each version of the policy consists of the factors only.
 
-vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. An adapter that
-does not only consist of factors of linear layers (`models.lora.trains_only_linear_factors`) is merged into the weights
-and sent.
+vLLM has one scale for the whole adapter, so the scale of each layer is multiplied into its factor B. An adapter with
+more than factors of linear layers (`models.lora.trains_only_linear_factors`) is merged into the weights that are sent.
 """
 
 import json
@@ -32,8 +31,7 @@ class VllmAdapter:
         state_dict = engine_settings.complete_model.state_dict()
         self.lora_rank = max(len(state_dict[f"{layer}.lora_A.default.weight"]) for layer in self._scale_by_layer)
         self.lora_request: Any = None
-        """Object by which vLLM requests name the adapter; None until a version is loaded, while the policy equals the
-        base weights."""
+        """Object by which vLLM requests name the adapter; None while the policy still equals the base weights."""
 
     @property
     def llm_arguments(self) -> dict[str, Any]:

@@ -5,8 +5,6 @@ vLLM returns log-probabilities of single tokens; the logits are captured in its 
 Shape legend: T positions of a row that predict a token, V vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

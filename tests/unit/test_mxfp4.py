@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cosmos_core.models.hf import load_config, load_model
-from cosmos_core.rollout.mxfp4 import has_mxfp4, quantize_bucket, quantize_experts
+from cosmos_core.models.quantized_base import quantization_method
+from cosmos_core.rollout.mxfp4 import QUANTIZATION_FORMAT, quantize_bucket, quantize_experts
 from tests.unit.test_quantized_base import save_mxfp4
 from tests.unit.tiny_model import save_tiny_model
 
@@ -43,9 +44,9 @@ def test_what_lies_between_two_values_goes_to_the_even_one(between: float, even:
 
 
 def test_a_checkpoint_of_such_experts_is_loaded_as_numbers_that_are_sent_as_they_were(tmp_path: Path) -> None:
-    assert not has_mxfp4(load_config(str(save_tiny_model(tmp_path / "plain"))))
+    assert quantization_method(load_config(str(save_tiny_model(tmp_path / "plain")))) != QUANTIZATION_FORMAT
     packed = load_file(save_mxfp4(tmp_path) / "model.safetensors")
-    assert has_mxfp4(load_config(str(tmp_path)))
+    assert quantization_method(load_config(str(tmp_path))) == QUANTIZATION_FORMAT
     model = load_model(str(tmp_path), dtype=torch.bfloat16)
     again = dict(quantize_bucket([(name, tensor.detach()) for name, tensor in model.state_dict().items()]))
     assert again.keys() == packed.keys() and len(packed) == len(model.state_dict()) + 2
