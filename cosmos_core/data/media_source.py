@@ -21,7 +21,14 @@ from cosmos_core.config.prompt_sets import find_prompt_set, prompt_files, prompt
 from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.images import locate_image
-from cosmos_core.data.media_folders import is_media_folder, list_metadata_files, read_media_folder, read_metas_folder
+from cosmos_core.data.media_files import (
+    find_tar_files,
+    is_media_folder,
+    iterate_tar_items,
+    list_metadata_files,
+    read_media_folder,
+    read_metas_folder,
+)
 from cosmos_core.data.media_items import (
     MEDIA_SUFFIXES,
     VIDEO_SUFFIXES,
@@ -30,7 +37,6 @@ from cosmos_core.data.media_items import (
     make_error_item,
     make_item,
 )
-from cosmos_core.data.media_shards import find_tar_files, iterate_tar_items
 from cosmos_core.data.rows import load_rows
 from cosmos_core.errors import DataError, first_line
 

@@ -147,7 +147,7 @@ def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_ima
     def full(tensors, path):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    parts = ("data.media_pixels._decode_image", "data.media_items.sha256", "data.media_folders.Path.read_text")
+    parts = ("data.media_pixels._decode_image", "data.media_items.sha256", "data.media_files.Path.read_text")
     for part in parts:
         with monkeypatch.context() as patch:
             patch.setattr(f"cosmos_core.{part}", lambda *args, **settings: failing(args))
