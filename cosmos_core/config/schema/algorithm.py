@@ -6,24 +6,21 @@ modules read these declarations rather than the name of the algorithm.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.clean import CleanConfig
 from cosmos_core.config.schema.data_term import DataTermConfig
 from cosmos_core.config.schema.dataset import DatasetConfig, SourceConfig
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.field_metadata import FieldUnit, OmittedIfEmpty, ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import Auto, NameOrImportPath, RowCount
+from cosmos_core.config.schema.value_types import Auto, ClampedInt, NameOrImportPath, RowCount
 from cosmos_core.types import FlowSampling
 
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.diffusers import DiffusersConfig
-
 DEFAULT_MINI_BATCH = 2
-REWARD_TIMEOUT_SECONDS = 10.0
 
 
 class AlgorithmConfig(Table):
@@ -67,7 +64,7 @@ class AlgorithmConfig(Table):
     """Shuffle the rows in another order in each epoch; False: keep the order of the file."""
     dataloader_seed: int | None = None
     """Seed of the order of rows; None: `train.seed`."""
-    dataloader_num_workers: Annotated[int, FieldUnit("processes"), ResultNeutral] = 0
+    dataloader_num_workers: Annotated[ClampedInt, FieldUnit("processes"), ResultNeutral] = 0
     """Number of processes that tokenise rows in the `prepare` stage; 0 or less: one. Images and videos are decoded by
     as many threads; 0 or less: four."""
     dataloader_batch_size: int = 1
@@ -128,21 +125,6 @@ class AlgorithmConfig(Table):
         return None
 
     @property
-    def reward_call_timeout_seconds(self) -> float:
-        """Return the time limit of one call of a reward function, in seconds."""
-        return REWARD_TIMEOUT_SECONDS
-
-    @property
-    def calls_rewards_per_group(self) -> bool:
-        """Return whether a user's own reward functions take all completions of a prompt at once."""
-        return False
-
-    @property
-    def reward_keyword_values(self) -> dict[str, Any]:
-        """Return the table's values that reward functions may take as keyword arguments (`REWARD_PARAMETERS`)."""
-        return {}
-
-    @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
         """Return the settings of dynamic sampling, which replaces groups whose completions have equal rewards: the
         reward metrics to compare (empty: total reward) and the maximum number of rounds (0: no limit); None: off."""
@@ -159,12 +141,7 @@ class AlgorithmConfig(Table):
         number of additional prompts, and maximum number of train steps with prompts in flight (None: unlimited)."""
         return 0, 0, None
 
-    @property
-    def reward_env_names(self) -> tuple[str, ...]:
-        """Return the names of additional environment variables that processes of reward functions receive."""
-        return ()
-
-    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling | None:
+    def flow_sampling_settings(self, diffusers_config: DiffusersConfig) -> FlowSampling | None:
         """Return the settings for sampling rollouts from a diffusion model; None: no rollouts, or rollouts of text."""
         return None
 
@@ -177,11 +154,6 @@ class AlgorithmConfig(Table):
     def auxiliary_model_names(self) -> tuple[str, ...]:
         """Return the names of the models that the algorithm needs in addition to the policy, such as `reference`."""
         return ()
-
-    @field_validator("dataloader_num_workers")
-    @classmethod
-    def _replace_negative_worker_count(cls, worker_count: int) -> int:
-        return max(0, worker_count)
 
     @field_validator("dataloader_prefetch_factor")
     @classmethod

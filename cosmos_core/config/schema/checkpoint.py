@@ -50,9 +50,8 @@ class CheckpointConfig(Table):
         """Return the URLs to which a model is published, by the suffix (`s3` or `hub`) of the upload stage's name. Only
         the last model of a pipeline (`is_last_model`) is published on the Hub."""
         hub_url = f"hub://{self.hf_repo_name}" if self.upload_hf and is_last_model else ""
-        return {
-            stage_suffix: url for stage_suffix, url in {"s3": self.s3_url(*path_parts), "hub": hub_url}.items() if url
-        }
+        urls_by_suffix = {"s3": self.s3_url(*path_parts), "hub": hub_url}
+        return {stage_suffix: url for stage_suffix, url in urls_by_suffix.items() if url}
 
     @field_validator("max_keep")
     @classmethod
@@ -76,7 +75,6 @@ class CheckpointConfig(Table):
                 f"{self.save_freq_in_epoch}) is"
             )
         if self.upload_s3 and not self.s3_bucket:
-            raise ValueError(
-                f"upload_s3 = {self.upload_s3!r} needs s3_bucket; name the bucket or set upload_s3 = false"
-            )
+            remedy_text = "name the bucket or set upload_s3 = false"
+            raise ValueError(f"upload_s3 = {self.upload_s3!r} needs s3_bucket; {remedy_text}")
         return self

@@ -80,9 +80,8 @@ class RowsConfig(Table):
         rows_key = next((key for key, dataset in stage.recipe.datasets.items() if dataset is self), "dataset")
         if self.keep and stage.recipe.policy.is_diffusers:
             yield f"{rows_key}.keep: only prompts of text have pass rates; leave it out for a diffusion model"
-        if (folder := getattr(self, "local_dir", "")) and not (
-            stage.recipe.policy.is_diffusers or is_user_code(self.name)
-        ):
+        folder, is_diffusion_model = getattr(self, "local_dir", ""), stage.recipe.policy.is_diffusers
+        if folder and not (is_diffusion_model or is_user_code(self.name)):
             yield f"{rows_key}.local_dir = {folder!r}: only diffusion models read it; name the rows in {rows_key}.name"
         if self.pass_rates and not stage.recipe.train.train_policy.has_rollouts:
             yield f"{rows_key}.pass_rates: the rates of prompts to complete (RL); rows to learn have a column pass_rate"

@@ -1,13 +1,13 @@
 """`[policy.diffusers]`: text encoders, noise levels, sizes of images and videos, and sampling of a diffusion model."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cosmos_core.config.schema.field_metadata import FieldUnit
 from cosmos_core.config.schema.flow_sampling import FlowRLConfig, SampleConfig
 from cosmos_core.config.schema.lora import LoraConfig
-from cosmos_core.config.schema.table import Table, check_bounds_order
+from cosmos_core.config.schema.table import Table, bounds_validator
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -67,7 +67,4 @@ class DiffusersConfig(Table):
     flow_rl: FlowRLConfig = FlowRLConfig()
     """Settings of FlowGRPO and DDRL."""
 
-    @model_validator(mode="after")
-    def _check_frame_range(self) -> Self:
-        check_bounds_order(self, "min_given_frames", "max_given_frames")
-        return self
+    _check_frames = bounds_validator("min_given_frames", "max_given_frames")

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.types import FlowSampling
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.diffusers import DiffusersConfig
 
 OLD_POLICY_WEIGHTS = "old"
 """Name of the weights of the old policy, which generates rollouts of DiffusionNFT and follows the trained policy."""
@@ -31,7 +29,7 @@ class DiffusionNftConfig(FlowPolicyConfig):
     def auxiliary_model_names(self) -> tuple[str, ...]:
         return (OLD_POLICY_WEIGHTS, *super().auxiliary_model_names)
 
-    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling:
+    def flow_sampling_settings(self, diffusers_config: DiffusersConfig) -> FlowSampling:
         return replace(super().flow_sampling_settings(diffusers_config), weights_name=OLD_POLICY_WEIGHTS)
 
     def unsupported_setting_errors(self, stage: StageContext) -> Iterator[str]:

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.flow_rl import FlowPolicyConfig
 from cosmos_core.config.schema.flow_sampling import stochastic_step_window
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.types import FlowSampling
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.diffusers import DiffusersConfig
 
 
 class FlowGrpoConfig(FlowPolicyConfig):
@@ -29,7 +27,7 @@ class FlowGrpoConfig(FlowPolicyConfig):
     epsilon_high: float = 1e-4
     """Upper clip range: probability ratios are clipped above at 1 + `epsilon_high`; negative: no upper clip."""
 
-    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling:
+    def flow_sampling_settings(self, diffusers_config: DiffusersConfig) -> FlowSampling:
         flow_sampling, flow_rl = super().flow_sampling_settings(diffusers_config), diffusers_config.flow_rl
         steps = range(flow_sampling.num_steps - 1)
         return replace(

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
+from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.flow_sampling import STOCHASTIC_SOLVERS
 from cosmos_core.config.schema.grpo import GrpoConfig
 from cosmos_core.config.schema.table import StageContext
 from cosmos_core.config.schema.value_types import Fraction
 from cosmos_core.types import FlowSampling
-
-if TYPE_CHECKING:
-    from cosmos_core.config.schema.diffusers import DiffusersConfig
 
 _TEXT_ROW_KEYS = ("prompt_column_name", "system_prompt", "data_packer")
 """Keys of `train.train_policy`, outside of `GrpoConfig`, that determine how rows of text are read."""
@@ -55,12 +53,11 @@ class FlowPolicyConfig(GrpoConfig):
     @classmethod
     def _require_one_mu_iteration(cls, mu_iterations: int) -> int:
         if mu_iterations != 1:
-            raise ValueError(
-                f"mu_iterations = {mu_iterations}: rollouts of diffusion models are learned once; set it to 1"
-            )
+            reason = "rollouts of diffusion models are learned once"
+            raise ValueError(f"mu_iterations = {mu_iterations}: {reason}; set it to 1")
         return mu_iterations
 
-    def flow_sampling_settings(self, diffusers_config: "DiffusersConfig") -> FlowSampling:
+    def flow_sampling_settings(self, diffusers_config: DiffusersConfig) -> FlowSampling:
         """Return the sampler settings with which rollouts of images and videos are generated."""
         sampler_config, flow_rl = diffusers_config.sample, diffusers_config.flow_rl
         has_stochastic_steps = sampler_config.solver in STOCHASTIC_SOLVERS and not sampler_config.deterministic_sampling
@@ -128,6 +125,5 @@ class FlowPolicyConfig(GrpoConfig):
         unused_keys |= set() if self.variant in {"grpo", "dapo"} else {"variant"}
         for name in sorted(self.model_fields_set & unused_keys & set(GrpoConfig.model_fields)):
             if getattr(self, name) != GrpoConfig.model_fields[name].default:
-                yield (
-                    f"train.train_policy.{name} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"
-                )
+                key = f"train.train_policy.{name}"
+                yield f"{key} has no meaning with trainer_type = {self.trainer_type!r}; leave it out"

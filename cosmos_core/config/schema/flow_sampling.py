@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, FieldUnit
-from cosmos_core.config.schema.table import Table, check_bounds_order
+from cosmos_core.config.schema.table import Table, bounds_validator
 from cosmos_core.config.schema.value_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from cosmos_core.types import StepWindow
 
@@ -81,13 +81,13 @@ class FlowRLConfig(Table):
     """Compute the diffusion loss on real clips at the rollout's noise level and with its noise; False: noise level and
     noise are sampled as in SFT."""
 
+    _check_frames = bounds_validator("min_conditional_frames", "max_conditional_frames")
+
     @model_validator(mode="after")
-    def _check_frame_and_window_ranges(self) -> Self:
-        check_bounds_order(self, "min_conditional_frames", "max_conditional_frames")
+    def _check_window_range(self) -> Self:
         if self.window_size and self.window_range and self.window_range[1] - self.window_range[0] < self.window_size:
-            raise ValueError(
-                f"window_range = {list(self.window_range)} has no room for window_size = {self.window_size}"
-            )
+            window_range = list(self.window_range)
+            raise ValueError(f"window_range = {window_range} has no room for window_size = {self.window_size}")
         return self
 
 

@@ -241,39 +241,32 @@ class GrpoConfig(RlConfig):
         return self.rollout_correction not in {"", "none"}
 
     @model_validator(mode="after")
-    def _refuse_second_importance_weight(self, info: ValidationInfo) -> Self:
-        """Refuse or switch off a second importance weight if AIPO already weights tokens by policy / rollout policy."""
-        if self.aipo_rho is None or self.aipo_form != "weighted":
-            return self
-        if self._has_rollout_correction:
-            raise ValueError(
-                f"rollout_correction = {self.rollout_correction!r} would weight tokens a second time: aipo_rho weights "
-                f"them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
-            )
-        if self.use_decoupled_loss:
-            conflict_text = "aipo_rho weights tokens by policy / rollout policy already"
-            add_notice(info, f"train.train_policy.use_decoupled_loss: false, because {conflict_text}")
-            return self.copy_with(use_decoupled_loss=False)
-        return self
-
-    @model_validator(mode="after")
-    def _check_combined_losses(self, info: ValidationInfo) -> Self:
+    def _derive_importance_weight_settings(self, info: ValidationInfo) -> Self:
+        """Refuse or switch off a second importance weight if AIPO already weights tokens by policy / rollout policy,
+        and switch on the rollout log-probabilities that the losses with importance weights need."""
+        uses_decoupled_loss = self.use_decoupled_loss
+        if self.aipo_rho is not None and self.aipo_form == "weighted":
+            if self._has_rollout_correction:
+                raise ValueError(
+                    f"rollout_correction = {self.rollout_correction!r} would weight tokens a second time: aipo_rho "
+                    f"weights them by policy / rollout policy; set one of them, or aipo_form = 'clamped'"
+                )
+            if uses_decoupled_loss:
+                conflict_text = "aipo_rho weights tokens by policy / rollout policy already"
+                add_notice(info, f"train.train_policy.use_decoupled_loss: false, because {conflict_text}")
+                uses_decoupled_loss = False
         if self.aipo_rho is not None and self.variant not in {"grpo", "dapo"}:
             variant_key = "train.train_policy.variant"
             add_notice(info, f"{variant_key} = {self.variant!r} has no effect on the loss, because aipo_rho is set")
-        if self.use_decoupled_loss and self.use_rollout_logprobs_for_loss:
+        if uses_decoupled_loss and self.use_rollout_logprobs_for_loss:
             raise ValueError(
                 "use_decoupled_loss and use_rollout_logprobs_for_loss exclude each other: one recomputes the old "
                 "log-probabilities, the other takes those of the rollouts; set one of them to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _enable_rollout_logprobs(self) -> Self:
-        """Switch on the rollout log-probabilities that the losses with importance weights need."""
-        if self.use_decoupled_loss:
+        if uses_decoupled_loss:
             return self.copy_with(rollout_as_token_ids=True, collect_rollout_logprobs=True)
-        return self.copy_with(collect_rollout_logprobs=True) if self.use_rollout_logprobs_for_loss else self
+        table = self.copy_with(use_decoupled_loss=False) if self.use_decoupled_loss else self
+        return table.copy_with(collect_rollout_logprobs=True) if self.use_rollout_logprobs_for_loss else table
 
     @property
     def supervised_rows(self) -> DataTermConfig | None:

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from cosmos_core.config.schema.field_metadata import ReferenceKind, ResultNeutral
 from cosmos_core.config.schema.table import StageContext, Table
@@ -39,9 +39,9 @@ class LoraConfig(Table):
     """Scale the output of the adapters by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
     modules_to_save: StringList | None = None
     """Suffixes of the names of modules that are trained fully; None: no modules."""
-    alpha_pattern: dict[str, PositiveFloat] | None = None
+    alpha_pattern: Annotated[dict[str, PositiveFloat] | None, AfterValidator(check_regular_expressions)] = None
     """Alpha by a regular expression of module names; None: `lora_alpha` for all modules."""
-    r_pattern: dict[str, PositiveInt] | None = None
+    r_pattern: Annotated[dict[str, PositiveInt] | None, AfterValidator(check_regular_expressions)] = None
     """Rank by a regular expression of module names; None: `r` for all modules."""
     init_lora_weights: bool | str = True
     """Initial values of the matrices A and B. True: B starts at zero; false: neither starts at zero; or `gaussian`,
@@ -58,12 +58,6 @@ class LoraConfig(Table):
         if isinstance(target_modules, str) and target_modules != "all-linear":
             raise ValueError(f"target_modules = {target_modules!r} must be 'all-linear' or a list of name fragments")
         return target_modules
-
-    @field_validator("r_pattern", "alpha_pattern")
-    @classmethod
-    def _check_regular_expressions(cls, patterns: dict[str, Any] | None) -> dict[str, Any] | None:
-        check_regular_expressions(patterns or ())
-        return patterns
 
     @field_validator("init_lora_weights")
     @classmethod

@@ -14,27 +14,32 @@ class ParallelismConfig(Table):
     """A device mesh: pp x dp_replicate x dp_shard x cp x tp ranks; ep reuses dp_shard x cp."""
 
     n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
-    """Number of copies of the whole mesh, each with its own ranks."""
+    """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
+    `dp_replicate_size` and a number of rows that are larger by this factor."""
     tp_size: RankCount = 1
-    """Number of tensor-parallel ranks (Cosmos-RL: 2 by default)."""
+    """Number of tensor-parallel ranks, which split the model by the plan of its class (Cosmos-RL: 2 by default)."""
     cp_size: RankCount = 1
-    """Number of context-parallel ranks, which share one sequence."""
+    """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
+    tokens of a clip."""
     ep_size: RankCount = 1
-    """Number of expert-parallel ranks."""
+    """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
+    these ranks has its own rows."""
     dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
-    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave."""
+    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
+    of this machine's GPUs."""
     pp_size: RankCount = 1
-    """Number of pipeline-parallel ranks."""
+    """Number of pipeline-parallel ranks, each of which has some of the layers."""
     pp_dynamic_shape: bool = False
     """Allow pipeline micro-batches of different lengths."""
     pp_micro_batch_size: Annotated[PositiveInt, FieldUnit("rows")] = 1
-    """Number of rows of one pipeline micro-batch."""
+    """Number of rows of one pipeline micro-batch; the pipeline is synchronised after `mini_batch` rows."""
     dp_replicate_size: RankCount = 1
     """Number of replicas of the sharded group (HSDP)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
-    """Pipeline schedule: the order of forward and backward passes."""
+    """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
+    layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
     pp_layers_per_stage: Annotated[PositiveInt, FieldUnit("layers")] = 2
-    """Number of layers of one virtual stage under `Interleaved1F1B`."""
+    """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time, more messages."""
 
     @field_validator("dp_shard_size")
     @classmethod
@@ -77,32 +82,6 @@ class RolloutParallelismConfig(ParallelismConfig):
 class PolicyParallelismConfig(ParallelismConfig):
     """`[policy.parallelism]`: the device mesh of the trainer; the rows of a train step are distributed over
     dp_replicate x dp_shard ranks."""
-
-    n_init_replicas: Annotated[PositiveInt, FieldUnit("replicas")] = 1
-    """Number of copies of the mesh, each with `train_batch_per_replica` rows per step; equivalent to a
-    `dp_replicate_size` and a number of rows that are larger by this factor."""
-    tp_size: RankCount = 1
-    """Number of tensor-parallel ranks, which split the model by the plan of its class (Cosmos-RL: 2 by default)."""
-    cp_size: RankCount = 1
-    """Number of context-parallel ranks, which share one sequence of packed rows (Ulysses), or with SANA-Video the
-    tokens of a clip."""
-    dp_shard_size: Annotated[int, FieldUnit("ranks")] = 1
-    """Number of ranks that shard the parameters (FSDP); -1: the ranks that the other sizes leave of `pipeline.gpus`, or
-    of this machine's GPUs."""
-    dp_replicate_size: RankCount = 1
-    """Number of replicas of the sharded group (HSDP)."""
-    ep_size: RankCount = 1
-    """Number of ranks, out of dp_shard_size x cp_size, over which the experts of every layer are distributed; each of
-    these ranks has its own rows."""
-    pp_size: RankCount = 1
-    """Number of pipeline-parallel ranks, each of which has some of the layers."""
-    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "Interleaved1F1B"
-    """Pipeline schedule: the order of forward and backward passes. `1F1B` and `GPipe` form one stage from each rank's
-    layers, `Interleaved1F1B` several; `GPipe` keeps the activations of all `mini_batch` rows."""
-    pp_layers_per_stage: Annotated[PositiveInt, FieldUnit("layers")] = 2
-    """Maximum number of layers of a stage under `Interleaved1F1B`: fewer layers mean less idle time, more messages."""
-    pp_micro_batch_size: Annotated[PositiveInt, FieldUnit("rows")] = 1
-    """Number of rows of one pipeline micro-batch; the pipeline is synchronised after `mini_batch` rows."""
 
     def unsupported_axis_errors(self, setting: str, *, allows_tp: bool = False) -> Iterator[str]:
         """Yield an error for each parallel axis above 1 that `setting` excludes, because the setting needs whole layers

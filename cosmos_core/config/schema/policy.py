@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, model_validator
 
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.field_metadata import EnabledBy, ReferenceKind, ResultNeutral
@@ -57,9 +57,9 @@ class PolicyConfig(Table):
     trainable_map: dict[str, bool] | None = None
     """Map from the name of a module or parameter to whether it is trained; an inner name takes precedence over an outer
     name. It applies after the patterns. None: all parameters that the patterns leave."""
-    freeze_pattern: StringList | None = None
+    freeze_pattern: Annotated[StringList | None, AfterValidator(check_regular_expressions)] = None
     """Regular expressions, matched anywhere in a name, of parameters that are not trained; None: no such parameters."""
-    trainable_pattern: StringList | None = None
+    trainable_pattern: Annotated[StringList | None, AfterValidator(check_regular_expressions)] = None
     """Regular expressions of the only parameters that are trained; None: all."""
     enable_liger_kernel: bool = False
     """Use Liger's kernels for norms, rotary embedding and activation, on an NVIDIA GPU; not yet measured on a GPU."""
@@ -92,7 +92,6 @@ class PolicyConfig(Table):
                 )
 
     def _diffusion_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for settings that diffusion models do not support."""
         for axis in ("tp_size", "pp_size", "ep_size") if stage.kind.has_mesh else ():
             if (size := getattr(self.parallelism, axis)) > 1:
                 yield (
@@ -124,12 +123,6 @@ class PolicyConfig(Table):
             )
         if self.lora and self.lora.modules_to_save:
             yield "policy.lora.modules_to_save: diffusers loads adapters alone; leave it out, or train all weights"
-
-    @field_validator("freeze_pattern", "trainable_pattern")
-    @classmethod
-    def _check_regular_expressions(cls, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        check_regular_expressions(patterns or ())
-        return patterns
 
     @model_validator(mode="after")
     def _check_freeze_patterns(self) -> Self:

@@ -1,7 +1,7 @@
 """Recipe: the settings of one training, in the format of Cosmos-RL, and the rules that involve several tables."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -23,9 +23,7 @@ from cosmos_core.config.schema.sample import SampleStageConfig
 from cosmos_core.config.schema.table import Table, add_notice
 from cosmos_core.config.schema.train import TrainConfig, infer_training_type
 from cosmos_core.config.schema.validation import ValidationConfig
-
-if TYPE_CHECKING:
-    from cosmos_core.types import StageKind
+from cosmos_core.types import StageKind
 
 
 class RewardSettings(NamedTuple):
@@ -161,11 +159,11 @@ class Recipe(Table):
         has_teacher = self.distillation.enable and isinstance(self.train.train_policy, RlConfig)
         return self.distillation if has_teacher else None
 
-    def teacher_for_stage(self, stage_kind: "StageKind") -> DistillationConfig | None:
+    def teacher_for_stage(self, stage_kind: StageKind) -> DistillationConfig | None:
         """Return the settings of the teacher if a stage of this kind queries it; None: no teacher."""
         return self.teacher if stage_kind.feed == "rollouts" else None
 
-    def explain_missing_image_support(self, stage_kind: "StageKind") -> str:
+    def explain_missing_image_support(self, stage_kind: StageKind) -> str:
         """Return the reason why a stage of this kind cannot read rows with images; empty if it can."""
         for key in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if (num_axis_ranks := getattr(self.policy.parallelism, key)) > 1:
@@ -190,13 +188,12 @@ class Recipe(Table):
         """Return the settings with which reward functions are called, in training and in validation."""
         train_policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
         keyword_values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
-        return RewardSettings(
-            environment_names=self.reward_env,
-            judge=self.judge,
-            timeout_seconds=train_policy.reward_call_timeout_seconds,
-            keyword_values=keyword_values | train_policy.reward_keyword_values,
-            calls_per_group=train_policy.calls_rewards_per_group,
-        )
+        timeout_seconds, calls_per_group = 10.0, False
+        if isinstance(train_policy, RlConfig):
+            keyword_values["overlong"] = train_policy.overlong_reward.model_dump()
+            timeout_seconds = train_policy.reward_timeout_seconds
+            calls_per_group = train_policy.group_reward_calculation
+        return RewardSettings(self.reward_env, self.judge, timeout_seconds, keyword_values, calls_per_group)
 
     @property
     def uses_judge(self) -> bool:
@@ -207,7 +204,8 @@ class Recipe(Table):
     @property
     def reward_env(self) -> tuple[str, ...]:
         """Return the names of additional environment variables that processes of reward functions receive."""
-        return tuple(dict.fromkeys((*self.train.train_policy.reward_env_names, *self.validation.reward_env)))
+        training_names = getattr(self.train.train_policy, "reward_env", ())
+        return tuple(dict.fromkeys((*training_names, *self.validation.reward_env)))
 
     @property
     def completed_splits(self) -> tuple[str, ...]:
@@ -225,19 +223,14 @@ class Recipe(Table):
     @classmethod
     def _select_sft_algorithm(cls, recipe_values: Any) -> Any:
         """Replace the algorithm `sft` by `diffusion_sft` (flow matching) if the model is a diffusion model."""
-        recipe_tables: dict[str, Any] = recipe_values if isinstance(recipe_values, dict) else {}
+        recipe_tables: Any = recipe_values if isinstance(recipe_values, dict) else {}
         policy, train_table = recipe_tables.get("policy"), recipe_tables.get("train")
-        if not (isinstance(policy, dict) and policy.get("is_diffusers") is True and isinstance(train_table, dict)):
-            return recipe_values
-        policy_table = train_table.get("train_policy")
-        if not isinstance(policy_table, dict):
+        policy_table = train_table.get("train_policy") if isinstance(train_table, dict) else None
+        is_diffusion_model = isinstance(policy, dict) and policy.get("is_diffusers") is True
+        if not (is_diffusion_model and isinstance(policy_table, dict) and infer_training_type(policy_table) == "sft"):
             return recipe_values
         name = policy_table.get("trainer_type", "sft")
-        if (
-            infer_training_type(policy_table) != "sft"
-            or not isinstance(name, str)
-            or not (name == "sft" or ":" in name)
-        ):
+        if name != "sft" and not (isinstance(name, str) and ":" in name):
             return recipe_values
         policy_table = {**policy_table, "type": "sft"}
         algorithm_table: Any = {**policy_table, "trainer_type": "diffusion_sft"}
@@ -259,10 +252,8 @@ class Recipe(Table):
         rows_per_step = train_config.train_batch_per_replica * num_replicas
         change_text = f"dp_replicate_size = {num_dp_replicas}, and a train step has {rows_per_step} rows"
         add_notice(info, f"policy.parallelism.n_init_replicas = {num_replicas}: {change_text}")
-        if isinstance(train_policy, RlConfig) and train_policy.batch_size_per_optimize:
-            train_policy = train_policy.copy_with(
-                batch_size_per_optimize=train_policy.batch_size_per_optimize * num_replicas
-            )
+        if isinstance(train_policy, RlConfig) and (batch_size := train_policy.batch_size_per_optimize):
+            train_policy = train_policy.copy_with(batch_size_per_optimize=batch_size * num_replicas)
         mesh = mesh.copy_with(n_init_replicas=1, dp_replicate_size=num_dp_replicas)
         train_config = train_config.copy_with(train_batch_per_replica=rows_per_step, train_policy=train_policy)
         return self.copy_with(policy=self.policy.copy_with(parallelism=mesh), train=train_config)
@@ -275,20 +266,36 @@ class Recipe(Table):
         return self.copy_with(rollout=self.rollout.copy_with(backend="flow_sampler"))
 
     @model_validator(mode="after")
-    def _check_pipeline_parallelism(self) -> Self:
-        """Refuse settings that pipeline parallelism does not support (Cosmos-RL has the same rules)."""
-        mesh, train_config = self.policy.parallelism, self.train
-        if mesh.pp_size == 1:
-            return self
+    def _check_exclusive_settings(self) -> Self:
+        """Refuse settings that pipeline parallelism, LoRA in RL, or a mixture of data sets does not support. Cosmos-RL
+        has the same rules for pipeline parallelism."""
+        mesh, train_config, train_policy = self.policy.parallelism, self.train, self.train.train_policy
         batch_size = train_config.train_batch_per_replica
         pp_setting_text = f"policy.parallelism.pp_size = {mesh.pp_size}"
-        if batch_size % mesh.pp_micro_batch_size:
+        if mesh.pp_size > 1 and batch_size % mesh.pp_micro_batch_size:
             raise ValueError(
                 f"{pp_setting_text}: train.train_batch_per_replica = {batch_size} must be a multiple of "
                 f"pp_micro_batch_size = {mesh.pp_micro_batch_size}"
             )
-        if train_config.fsdp_offload:
+        if mesh.pp_size > 1 and train_config.fsdp_offload:
             raise ValueError(f"{pp_setting_text} excludes train.fsdp_offload; set train.fsdp_offload = false")
+        has_lora_in_rl = self.policy.lora is not None and isinstance(train_policy, RlConfig)
+        if has_lora_in_rl and not self.policy.is_diffusers and train_config.compile:
+            raise ValueError("policy.lora with GRPO excludes train.compile; set train.compile = false")
+        if has_lora_in_rl and not self.policy.is_diffusers and mesh.tp_size > 1:
+            raise ValueError(
+                f"policy.lora with GRPO excludes policy.parallelism.tp_size = {mesh.tp_size}; set it to 1 and raise "
+                f"dp_shard_size"
+            )
+        if train_policy.datasets and self.policy.is_diffusers:
+            raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
+        is_remote_in_validation = self.validation.use_remote_reward
+        is_remote_in_training = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
+        if is_remote_in_validation is not None and is_remote_in_validation != is_remote_in_training:
+            raise ValueError(
+                f"validation.use_remote_reward = {str(is_remote_in_validation).lower()} must equal "
+                f"train.train_policy.use_remote_reward = {str(is_remote_in_training).lower()}; leave it out to inherit"
+            )
         return self
 
     def should_compile_blocks(self, device: str) -> bool:
@@ -299,20 +306,6 @@ class Recipe(Table):
         if policy.is_diffusers:
             return mesh.cp_size == 1
         return mesh.tp_size == 1 and (policy.lora is None or not isinstance(self.train.train_policy, RlConfig))
-
-    @model_validator(mode="after")
-    def _check_lora_in_rl(self) -> Self:
-        if self.policy.lora is None or not isinstance(self.train.train_policy, RlConfig) or self.policy.is_diffusers:
-            return self
-        if self.train.compile:
-            raise ValueError("policy.lora with GRPO excludes train.compile; set train.compile = false")
-        tp_size = self.policy.parallelism.tp_size
-        if tp_size > 1:
-            raise ValueError(
-                f"policy.lora with GRPO excludes policy.parallelism.tp_size = {tp_size}; set it to 1 and raise "
-                f"dp_shard_size"
-            )
-        return self
 
     @field_validator("train")
     @classmethod
@@ -333,16 +326,3 @@ class Recipe(Table):
         is_remote, remote_reward = validation.use_remote_reward, validation.remote_reward or train_policy.remote_reward
         uses_reward_service = train_policy.use_remote_reward if is_remote is None else is_remote
         return validation.copy_with(use_remote_reward=uses_reward_service, remote_reward=remote_reward)
-
-    @model_validator(mode="after")
-    def _check_datasets_and_remote_rewards(self) -> Self:
-        train_policy, is_remote_in_validation = self.train.train_policy, self.validation.use_remote_reward
-        if train_policy.datasets and self.policy.is_diffusers:
-            raise ValueError("train.train_policy.datasets mixes rows of text; name one data set of media in dataset")
-        is_remote_in_training = isinstance(train_policy, RlConfig) and train_policy.use_remote_reward
-        if is_remote_in_validation is not None and is_remote_in_validation != is_remote_in_training:
-            raise ValueError(
-                f"validation.use_remote_reward = {str(is_remote_in_validation).lower()} must equal "
-                f"train.train_policy.use_remote_reward = {str(is_remote_in_training).lower()}; leave it out to inherit"
-            )
-        return self

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_core.config.schema.field_metadata import FieldUnit, ReferenceKind, ResultNeutral
-from cosmos_core.config.schema.table import Table, check_bounds_order
+from cosmos_core.config.schema.table import Table, bounds_validator
 from cosmos_core.config.schema.value_types import CompletionCount, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -30,10 +30,7 @@ class RewardFunctionConfig(Table):
     def _default_score_key(cls, score_key: str | None, info: ValidationInfo) -> str | None:
         return info.data.get("name") if score_key is None else score_key
 
-    @model_validator(mode="after")
-    def _check_bounds_order(self) -> Self:
-        check_bounds_order(self, "clip_min", "clip_max")
-        return self
+    _check_clip_bounds = bounds_validator("clip_min", "clip_max")
 
     def clip_score(self, score: float) -> float:
         """Return a score clipped to `clip_min` and `clip_max`."""
@@ -78,10 +75,7 @@ class RemoteRewardConfig(Table):
             raise ValueError(f"reward_fns has {repeated_name!r} twice with the same score_key; name it once")
         return functions
 
-    @model_validator(mode="after")
-    def _check_reward_bounds_order(self) -> Self:
-        check_bounds_order(self, "reward_clip_min", "reward_clip_max")
-        return self
+    _check_reward_bounds = bounds_validator("reward_clip_min", "reward_clip_max")
 
     @property
     def metric_names(self) -> dict[RewardFunctionConfig, str]:

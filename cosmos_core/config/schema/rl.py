@@ -143,14 +143,6 @@ class RlConfig(AlgorithmConfig):
         return self.remote_reward if self.use_remote_reward and not self.bypass_reward else None
 
     @property
-    def calls_rewards_per_group(self) -> bool:
-        return self.group_reward_calculation
-
-    @property
-    def reward_keyword_values(self) -> dict[str, Any]:
-        return {"overlong": self.overlong_reward.model_dump()}
-
-    @property
     def dynamic_sampling(self) -> tuple[Sequence[str], int] | None:
         # If `bypass_reward` sets all rewards to 0, do not sample groups again, because the filter would keep no group.
         if self.variant != "dapo" or self.bypass_reward:
@@ -161,14 +153,6 @@ class RlConfig(AlgorithmConfig):
     def rollout_lookahead(self) -> tuple[int, int, int | None]:
         num_extra_prompts = 0 if self.on_policy else max(0, self.outdated_rollout_fetch_batch_size)
         return self.allowed_outdated_steps, num_extra_prompts, self.max_inflight_steps
-
-    @property
-    def reward_env_names(self) -> tuple[str, ...]:
-        return self.reward_env
-
-    @property
-    def reward_call_timeout_seconds(self) -> float:
-        return self.reward_timeout_seconds
 
     def notices(self, stage: StageContext) -> Iterator[str]:
         if self.variant == "dapo" and self.bypass_reward and stage.kind.trains_model:

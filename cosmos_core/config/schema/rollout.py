@@ -199,7 +199,6 @@ class RolloutConfig(Table):
             yield f"{key}: backend 'hf' has the whole model on each rank; set it to 1"
 
     def _temperature_errors(self, stage: StageContext) -> Iterator[str]:
-        """Yield errors for temperatures at which vLLM does not sample."""
         if self.backend != "vllm" or stage.recipe.policy.is_diffusers:
             return
         temperature_by_key = {}

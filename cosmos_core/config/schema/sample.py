@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from cosmos_core.config.schema.field_metadata import EnabledBy, ResultNeutral
-from cosmos_core.config.schema.table import StageContext, Table, check_bounds_order
+from cosmos_core.config.schema.table import StageContext, Table, bounds_validator
 from cosmos_core.config.schema.value_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
@@ -29,10 +29,7 @@ class KeepConfig(Table):
     max_pass_rate: Fraction = 1.0
     """Highest pass rate of a prompt whose completions are kept; below 1, prompts that are too easy are left out."""
 
-    @model_validator(mode="after")
-    def _check_pass_rate_order(self) -> Self:
-        check_bounds_order(self, "min_pass_rate", "max_pass_rate")
-        return self
+    _check_pass_rates = bounds_validator("min_pass_rate", "max_pass_rate")
 
 
 class SampleStageConfig(Table):

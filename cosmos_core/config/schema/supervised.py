@@ -47,7 +47,7 @@ class SupervisedConfig(AlgorithmConfig):
         return {name: each for name, each in set_names.items() if each and (name in default_names[:2] or each != name)}
 
     @model_validator(mode="after")
-    def _refuse_repeated_columns(self) -> Self:
+    def _check_columns_and_load_balancing(self) -> Self:
         prompt_column = getattr(self, "prompt_column_name", "")
         # A resolved recipe sets every key, so a value counts as set by the user only if it is not the default.
         default_conversation_column = type(self).model_fields["conversation_column_name"].default
@@ -56,18 +56,6 @@ class SupervisedConfig(AlgorithmConfig):
                 f"prompt_column_name = {prompt_column!r} and conversation_column_name = "
                 f"{self.conversation_column_name!r} both name what is asked; leave one out"
             )
-        return self
-
-    @property
-    def drops_last_rows(self) -> bool:
-        return self.dataloader_drop_last
-
-    @property
-    def has_token_based_batches(self) -> bool:
-        return self.enable_dp_load_balancing
-
-    @model_validator(mode="after")
-    def _check_load_balancing(self) -> Self:
         if not self.enable_dp_load_balancing:
             return self
         if self.load_balanced_batching_strategy not in {"prefer_first", "prefer_closest"}:
@@ -81,3 +69,11 @@ class SupervisedConfig(AlgorithmConfig):
                 f"at least 1"
             )
         return self
+
+    @property
+    def drops_last_rows(self) -> bool:
+        return self.dataloader_drop_last
+
+    @property
+    def has_token_based_batches(self) -> bool:
+        return self.enable_dp_load_balancing

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from cosmos_core.config.schema.declared import field_definition
@@ -179,12 +179,10 @@ def disabled_settings(table: Table, key_prefix: str = "") -> Iterator[tuple[str,
         value, enabled_by = getattr(table, name), find_metadata(field, EnabledBy)
         if not enabled_by or getattr(table, enabled_by.enabling_field):
             yield from disabled_settings(value, f"{key_prefix}{name}.") if isinstance(value, Table) else ()
-        elif isinstance(value, Table):
-            changed_settings = (
-                _changed_settings(value, f"{key_prefix}{name}.") if name in table.model_fields_set else ()
-            )
-            yield from ((key, nested_value, enabled_by.enabling_field) for key, nested_value in changed_settings)
-        elif table.is_set(name):
+        elif isinstance(value, Table) and name in table.model_fields_set:
+            for key, nested_value in _changed_settings(value, f"{key_prefix}{name}."):
+                yield key, nested_value, enabled_by.enabling_field
+        elif not isinstance(value, Table) and table.is_set(name):
             yield f"{key_prefix}{name}", value, enabled_by.enabling_field
 
 
@@ -192,12 +190,9 @@ def _changed_settings(table: Table, key_prefix: str) -> Iterator[tuple[str, Any]
     """Yield (dotted path, value) of every key below a table that was set to another value than its default."""
     default_table = type(table)()
     for name in type(table).model_fields:
-        value = getattr(table, name)
+        key, value = f"{key_prefix}{name}", getattr(table, name)
         if name in table.model_fields_set and value != getattr(default_table, name):
-            is_nested = isinstance(value, Table)
-            yield from (
-                _changed_settings(value, f"{key_prefix}{name}.") if is_nested else [(f"{key_prefix}{name}", value)]
-            )
+            yield from _changed_settings(value, f"{key}.") if isinstance(value, Table) else [(key, value)]
 
 
 def active_fields(table: Table, key_prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any, bool]]:
@@ -259,7 +254,6 @@ def convert_references(table: TableT, convert_reference_fn: Callable[[ReferenceK
 
 @cache
 def _reference_kinds(table_type: type[Table]) -> dict[str, ReferenceKind]:
-    """Return the kinds of the references that fields of a table hold, by the name of the field."""
     kinds = {name: find_metadata(field, ReferenceKind) for name, field in table_type.model_fields.items()}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
@@ -267,19 +261,22 @@ def _reference_kinds(table_type: type[Table]) -> dict[str, ReferenceKind]:
 def flatten_nonempty_tables(nested_tables: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one flat dict with dotted keys; empty tables are left out."""
     flat_values: dict[str, Any] = {}
-    for key, value in nested_tables.items():
-        is_nested = isinstance(value, Mapping)
-        flat_values |= (
-            flatten_nonempty_tables(value, f"{key_prefix}{key}.") if is_nested else {f"{key_prefix}{key}": value}
-        )
+    for name, value in nested_tables.items():
+        key = f"{key_prefix}{name}"
+        flat_values |= flatten_nonempty_tables(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return flat_values
 
 
-def check_bounds_order(table: Table, lower_field: str, upper_field: str) -> None:
-    """Raise `ValueError` if the field `lower_field` of a table is above its field `upper_field`."""
-    lower_bound, upper_bound = getattr(table, lower_field), getattr(table, upper_field)
-    if lower_bound > upper_bound:
-        raise ValueError(f"{lower_field} = {lower_bound} must not be above {upper_field} = {upper_bound}")
+def bounds_validator(lower_field: str, upper_field: str) -> Any:
+    """Return a validator of a table that refuses a value of `lower_field` above that of `upper_field`."""
+
+    def check_bounds(table: TableT) -> TableT:
+        lower_bound, upper_bound = getattr(table, lower_field), getattr(table, upper_field)
+        if lower_bound > upper_bound:
+            raise ValueError(f"{lower_field} = {lower_bound} must not be above {upper_field} = {upper_bound}")
+        return table
+
+    return model_validator(mode="after")(check_bounds)
 
 
 def short_toml(setting_value: object) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from cosmos_core.config.schema.algorithm import DEFAULT_MINI_BATCH, AlgorithmConfig, find_algorithm_name, policy_types
 from cosmos_core.config.schema.checkpoint import CheckpointConfig
@@ -145,7 +145,7 @@ class TrainConfig(Table):
     fp4: FP4Config = FP4Config()
     """Linear layers in 4-bit floating point, which have no effect."""
 
-    seed: int | None = None
+    seed: Annotated[int | None, AfterValidator(lambda seed: DEFAULT_SEED if seed is None or seed < 0 else seed)] = None
     """Seed of initialisation, order of rows and sampling; None or negative: 42."""
     deterministic: bool = False
     """Use only deterministic kernels; an operation without one is an error. A CPU training on one rank is repeatable
@@ -204,11 +204,6 @@ class TrainConfig(Table):
                 "leave it out"
             )
 
-    @field_validator("seed")
-    @classmethod
-    def _resolve_seed(cls, seed: int | None) -> int:
-        return DEFAULT_SEED if seed is None or seed < 0 else seed
-
     @field_validator("transfer_dtype")
     @classmethod
     def _default_to_master_dtype(cls, transfer_dtype: DType | None, info: ValidationInfo) -> DType | None:
@@ -226,10 +221,9 @@ class TrainConfig(Table):
             and not train_policy.on_policy
             and train_policy.allowed_outdated_steps + 1 < sync_interval
         ):
-            key, min_steps = "train.train_policy.allowed_outdated_steps", sync_interval - 1
-            add_notice(
-                info, f"{key} = {train_policy.allowed_outdated_steps}: {min_steps}, which is sync_weight_interval - 1"
-            )
+            min_steps = sync_interval - 1
+            setting_text = f"train.train_policy.allowed_outdated_steps = {train_policy.allowed_outdated_steps}"
+            add_notice(info, f"{setting_text}: {min_steps}, which is sync_weight_interval - 1")
             train_policy = train_policy.copy_with(allowed_outdated_steps=min_steps)
         return train_policy
 

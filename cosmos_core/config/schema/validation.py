@@ -94,10 +94,9 @@ class ValidationConfig(Table):
                 f"takes the likeliest token; set validation.temperature = 1 and validation.top_k = -1 to draw"
             )
         train_policy = stage.recipe.train.train_policy
-        train_datasets = {
-            key: table.dataset for key, table in train_policy.tables_by_dataset.items() if self.dataset.name
-        }
-        for key, rows in train_datasets.items() if stage.kind.scores and stage.measures_held_out_rows else ():
+        measures_named_rows = self.dataset.name and stage.kind.scores and stage.measures_held_out_rows
+        for key, table in train_policy.tables_by_dataset.items() if measures_named_rows else ():
+            rows = table.dataset
             have_same_folder = getattr(rows, "local_dir", "") == self.dataset.local_dir
             if have_same_folder and rows.model_dump(include=_ROW_KEYS) == self.dataset.model_dump(include=_ROW_KEYS):
                 yield (
@@ -105,10 +104,9 @@ class ValidationConfig(Table):
                     f"rows or another split, or leave it out and hold rows out with test_size"
                 )
         is_default_reward = "reward_function" not in train_policy.model_fields_set and not self.reward_function
-        has_dataset_rewards = (
-            any(table.reward_function for table in train_policy.datasets) and train_policy.validation_rewards
-        )
-        if completes_prompts and self.dataset.name and is_default_reward and has_dataset_rewards:
+        has_dataset_rewards = any(each.reward_function for each in train_policy.datasets)
+        is_scored = completes_prompts and train_policy.validation_rewards
+        if is_scored and self.dataset.name and is_default_reward and has_dataset_rewards:
             yield (
                 f"validation.dataset.name = {self.dataset.name!r}: the rewards of train.train_policy.datasets do not "
                 f"score its rows, but the default of train.train_policy.reward_function; set validation.reward_function"

@@ -1,7 +1,6 @@
 """Types of configuration values that several tables have in common."""
 
 import re
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -13,6 +12,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+ClampedInt = Annotated[int, AfterValidator(lambda number: max(0, number))]
+"""Integer that is replaced by 0 if it is negative."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -42,10 +43,6 @@ TopK = Annotated[int, AfterValidator(_normalise_top_k), FieldUnit("tokens")]
 """Number of most likely tokens from which a token is sampled; -1 or 0: all."""
 
 
-def _as_tuple(string_or_list: Any) -> Any:
-    return ((string_or_list,) if string_or_list else ()) if isinstance(string_or_list, str) else string_or_list
-
-
 def _check_import_path(name: str) -> str:
     if is_import_path(name) and not all(name.rpartition(":")[::2]):
         raise ValueError(f"{name!r} is no import path; write module:thing or path/file.py:thing")
@@ -57,16 +54,16 @@ NameOrImportPath = Annotated[str, Field(min_length=1), AfterValidator(_check_imp
 field of this type has the metadata `ReferenceKind.CODE`."""
 
 StringOrList = Annotated[
-    tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]), Field(strict=False)
+    tuple[str, ...],
+    BeforeValidator(
+        lambda value: tuple(filter(None, [value])) if isinstance(value, str) else value,
+        json_schema_input_type=str | tuple[str, ...],
+    ),
+    Field(strict=False),
 ]
 """One string or a list of strings; an empty string is an empty list."""
 
-
-def _default_to_train_split(split_names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in split_names if name) or ("train",)
-
-
-SplitNames = Annotated[StringOrList, AfterValidator(_default_to_train_split)]
+SplitNames = Annotated[StringOrList, AfterValidator(lambda names: tuple(filter(None, names)) or ("train",))]
 """Names of the splits of a data set; empty: `train`."""
 StringList = Annotated[tuple[str, ...], Field(strict=False)]
 """List of strings."""
@@ -101,10 +98,11 @@ ModelName = Annotated[str, AfterValidator(_require_model_name), ResultNeutral, R
 """Name of a model in a key `model_name_or_path`, such as a folder or a Hub id; an empty name is refused."""
 
 
-def check_regular_expressions(patterns: Iterable[str]) -> None:
-    """Raise ValueError if one of the patterns is not a regular expression."""
-    for pattern in patterns:
+def check_regular_expressions(patterns: Any) -> Any:
+    """Return patterns, or a table with patterns as keys; raise ValueError if one is not a regular expression."""
+    for pattern in patterns or ():
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return patterns
