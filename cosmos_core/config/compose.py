@@ -139,6 +139,15 @@ class Pipeline:
         return without_none({"pipeline": pipeline_table})
 
 
+@contextmanager
+def _shorten_error_messages() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(shorten_message(str(error))) from error
+
+
+@_shorten_error_messages()
 def load_pipeline(
     path: Path, overrides: Sequence[str], stage_kinds: StageKinds, overriding_files: Sequence[Path] = ()
 ) -> Pipeline:
@@ -149,15 +158,13 @@ def load_pipeline(
     `ConfigError` if the configuration has an error; the message has one line and names the file and the key.
     """
     notices: list[str] = []
-    with _shorten_error_messages():
-        parsed_overrides = list(map(parse_override, overrides))  # first: of `--set KEY VALUE` the value is a file
-        root_tables, base_folders = read_config(path, notices, overriding_files)
-        base_folders = [path.parent, *base_folders]
-        return _check_serializable(
-            _compose_pipeline(path, root_tables, parsed_overrides, stage_kinds, notices, base_folders)
-        )
+    parsed_overrides = list(map(parse_override, overrides))  # first: of `--set KEY VALUE` the value is a file
+    root_tables, base_folders = read_config(path, notices, overriding_files)
+    base_folders = [path.parent, *base_folders]
+    return _compose_pipeline(path, root_tables, parsed_overrides, stage_kinds, notices, base_folders)
 
 
+@_shorten_error_messages()
 def append_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: TomlTable, source: Path) -> Pipeline:
     """Return the pipeline with a new stage, and with the stages that the new stage implies, such as a `prepare` stage.
 
@@ -170,26 +177,15 @@ def append_stage(pipeline: Pipeline, stage_table: TomlTable, recipe_tables: Toml
     Raises `ConfigError` if the configuration has an error, as `load_pipeline` does.
     """
     notices: list[str] = []
-    with _shorten_error_messages():
-        pipeline_tables = pipeline.as_toml()
-        recipe_tables = with_current_keys(recipe_tables, f"{source}: stage {stage_table['name']!r}", notices)
-        pipeline_tables["pipeline"].setdefault("stages", []).append({**stage_table, "overrides": recipe_tables})
-        base_folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
-        return _check_serializable(
-            _compose_pipeline(source, pipeline_tables, (), pipeline.stage_kinds, notices, base_folders)
-        )
+    pipeline_tables = pipeline.as_toml()
+    recipe_tables = with_current_keys(recipe_tables, f"{source}: stage {stage_table['name']!r}", notices)
+    pipeline_tables["pipeline"].setdefault("stages", []).append({**stage_table, "overrides": recipe_tables})
+    base_folders = [source.parent] if source.suffix == ".py" else read_config(source, [])[1]
+    return _compose_pipeline(source, pipeline_tables, (), pipeline.stage_kinds, notices, base_folders)
 
 
-@contextmanager
-def _shorten_error_messages() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(shorten_message(str(error))) from error
-
-
-def _check_serializable(pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline unchanged; raise `ConfigError` if a run could not save it as TOML and read it again."""
+def _check_serializable(pipeline: Pipeline) -> None:
+    """Raise `ConfigError` if a run could not save the pipeline as TOML and read it again."""
     resolved_tables = pipeline.as_toml()
     problem_text = describe_unsupported_value(resolved_tables)
     # Estimate the size by `repr` first, because writing the pipeline as TOML takes seven times as long.
@@ -198,7 +194,6 @@ def _check_serializable(pipeline: Pipeline) -> Pipeline:
         problem_text = f"more than {MAX_FILE_BYTES} bytes once it is written out for {len(pipeline.stages)} stages"
     if problem_text:
         raise ConfigError(f"{pipeline.source_path}: {problem_text}")
-    return pipeline
 
 
 def _compose_pipeline(
@@ -215,24 +210,22 @@ def _compose_pipeline(
     if not stage_entries:
         recipe_tables = with_current_algorithm_keys(merge_tables(root_tables, recipe_overrides(parsed_overrides)), [])
         recipe = parse_table(Recipe, recipe_tables, error_prefix=str(path), notices=[])
-        stage_entries = [stage.model_dump(exclude_defaults=True) for stage in _default_stages(recipe, stage_kinds)]
-    stage_names = [stage_entry["name"] for stage_entry in stage_entries if isinstance(stage_entry.get("name"), str)]
-    grouped_overrides = group_overrides(parsed_overrides, stage_names)
+        stage_entries = _default_stage_entries(recipe, stage_kinds)
+    stage_names = [entry["name"] for entry in stage_entries if isinstance(entry.get("name"), str)]
+    pipeline_overrides, stage_overrides = group_overrides(parsed_overrides, stage_names)
     pipeline_settings = {"name": path.stem, **{key: value for key, value in pipeline_table.items() if key != "stages"}}
-    pipeline_settings = merge_tables(pipeline_settings, grouped_overrides.pipeline)
+    pipeline_settings = merge_tables(pipeline_settings, pipeline_overrides)
     pipeline_config = parse_table(PipelineConfig, pipeline_settings, error_prefix=str(path), key_prefix="pipeline")
     stages, recipes, tables_by_stage, recipe_folders = [], {}, {}, {"": list[Path]()}
     for stage_index, stage_entry in enumerate(stage_entries):
         name = stage_entry.get("name")
         error_prefix = f"{path}: stage {name!r}" if isinstance(name, str) else f"{path}: pipeline.stages[{stage_index}]"
-        stage_table = merge_tables(stage_entry, grouped_overrides.stage_entries.get(str(name), {}))
+        stage_table = merge_tables(stage_entry, stage_overrides.get(str(name), {}))
         stage = parse_table(StageConfig, stage_table, error_prefix=error_prefix)
         recipe_values, recipe_folders[stage.recipe] = _read_recipe_file(path, stage, notices)
-        stage_tables = tables_by_stage[stage.name] = merge_tables(
-            merge_tables(root_tables, recipe_values), stage.overrides
-        )
+        tables_by_stage[stage.name] = merge_tables(merge_tables(root_tables, recipe_values), stage.overrides)
         error_prefix = f"{path}: stage {stage.name!r}" + (f" (recipe {stage.recipe})" if stage.recipe else "")
-        recipe_tables = with_current_algorithm_keys(stage_tables, notices)
+        recipe_tables = with_current_algorithm_keys(tables_by_stage[stage.name], notices)
         recipes[stage.name] = parse_table(Recipe, recipe_tables, error_prefix=error_prefix, notices=notices)
         notices += grid_override_notices(parsed_overrides, stage)
         stages.append(stage)
@@ -243,7 +236,9 @@ def _compose_pipeline(
     pipeline = with_expanded_sweeps(_sort_topologically(_with_prepared_data(pipeline)), tables_by_stage)
     pipeline = with_upload_stages(_sort_topologically(pipeline))
     pipeline = _with_absolute_paths(_sort_topologically(pipeline), base_folders, recipe_folders)
-    return with_inherited_settings(pipeline)
+    pipeline = with_inherited_settings(pipeline)
+    _check_serializable(pipeline)
+    return pipeline
 
 
 def _read_stage_entries(path: Path, pipeline_table: Any) -> list[Mapping[str, Any]]:
@@ -268,32 +263,24 @@ def _read_recipe_file(path: Path, stage: StageConfig, notices: list[str]) -> tup
     return recipe_tables, base_folders
 
 
-def _default_stages(recipe: Recipe, kinds: StageKinds) -> tuple[StageConfig, ...]:
-    """Return the stages of a recipe without `[pipeline]`; each stage is named like its kind."""
+def _default_stage_entries(recipe: Recipe, kinds: StageKinds) -> list[Mapping[str, Any]]:
+    """Return `[[pipeline.stages]]` of a recipe without `[pipeline]`; each stage is named like its kind."""
     prepare_kind = _find_stage_kind(kinds, makes="data")
     training_kind = _find_stage_kind(kinds, feed=_sample_source(recipe))
-    rows_reference = f"{STAGE_PREFIX}{prepare_kind}"
-    stages = [
-        StageConfig(name=prepare_kind, kind=prepare_kind),
-        StageConfig(name=training_kind, kind=training_kind, after=(prepare_kind,), data=rows_reference),
-    ]
-    model_stage_settings: TomlTable = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
+    rows: TomlTable = {"data": f"{STAGE_PREFIX}{prepare_kind}"}
+    model_settings = {"after": (training_kind,), "model": f"{STAGE_PREFIX}{training_kind}"}
+    settings_by_kind: dict[str, TomlTable] = {prepare_kind: {}, training_kind: {"after": (prepare_kind,)} | rows}
     if recipe.validation.enable:
-        validation_kind = _find_stage_kind(kinds, makes="metrics", reads_data="prepared")
-        stages.append(
-            StageConfig(name=validation_kind, kind=validation_kind, data=rows_reference, **model_stage_settings)
-        )
+        settings_by_kind[_find_stage_kind(kinds, makes="metrics", reads_data="prepared")] = model_settings | rows
     if recipe.train.ckpt.export_safetensors:
         export_kind = _find_stage_kind(kinds, makes="model", feed="", selects_branch=False, required_keys={})
-        stages.append(StageConfig(name=export_kind, kind=export_kind, **model_stage_settings))
-    return tuple(stages)
+        settings_by_kind[export_kind] = model_settings
+    return [{"name": kind, "kind": kind, **settings} for kind, settings in settings_by_kind.items()]
 
 
-def _find_stage_kind(kinds: StageKinds, **attribute_values: object) -> str:
-    """Return the name of the first stage kind whose attributes have the values in `attribute_values`."""
-    return next(
-        n for n, kind in kinds.items() if all(getattr(kind, key) == value for key, value in attribute_values.items())
-    )
+def _find_stage_kind(kinds: StageKinds, **attributes: object) -> str:
+    """Return the name of the first stage kind that has these values of its attributes."""
+    return next(n for n, kind in kinds.items() if all(getattr(kind, key) == attributes[key] for key in attributes))
 
 
 def stage_references(stage: StageConfig, recipe: Recipe, stage_kind: StageKind) -> Iterator[tuple[str, str]]:
@@ -340,15 +327,12 @@ def _check_stages(pipeline: Pipeline) -> None:
         export_name = referenced_stage(pipeline.initial_model(choices[0])) if choices else model_stage_name
         export_formats = pipeline.recipes[export_name].export.formats if export_name in export_names else ()
         if stage.format and stage.format not in export_formats:
-            raise ConfigError(
-                f"{location}: format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
-            )
+            problem_text = f"format = {stage.format!r} is not among export.formats of model = {stage.model!r}"
+            raise ConfigError(f"{location}: {problem_text}")
         recipe = pipeline.recipes[stage.name]
-        reference_settings = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_dataset_references(recipe))
+        settings = (*stage_references(stage, recipe, stage_kinds[stage.kind]), *_dataset_references(recipe))
         references = [("after", name, name) for name in stage.after]
-        references += [
-            (key, value, name) for key, value in reference_settings if (name := referenced_stage(value)) is not None
-        ]
+        references += [(key, value, name) for key, value in settings if (name := referenced_stage(value)) is not None]
         for key, value, name in references:
             if name not in stage_names:
                 suggestion = suggest_names(name, stage_names)
@@ -537,10 +521,8 @@ def _absolute_path(base_folders: Sequence[Path], name: str) -> str:
     """Return the absolute path of `name` in the first of the folders that contains it, with links resolved; if none
     does, return `name`. A link to a file with another suffix is not resolved, because the suffix selects the format:
     links in the Hub's cache point to files without suffix."""
-    candidate_paths = (
-        None if referenced_stage(name) is not None else existing_path(name, folder) for folder in base_folders
-    )
-    path = next(filter(None, candidate_paths), None)
+    candidate_paths = (existing_path(name, folder) for folder in base_folders)
+    path = next(filter(None, candidate_paths), None) if referenced_stage(name) is None else None
     if path is None:
         return name
     is_suffix_kept = path.is_dir() or path.resolve().suffix == path.suffix

@@ -20,8 +20,6 @@ _COMPARISON_PATTERN = re.compile(r"\s*(\S+)\s*(>=|<=|==|>|<)\s*(?:published\s*(?
 _NOT_WORSE_THAN_PUBLISHED_PATTERN = re.compile(r"\s*(\S+)\s+not\s+worse\s+than\s+published(?:\s+by\s+([\d.]\S*))?\s*")
 _PASS_RATE_PATTERN = re.compile(r"\s*(?:([\d.]+)\s*(<=|<))?\s*pass_rate\s*(?:(<=|<|>=|>)\s*([\d.]+))?\s*")
 _LOWER_IS_BETTER_WORDS = ("loss", "perplexity", "nll", "kl", "error", "invalid", "truncated", "bits_per_byte", "brier")
-# The name `ter` (translation edit rate) must match as a whole, because longer names such as `filter` contain it.
-_LOWER_IS_BETTER_NAMES = frozenset({"ter"})
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,8 @@ def is_lower_better(metric: str) -> bool:
     """Return True if lower values of a metric are better. The words in the last part of its name decide, except for
     `loss/LABEL`, the loss of one data set of a mixture, which is always better if lower."""
     last_part = metric.rpartition("/")[2].lower()
-    is_word_match = last_part in _LOWER_IS_BETTER_NAMES or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
+    # The name `ter` (translation edit rate) must match as a whole, because longer names such as `filter` contain it.
+    is_word_match = last_part == "ter" or any(word in last_part for word in _LOWER_IS_BETTER_WORDS)
     return is_word_match or bool(re.search(r"\bloss/", metric))
 
 

@@ -97,8 +97,6 @@ def _suggest_keys(name: str) -> str:
 
 def find_kinds_that_read_key(key: KeyDescription, stage_kinds: Mapping[str, StageKind]) -> list[str]:
     """Return the names of the stage kinds that read a key."""
-    if key.name.startswith("pipeline."):
-        return []
     return [stage_kind.name for stage_kind in stage_kinds.values() if stage_kind.reads_key(key.name)]
 
 

@@ -21,7 +21,12 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON schema (dialect 2020-12) of a configuration file. The descriptions of keys say whether they have
     an effect and are supported."""
     schema = _ConfigFile.model_json_schema()
-    _make_policy_type_optional(schema)
+    # `type` of `train_policy` is optional, since a file named in `extends` may set it, or other keys imply it.
+    for name in ("SftConfig", "DpoConfig", "KtoConfig"):
+        schema["$defs"][name]["required"].remove("type")
+    policy_field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
+    policy_field["anyOf"] = policy_field.pop("oneOf")
+    policy_field.pop("discriminator", None)
     schema |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Configuration", "description": ""}
     for key in all_keys():
         properties = schema["$defs"].get(key.table.__name__, schema)["properties"]
@@ -31,15 +36,6 @@ def json_schema() -> dict[str, Any]:
     for old_key, description in (description_by_renamed_key | INEFFECTIVE_KEYS).items():
         _add_deprecated_key(schema, old_key, description)
     return schema
-
-
-def _make_policy_type_optional(schema: dict[str, Any]) -> None:
-    """Make `type` of `train_policy` optional, since a file named in `extends` may set it, or other keys imply it."""
-    for name in ("SftConfig", "DpoConfig", "KtoConfig"):
-        schema["$defs"][name]["required"].remove("type")
-    policy_field = schema["$defs"]["TrainConfig"]["properties"]["train_policy"]
-    policy_field["anyOf"] = policy_field.pop("oneOf")
-    policy_field.pop("discriminator", None)
 
 
 def _add_deprecated_key(schema: dict[str, Any], key: str, description: str) -> None:

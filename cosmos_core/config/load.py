@@ -203,9 +203,8 @@ def _describe_validation_error(table: type[Table], error: Any, keys: list[str], 
     # List only the values that this version supports, because pydantic's message would list all values of the type.
     if error_type == "literal_error":
         key_fields = (key_field for name, _, key_field in all_fields(table) if name == ".".join(keys))
-        if supported_values := next(
-            filter(None, (find_metadata(key_field, SupportedValues) for key_field in key_fields)), None
-        ):
+        key_metadata = (find_metadata(key_field, SupportedValues) for key_field in key_fields)
+        if supported_values := next(filter(None, key_metadata), None):
             return f"{key} = {value}: must be {' or '.join(map(repr, supported_values.values))}"
     error_message = _join_lines(error["msg"].removeprefix("Value error, "))
     error_message = error_message[:1].lower() + error_message[1:]
@@ -252,7 +251,9 @@ def _suggest_known_key(table: type[Table], key_path: list[str], key_prefix: str,
         type_names = dict.fromkeys(f'"{name}"' for field in type_fields for name in get_args(field.annotation))
         type_choices = " or ".join(type_names)
         type_key = f"{'.'.join(key_path[:-1])}.type"
-        if _lacks_type(config_values, key_path[:-1]):
+        for key in key_path[:-1]:
+            config_values = config_values.get(key) if isinstance(config_values, Mapping) else None
+        if isinstance(config_values, Mapping) and "type" not in config_values:
             return f" here; set {type_key} = {type_choices}"
         return f" here; it belongs to {type_key} = {type_choices}" if type_choices else " here"
     if equivalent_key := trl.describe_equivalent_key(dotted_key):
@@ -283,13 +284,6 @@ def _correct_trl_name(name: str, known_keys: Sequence[str]) -> str:
 
 def _normalise_key(name: str) -> str:
     return name.removeprefix("optm_").replace("_", "")
-
-
-def _lacks_type(table_values: Any, key_path: list[str]) -> bool:
-    """Return True if there is a table at the path `key_path` and it has no key `type`."""
-    for key in key_path:
-        table_values = table_values.get(key) if isinstance(table_values, Mapping) else None
-    return isinstance(table_values, Mapping) and "type" not in table_values
 
 
 def short_text(value: Any) -> str:

@@ -19,7 +19,6 @@ from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import ConfigError
 from cosmos_core.machine_properties import measure_worker_machine
-from cosmos_core.types import StageKind
 
 _HEAD_COUNT_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -83,7 +82,12 @@ def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
                 recipe = with_dp_shard_size(recipe, num_worker_gpus(pipeline) or None)
             except ConfigError as error:
                 raise ConfigError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
-        if (gpu_settings := _gpu_only_settings(recipe, kind)) and not stage.work_pool and not num_worker_gpus(pipeline):
+        gpu_settings = []  # settings of number formats that only GPUs have, which a CPU ignores
+        if kind.trains_model and recipe.train.fp8.enable_fp8:
+            gpu_settings.append("train.fp8.enable_fp8 = true")
+        if kind.feed == "rollouts" and recipe.rollout.quantization != "none":
+            gpu_settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
+        if gpu_settings and not stage.work_pool and not num_worker_gpus(pipeline):
             notices.append(f"{', '.join(gpu_settings)}: there is no GPU; numbers are those of train.param_dtype here")
         recipes[stage.name] = recipe
     return replace(pipeline, recipes=recipes, notices=tuple(dict.fromkeys(notices)))
@@ -91,9 +95,8 @@ def resolve_gpu_settings(pipeline: Pipeline) -> Pipeline:
 
 def num_worker_gpus(pipeline: Pipeline) -> int:
     """Return `pipeline.gpus` or, if unset, the number of GPUs of the machine or cluster that runs the stages."""
-    return pipeline.config.gpus or len(
-        measure_worker_machine(python_path=pipeline.config.python, may_use_ray=True).gpus
-    )
+    config = pipeline.config
+    return config.gpus or len(measure_worker_machine(python_path=config.python, may_use_ray=True).gpus)
 
 
 def describe_placements(pipeline: Pipeline) -> list[str]:
@@ -246,16 +249,6 @@ def _with_colocated_engine_size(recipe: Recipe) -> tuple[Recipe, str]:
     new_engine_mesh = engine_mesh.copy_with(tp_size=gcd(num_ranks, engine_mesh.tp_size))
     rollout_config = recipe.rollout.copy_with(parallelism=new_engine_mesh)
     return recipe.copy_with(rollout=rollout_config), f"rollout.parallelism.tp_size = {new_engine_mesh.tp_size}"
-
-
-def _gpu_only_settings(recipe: Recipe, stage_kind: StageKind) -> list[str]:
-    """Return the settings of a stage that select number formats which only GPUs have; a CPU ignores these settings."""
-    gpu_settings = []
-    if stage_kind.trains_model and recipe.train.fp8.enable_fp8:
-        gpu_settings.append("train.fp8.enable_fp8 = true")
-    if stage_kind.feed == "rollouts" and recipe.rollout.quantization != "none":
-        gpu_settings.append(f"rollout.quantization = {recipe.rollout.quantization!r}")
-    return gpu_settings
 
 
 def _describe_placement(pipeline: Pipeline, stage: StageConfig, *, has_gpus: bool) -> str:

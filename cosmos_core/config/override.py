@@ -3,8 +3,9 @@
 
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cosmos_core.config.compat import trl
@@ -34,19 +35,6 @@ class Override:
     text: str
     keys: tuple[str, ...]
     value: Any
-
-
-@dataclass
-class GroupedOverrides:
-    """Overrides on the command line, grouped by the pipeline and the stages to which they apply."""
-
-    pipeline: TomlTable = field(default_factory=dict)
-    stage_entries: dict[str, TomlTable] = field(default_factory=dict)
-    """Keys of `[[pipeline.stages]]` by stage name; the entry `overrides` holds recipe tables."""
-
-    def add_stage_override(self, stage_name: str, keys: Sequence[str], value: Any) -> None:
-        """Merge a value for a stage over the values that earlier overrides set for it."""
-        self.stage_entries[stage_name] = merge_tables(self.stage_entries.get(stage_name, {}), nest_value(keys, value))
 
 
 def split_key(dotted_key: str) -> tuple[str, ...]:
@@ -94,27 +82,30 @@ def recipe_overrides(overrides: Sequence[Override]) -> TomlTable:
     return recipe_tables
 
 
-def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -> GroupedOverrides:
-    """Return the overrides grouped by the stage, or the pipeline, to which they apply. Raises `ConfigError` if the
-    first part of a key is neither a stage, nor a recipe table, nor `pipeline`."""
-    grouped_overrides = GroupedOverrides()
+def group_overrides(
+    overrides: Sequence[Override], stage_names: Sequence[str]
+) -> tuple[TomlTable, dict[str, TomlTable]]:
+    """Return the overrides of keys of `[pipeline]`, and those of keys of `[[pipeline.stages]]` by stage name, where the
+    entry `overrides` holds recipe tables. Raises `ConfigError` if the first part of a key is neither a stage, nor a
+    recipe table, nor `pipeline`."""
+    pipeline_table: TomlTable = {}
+    stage_tables: defaultdict[str, TomlTable] = defaultdict(dict)
     for override in overrides:
         (scope, *remaining_keys), value, option_text = override.keys, override.value, f"--set {override.text!r}"
         is_stage_name = scope in stage_names
         if is_stage_name and remaining_keys and (scope not in Recipe.model_fields or remaining_keys[0] in _STAGE_KEYS):
             is_recipe_key = remaining_keys[0] in Recipe.model_fields
             keys = ["overrides", *remaining_keys] if is_recipe_key else remaining_keys
-            grouped_overrides.add_stage_override(scope, keys, value)
+            stage_tables[scope] = merge_tables(stage_tables[scope], nest_value(keys, value))
         elif scope in Recipe.model_fields:
             for name in stage_names:  # set the value in each stage, so that it takes precedence over recipe files
-                grouped_overrides.add_stage_override(name, ["overrides", *override.keys], value)
+                stage_tables[name] = merge_tables(stage_tables[name], nest_value(["overrides", *override.keys], value))
         elif scope == "pipeline" and remaining_keys and remaining_keys[0] != "stages":
-            grouped_overrides.pipeline = merge_tables(grouped_overrides.pipeline, nest_value(remaining_keys, value))
+            pipeline_table = merge_tables(pipeline_table, nest_value(remaining_keys, value))
         elif scope == "pipeline":
             pipeline_keys = ", ".join(name for name in PipelineConfig.model_fields if name != "stages")
-            raise ConfigError(
-                f"{option_text}: write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE"
-            )
+            remedy_text = f"write pipeline.KEY=VALUE with one of {pipeline_keys}, or STAGE.KEY=VALUE"
+            raise ConfigError(f"{option_text}: {remedy_text}")
         elif scope.endswith(IMPLIED_STAGE_SUFFIX) and (name := scope.removesuffix(IMPLIED_STAGE_SUFFIX)) in stage_names:
             raise ConfigError(
                 f"{option_text}: stage {scope!r} is implied by {name!r}; write it out in [[pipeline.stages]] to set a "
@@ -129,7 +120,7 @@ def group_overrides(overrides: Sequence[Override], stage_names: Sequence[str]) -
             full_key_hint = f"; did you mean {' or '.join(map(repr, full_keys))}?" if full_keys else ""
             correction_hint = trl.describe_equivalent_key(name) or full_key_hint or suggest_names(scope, valid_names)
             raise ConfigError(f"{option_text}: {scope!r} is no stage and no table of a recipe{correction_hint}")
-    return grouped_overrides
+    return pipeline_table, stage_tables
 
 
 def grid_override_notices(overrides: Sequence[Override], stage: StageConfig) -> list[str]:

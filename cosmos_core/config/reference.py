@@ -19,10 +19,8 @@ def render_config_reference(stage_kinds: Mapping[str, StageKind]) -> str:
     )
     jinja_environment.filters["cell"] = lambda cell_text: cell_text.replace("|", "\\|").replace("\n", " ")
     template = jinja_environment.from_string(files("cosmos_core.config").joinpath("reference.md.j2").read_text("utf-8"))
-    describe_status = partial(_describe_status, stage_kinds=stage_kinds)
-    return template.render(
-        tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=describe_status
-    )
+    status = partial(_describe_status, stage_kinds=stage_kinds)
+    return template.render(tables=_group_keys_by_table(), moved=RENAMED_KEYS, dead=INEFFECTIVE_KEYS, status=status)
 
 
 def _group_keys_by_table() -> list[dict[str, object]]:

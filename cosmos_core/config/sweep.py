@@ -70,15 +70,13 @@ def _check_sweep(pipeline: Pipeline, stage: StageConfig) -> None:
             suggestion = suggest_names(name, stage_names)
             raise ConfigError(f"{error_prefix}: sweep: {name!r} is no stage of this pipeline{suggestion}")
     if is_select_stage and (sweep_config.grid or sweep_config.through):
-        raise ConfigError(
-            f"{error_prefix}: sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
-        )
+        problem = f"sweep.grid belongs to the stage that is run with it; kind {stage.kind!r} chooses"
+        raise ConfigError(f"{error_prefix}: {problem}")
     if is_select_stage and not sweep_config.branches and len(stage.after) < 2:
         raise ConfigError(f"{error_prefix}: there is nothing to choose from; name at least two stages in `after`")
     if not is_select_stage and (sweep_config.branches or not sweep_config.grid):
-        raise ConfigError(
-            f'{error_prefix}: sweep needs grid = {{ "train.optm_lr" = [1e-5, 3e-5] }}, and has no branches'
-        )
+        problem = 'sweep needs grid = { "train.optm_lr" = [1e-5, 3e-5] }, and has no branches'
+        raise ConfigError(f"{error_prefix}: {problem}")
 
 
 def _expand_sweep(
@@ -96,24 +94,21 @@ def _expand_sweep(
                 raise ConfigError(f"{error_prefix}: sweep: the name {name!r} of a branch is taken by another stage")
             # A copied `prepare` stage gets the grid values of the stage with the sweep, whose rows it prepares.
             source_stage = original_name if original_name in dependent_stage_names else sweep_stage.name
-            stage_settings = {
-                split_keys[key][1]: value for key, value in grid_point.items() if split_keys[key][0] == source_stage
-            }
+            keys_of_stage = {key: name for key, (stage_name, name) in split_keys.items() if stage_name == source_stage}
+            stage_settings = {name: grid_point[key] for key, name in keys_of_stage.items()}
             recipe_overrides = {key: value for key, value in stage_settings.items() if not _is_stage_argument(key)}
             recipe = pipeline.recipes[original_name]
             if recipe_overrides:
                 settings_text = "".join(f" with {key} = {value!r}" for key, value in recipe_overrides.items())
-                merged_tables = with_current_algorithm_keys(
-                    merge_tables(tables_by_stage[source_stage], _nest_dotted_settings(recipe_overrides)), []
-                )
-                recipe = parse_table(Recipe, merged_tables, error_prefix=f"{error_prefix}{settings_text}", notices=[])
+                tables = merge_tables(tables_by_stage[source_stage], _nest_dotted_settings(recipe_overrides))
+                tables = with_current_algorithm_keys(tables, [])
+                recipe = parse_table(Recipe, tables, error_prefix=f"{error_prefix}{settings_text}", notices=[])
             recipes[name] = _rename_references(recipe, copy_names)
             stage = _rename_references(pipeline.stage(original_name), copy_names)
             stage_arguments = {key: value for key, value in stage_settings.items() if _is_stage_argument(key)}
             if source_stage == original_name:
-                stage = stage.model_copy(
-                    update=merge_tables({"arguments": stage.arguments}, _nest_dotted_settings(stage_arguments))
-                )
+                arguments = merge_tables({"arguments": stage.arguments}, _nest_dotted_settings(stage_arguments))
+                stage = stage.model_copy(update=arguments)
             predecessor_names = tuple(copy_names.get(predecessor, predecessor) for predecessor in stage.after)
             new_stages.append(stage.model_copy(update={"name": name, "after": predecessor_names, "sweep": None}))
         branches.append(SweepBranch(stages=tuple(copy_names.values()), settings=grid_point))
@@ -148,9 +143,7 @@ def _find_copied_stages(
         copied_stage_names |= {other for other in dependent_stage_names if name in pipeline.stage_and_dependents(other)}
     rows_stage_name = referenced_stage(sweep_stage.data) or ""
     recipe_tables = tables_by_stage[sweep_stage.name]
-    has_own_prepare_stage = (
-        bool(rows_stage_name) and tables_by_stage.get(rows_stage_name, recipe_tables) == recipe_tables
-    )
+    has_own_rows = bool(rows_stage_name) and tables_by_stage.get(rows_stage_name, recipe_tables) == recipe_tables
     for key in sweep_config.grid:
         key_stage_name, stage_key = _split_grid_key(current_key(key), sweep_stage.name, tuple(copied_stage_names))
         if not key_stage_name:
@@ -159,7 +152,7 @@ def _find_copied_stages(
         kind = pipeline.stage_kind(pipeline.stage(key_stage_name))
         if _is_stage_argument(stage_key) and _STAGE_ARGUMENTS_KEY not in kind.allowed_keys:
             raise ConfigError(f"{location}: sweep.grid: {key!r}: a stage of kind {kind.name!r} takes no arguments")
-        if (key_stage_name == sweep_stage.name and has_own_prepare_stage and stage_key != _SEED_KEY) and (
+        if (key_stage_name == sweep_stage.name and has_own_rows and stage_key != _SEED_KEY) and (
             stage_key == _TOKENIZER_KEY or pipeline.stage_kind(pipeline.stage(rows_stage_name)).reads_key(stage_key)
         ):
             copied_stage_names.add(rows_stage_name)
@@ -190,9 +183,8 @@ def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -
     which the suffix is appended have at most `max_original_length` characters."""
     points = [dict(zip(map(current_key, grid), values, strict=True)) for values in itertools.product(*grid.values())]
     short_name_by_key = _shorten_keys([current_key(key) for key in grid])
-    branch_suffixes = [
-        "-".join(f"{short_name_by_key[key]}-{_format_value(value)}" for key, value in point.items()) for point in points
-    ]
+    name_parts = [[f"{short_name_by_key[key]}-{_format_value(point[key])}" for key in point] for point in points]
+    branch_suffixes = list(map("-".join, name_parts))
     max_suffix_length = MAX_STAGE_NAME_LENGTH - max_original_length - 1
     grid_points = []
     for branch_suffix, point in zip(branch_suffixes, points, strict=True):
@@ -206,15 +198,11 @@ def _list_grid_points(grid: Mapping[str, list[Any]], max_original_length: int) -
 
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
     """Return, for each dotted key, the shortest sequence of its last parts that no other key ends with."""
-    short_name_by_key = {}
-    for key in keys:
-        key_parts = split_key(key)
-        num_short_name_parts = next(
-            num_parts for num_parts in range(1, len(key_parts) + 1)
-            if num_parts == len(key_parts)
-            or sum(split_key(other_key)[-num_parts:] == key_parts[-num_parts:] for other_key in keys) == 1
-        )  # fmt: skip
-        short_name_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(key_parts[-num_short_name_parts:]))
+    short_name_by_key, split_keys = {}, [split_key(key) for key in keys]
+    for key, parts in zip(keys, split_keys, strict=True):
+        endings = [parts[-num_parts:] for num_parts in range(1, len(parts) + 1)]
+        unique_endings = (end for end in endings if sum(other[-len(end) :] == end for other in split_keys) == 1)
+        short_name_by_key[key] = re.sub(r"[^A-Za-z0-9_]+", "_", "_".join(next(unique_endings, parts)))
     return short_name_by_key
 
 
@@ -261,11 +249,9 @@ def _replace_branch_references(
             f"{error_prefix}: checkpoint = {stage.checkpoint!r}: the choice of sweep {sweep_stage_name!r} has no "
             f"checkpoints; name the stage in its sweep.through"
         )
-    predecessor_names = tuple(
-        dict.fromkeys(sweep_stage_name if name in copied_stage_names else name for name in stage.after)
-    )
+    predecessors = [sweep_stage_name if name in copied_stage_names else name for name in stage.after]
     model_reference = f"{STAGE_PREFIX}{sweep_stage_name}" if stage.model in copied_references else stage.model
-    return stage.model_copy(update={"after": predecessor_names, "model": model_reference})
+    return stage.model_copy(update={"after": tuple(dict.fromkeys(predecessors)), "model": model_reference})
 
 
 def _make_error_prefix(pipeline: Pipeline, stage: StageConfig) -> str:

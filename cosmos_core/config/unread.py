@@ -35,7 +35,9 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
         yield "distillation.enable is off", [f"distillation.{name}" for name in field_names if name != "enable"]
     if not _may_complete_prompts(pipeline, stage):
         yield "nothing is generated", ["rollout"]
-    if stage_kind.reads_data == "source" and not _starts_rollouts_from_frames(recipe):
+    has_diffusion_rollouts = not recipe.policy.modality.has_text_engines and recipe.train.train_policy.has_rollouts
+    starts_from_frames = has_diffusion_rollouts and recipe.policy.diffusers.flow_rl.max_conditional_frames > 0
+    if stage_kind.reads_data == "source" and not starts_from_frames:
         yield "no rollouts start from frames of clips", [_FIRST_FRAMES_KEY]
     if not recipe.uses_judge:
         yield "no reward function is judge", ["judge"]
@@ -44,12 +46,6 @@ def disabled_keys(pipeline: Pipeline, stage: StageConfig) -> Iterator[tuple[str,
             yield "the model has another modality", modality_keys
     if not recipe.export.quantized_formats:
         yield "export.formats has no quantised format", ["export.formats", "export.unproven"]
-
-
-def _starts_rollouts_from_frames(recipe: Recipe) -> bool:
-    """Return True if rollouts start from frames of clips, so that images among prepared clips are left out."""
-    has_diffusion_rollouts = not recipe.policy.modality.has_text_engines and recipe.train.train_policy.has_rollouts
-    return has_diffusion_rollouts and recipe.policy.diffusers.flow_rl.max_conditional_frames > 0
 
 
 def _may_complete_prompts(pipeline: Pipeline, stage: StageConfig) -> bool:

@@ -45,9 +45,8 @@ def _list_requested_uploads(pipeline: Pipeline) -> Iterator[tuple[str, StageConf
             sources = (source_stage.name, training_name) if training_name == model_stage.name else (source_stage.name,)
             predecessors = dict.fromkeys((*sources, *_list_gates(pipeline, {model_stage.name, source_stage.name})))
             uploads_to_hub = is_last_training and source_stage == uploaded_stages[-1]
-            target_urls = checkpoint_config.upload_urls(
-                pipeline.config.name, source_stage.name, is_last_model=uploads_to_hub
-            )
+            path_parts = (pipeline.config.name, source_stage.name)
+            target_urls = checkpoint_config.upload_urls(*path_parts, is_last_model=uploads_to_hub)
             for target_suffix, target_url in target_urls.items():
                 name = f"{source_stage.name[: MAX_STAGE_NAME_LENGTH - len(target_suffix) - 1]}-{target_suffix}"
                 yield training_name, StageConfig(

@@ -31,7 +31,14 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
     """Return a configuration with current key names in place of older ones; add a message for each change to `notices`.
     Raises `ConfigError` if an old and a new key of one setting have different values, or if the file has the deprecated
     `--wfm-mode` schema."""
-    _refuse_wfm_schema(config_values, error_prefix)
+    wfm_tables = [name for name in _WFM_TABLE_NAMES if isinstance(config_values.get(name), dict)]
+    # A table `[model]` alone may belong to user code.
+    has_wfm_tables_only = not _CURRENT_TABLE_NAMES & config_values.keys()
+    if wfm_tables and (has_wfm_tables_only or ("model" in wfm_tables and len(wfm_tables) > 1)):
+        raise ConfigError(
+            f"{error_prefix}: [{wfm_tables[0]}] is of the deprecated --wfm-mode schema; "
+            f"`python tools/convert_wfm.py {error_prefix.partition(': ')[0]}` prints a recipe that says the same"
+        )
     config_values = copy.deepcopy(config_values)
     _keep_applicable_batch_size(config_values, notices)
     old_key_by_new_key: dict[str, str] = {}
@@ -45,26 +52,14 @@ def with_current_keys(config_values: TomlTable, error_prefix: str, notices: list
         if current_value not in (old_value, None):
             old_text, current_text = f"{old_key} = {short_text(old_value)}", short_text(current_value)
             conflict_text = f"{old_text} is today's {new_key}, which says {current_text}"
-            if new_key in old_key_by_new_key:
-                conflict_text = (
-                    f"{old_key_by_new_key[new_key]} = {current_text} and {old_text} are both today's {new_key}"
-                )
+            if other_old_key := old_key_by_new_key.get(new_key):
+                conflict_text = f"{other_old_key} = {current_text} and {old_text} are both today's {new_key}"
             raise ConfigError(f"{error_prefix}: {conflict_text}; keep one of them")
         new_table[new_key_name], old_key_by_new_key[new_key] = old_value, old_key
         notices.append(f"{old_key} is today's {new_key}")
     _translate_remote_reward(config_values, notices)
     _remove_ineffective_keys(config_values, INEFFECTIVE_KEYS, notices)
     return config_values
-
-
-def _refuse_wfm_schema(config_values: TomlTable, error_prefix: str) -> None:
-    """Refuse a recipe of the deprecated `--wfm-mode` schema; a table `[model]` alone may belong to user code."""
-    names = [name for name in _WFM_TABLE_NAMES if isinstance(config_values.get(name), dict)]
-    if names and (not _CURRENT_TABLE_NAMES & config_values.keys() or ("model" in names and len(names) > 1)):
-        raise ConfigError(
-            f"{error_prefix}: [{names[0]}] is of the deprecated --wfm-mode schema; "
-            f"`python tools/convert_wfm.py {error_prefix.partition(': ')[0]}` prints a recipe that says the same"
-        )
 
 
 def with_current_algorithm_keys(recipe_tables: TomlTable, notices: list[str]) -> TomlTable:
@@ -117,7 +112,6 @@ def _keep_applicable_batch_size(config_values: TomlTable, notices: list[str]) ->
 
 
 def _remove_ineffective_keys(config_values: TomlTable, effect_by_key: dict[str, str], notices: list[str]) -> None:
-    """Remove keys that have no effect from `config_values`, and add a message for each to `notices`."""
     for key, intended_effect in effect_by_key.items():
         table, name = _find_parent_table(config_values, key)
         # At the root of a file remove only tables; the schema refuses any other value as an unknown key.
@@ -136,9 +130,8 @@ def _translate_remote_reward(config_values: TomlTable, notices: list[str]) -> No
     if not isinstance(reward_table.get(name), dict):
         return  # leave a value that is no table unchanged, because the schema refuses it with an error
     score_key = {"score_key": reward_table.pop("score_key")} if "score_key" in reward_table else {}
-    reward_table["reward_fns"] = [
-        {"name": key, "weight": weight, **score_key} for key, weight in reward_table.pop(name).items()
-    ]
+    weights = reward_table.pop(name)
+    reward_table["reward_fns"] = [{"name": key, "weight": weight, **score_key} for key, weight in weights.items()]
     notices.append(f"{old_key} is today's {old_key}s")
 
 
