@@ -22,16 +22,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from cosmos_core import registry
 from cosmos_core.config.source_weights import reward_weights_of_source
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import ConfigError, CosmosError, RewardError, StageFailed
-from cosmos_core.registry import (
-    find_error_location,
-    import_user_code,
-    is_import_path,
-    list_defined_names,
-    suggest_names,
-)
 from cosmos_core.rewards.binding import REWARD_PARAMETERS as REWARD_PARAMETERS
 from cosmos_core.rewards.binding import ParameterBinding, RequestFields, bind_parameters
 from cosmos_core.types import Group, Score
@@ -62,12 +56,8 @@ class Reward:
 
     def __call__(self, request_fields: Mapping[str, Any]) -> ScoreAndMetrics:
         """Score one completion; `request_fields` has `to_be_evaluated`, `reference` and values of `REWARD_PARAMETERS`.
-
-        Raises:
-            ValueError: the function did not return a finite number.
-            TypeError: a parameter cannot be bound.
-            Exception: any error that the function raises.
-        """
+        Raise `ValueError` if the function does not return a finite number, `TypeError` if a parameter cannot be bound,
+        and any error that the function raises."""
         if not self.binding.takes_whole_group:
             return _parse_score(self._call_function([request_fields], takes_lists=False))
         [result] = self.score_group([request_fields])
@@ -105,7 +95,7 @@ class Reward:
 
     def find_user_code_location(self, error: BaseException) -> str:
         """Return the file and line of user code that raised an error; empty for packaged rewards."""
-        return find_error_location(error, self.function) if is_import_path(self.name) else ""
+        return registry.find_error_location(error, self.function) if registry.is_import_path(self.name) else ""
 
 
 def wait_for_result(awaitable: Awaitable[Any]) -> Any:
@@ -133,13 +123,14 @@ def make_reward_request(group: Group, k: int) -> dict[str, Any]:
 def load_reward(name: str) -> Reward:
     """Return the reward of `cosmos_core/rewards/<name>.py`, or a user function `module:function` or `file.py:function`.
     Raise `RewardError` if it is missing, cannot be imported, takes no completion, or has an unsupported parameter."""
-    if not is_import_path(name) and name not in (reward_names := list_defined_names(REWARDS_PACKAGE)):
+    is_user_code = registry.is_import_path(name)
+    if not is_user_code and name not in (reward_names := registry.list_defined_names(REWARDS_PACKAGE)):
         raise RewardError(
             f"there is no reward {name!r}; one of your own is module:function or path/file.py:function"
-            f"{suggest_names(name, reward_names)}"
+            f"{registry.suggest_names(name, reward_names)}"
         )
     try:
-        reward_function = import_user_code(name if is_import_path(name) else f"{REWARDS_PACKAGE}.{name}:{name}")
+        reward_function = registry.import_user_code(name if is_user_code else f"{REWARDS_PACKAGE}.{name}:{name}")
         # A reward class, as in ms-swift, must be instantiated; a reward function, as in TRL, is used as it is.
         if is_class := inspect.isclass(reward_function):
             error_text = f"{name!r} is a class that cannot be made"
@@ -165,7 +156,7 @@ def metric_names(rewards: Iterable[str]) -> dict[str, str]:
 
 def _split_reward_name(reward: str) -> list[str]:
     """Return the folders, module and function that name a user-defined reward; for a packaged reward, its name."""
-    if not is_import_path(reward):
+    if not registry.is_import_path(reward):
         return [reward]
     module_name, _, function_name = reward.rpartition(":")
     module_path = module_name.removesuffix(".py")

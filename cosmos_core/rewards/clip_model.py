@@ -7,7 +7,8 @@ from typing import Any
 from PIL import Image
 
 from cosmos_core.errors import RewardError
-from cosmos_core.rewards.reward_model import RewardModelSettings, require_packages
+from cosmos_core.rewards.images import middle_image
+from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, require_packages
 
 _MAX_TEXT_TOKENS = 77
 
@@ -15,12 +16,10 @@ _MAX_TEXT_TOKENS = 77
 class ClipModel:
     """CLIP model that embeds images and texts; `options.processor_path` names a processor in another folder."""
 
-    def __init__(
-        self, reward_name: str, settings: RewardModelSettings, model_path: str, processor_path: str = ""
-    ) -> None:
+    def __init__(self, reward: str, settings: RewardModelSettings, model_path: str, processor_path: str = "") -> None:
         """Load the model that `settings` names, else the model `model_path` with the processor `processor_path`. Raise
         `RewardError` if the model cannot be loaded, or a package is not installed."""
-        require_packages(reward_name, "install torch and transformers", "torch", "transformers")
+        require_packages(reward, "install torch and transformers", "torch", "transformers")
         import torch
         from transformers import AutoModel, AutoProcessor
 
@@ -29,7 +28,7 @@ class ClipModel:
         self.dtype = torch.float32 if self.device.type == "cpu" else getattr(torch, settings.dtype)
         path = settings.model_path or model_path
         processor_name = settings.options.get("processor_path") or ("" if settings.model_path else processor_path)
-        with translate_loading_errors(reward_name, path):
+        with translate_loading_errors(reward, path):
             self.model = AutoModel.from_pretrained(path, dtype=self.dtype).to(self.device).eval().requires_grad_(False)
             self._processor = AutoProcessor.from_pretrained(processor_name or path)
         self.logit_scale = float(self.model.logit_scale.detach().exp())
@@ -49,9 +48,11 @@ class ClipModel:
         with self._torch.inference_mode():
             return _to_unit_vectors(self.model.get_text_features(**text_inputs))
 
-    def text_image_similarities(self, texts: Sequence[str], images: Sequence[Image.Image]) -> list[float]:
-        """Return the cosine similarity of each text and its image."""
-        return (self.embed_texts(texts) * self.embed_images(images)).sum(-1).float().tolist()
+    def prompt_image_similarities(self, items: Sequence[RewardInput]) -> list[float]:
+        """Return the cosine similarity of the prompt and the image, or the middle frame of the video, of each item."""
+        text_embeddings = self.embed_texts([item.prompt for item in items])
+        image_embeddings = self.embed_images([middle_image(item.media) for item in items])
+        return (text_embeddings * image_embeddings).sum(-1).float().tolist()
 
 
 def select_device(settings: RewardModelSettings) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from cosmos_core.rewards.base import ScoreAndMetrics
 from cosmos_core.rewards.clip_model import ClipModel
-from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
 _DEFAULT_MODEL = "openai/clip-vit-large-patch14"
@@ -18,14 +18,10 @@ class ClipScoreReward:
         self._clip_model = ClipModel("clip_score", settings, _DEFAULT_MODEL)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        cosines = self._clip_model.text_image_similarities(
-            [item.prompt for item in items], [middle_image(item.media) for item in items]
-        )
+        cosines = self._clip_model.prompt_image_similarities(items)
         return {"clip_score": [_CLIP_SCORE_WEIGHT * max(cosine, 0.0) for cosine in cosines]}
 
 
-def clip_score(
-    to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
-) -> tuple[float, dict[str, float]]:
+def clip_score(to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any) -> ScoreAndMetrics:
     """Return the CLIPScore of one image or video; `[custom.clip_score]` sets `model_path` and `device`."""
     return score_item("clip_score", RewardInput(prompt, media), custom)

@@ -38,9 +38,7 @@ _PATTERN_REPLACEMENTS = (
 
 def direct_math(to_be_evaluated: str, reference: str) -> float:
     """Return 1 if the completion's last `Answer: ...` line equals the reference after normalisation, else -1.
-
-    Normalisation removes units and some other words. Raise `ValueError` if it removes the whole reference ("ways").
-    """
+    Normalisation removes units and some other words. Raise `ValueError` if it removes the whole reference ("ways")."""
     normalised_reference = _normalise_answer(require_reference(reference))
     if not normalised_reference:
         raise ValueError(f"the reference {reference[-80:]!r} is empty after normalisation")

@@ -169,7 +169,12 @@ class ServiceRequest:
         timeout_seconds = min(max(timeout_seconds, _ENQUEUE_TIMEOUT_BOUNDS[0]), _ENQUEUE_TIMEOUT_BOUNDS[1])
         request_headers = {"Content-Type": "application/octet-stream", IDEMPOTENCY_HEADER: idempotency_key}
         while True:
-            url = self._choose_replica()
+            if self._replica_index < 0:  # choose a working replica with few requests
+                pending_counts, replicas = enumerate(self._replica_state.pending_request_counts), self._replica_state
+                sort_keys = [(replicas.cooldown_seconds(i), n, random.random(), i) for i, n in pending_counts]
+                self._replica_index = min(sort_keys)[-1]
+                replicas.pending_request_counts[self._replica_index] += 1
+            url = self._endpoints.replica_urls[self._replica_index][0]
             response = await self._post_or_pause(url, timeout_seconds, content=request_body, headers=request_headers)
             if response is None:
                 continue
@@ -230,16 +235,6 @@ class ServiceRequest:
             self._mark_replica_failed()
         await self._pause_before_retry(None, failure_reason)
         return None
-
-    def _choose_replica(self) -> str:
-        """Return the enqueue URL of the request's replica; if it has none, choose a working one with few requests."""
-        replicas = self._replica_state
-        if self._replica_index < 0:
-            pending_counts = enumerate(replicas.pending_request_counts)
-            sort_keys = [(replicas.cooldown_seconds(i), n, random.random(), i) for i, n in pending_counts]
-            self._replica_index = min(sort_keys)[-1]
-            replicas.pending_request_counts[self._replica_index] += 1
-        return self._endpoints.replica_urls[self._replica_index][0]
 
     def _mark_replica_failed(self, cooldown_seconds: float = 0.0) -> None:
         cooldown_end = time.monotonic() + (cooldown_seconds or _COOLDOWN_SECONDS)

@@ -150,8 +150,7 @@ def has_requested_objects(
 
 
 def strict_score(object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
-    """Return the fraction of the requested objects that the image shows, with partial credit for wrong counts, and
-    whether all requests are met with exact counts."""
+    """Return the fraction of the requests that are met, with partial credit, and whether all are met exactly."""
     matches_by_request: list[Sequence[Detection] | None] = []
     partial_scores: list[float] = []
     for object_request in object_requests:
@@ -177,8 +176,7 @@ def _has_requested_relation(
     position: Sequence[Any],
     matches_by_request: Sequence[Sequence[Detection] | None],
 ) -> bool:
-    """Return True if each object is in the requested position relative to each object that matches an earlier request;
-    `position` has the relation and the index of that request."""
+    """Return True if each object has the relation `position[0]` to each object that matches request `position[1]`."""
     relation, anchor_request_index = position
     anchor_objects = matches_by_request[anchor_request_index]
     return anchor_objects is not None and all(

@@ -11,11 +11,9 @@ _DIGIT_SEPARATOR = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
 
 
 def gsm8k(to_be_evaluated: str, reference: str) -> float:
-    """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5.
-
-    The reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`,
-    whereas in Cosmos-RL the score is then 1 if the completion has no number.
-    """
+    """Return 1 if the last `#### number` of both texts is the same number, else 0; `#### $42.` is 42, `1/2` is 0.5. The
+    reference may be the number alone, as in rows of verl. A reference without a number raises `ValueError`, whereas in
+    Cosmos-RL the score is then 1 if the completion has no number."""
     reference_with_marker = _normalise(f"#### {reference.strip()}")
     number_match = _NUMBER_PATTERN.match(reference_with_marker)
     is_bare_number = number_match is not None and not reference_with_marker[number_match.end() :].strip("}]) \\$.*_`")

@@ -23,12 +23,11 @@ class Hpsv2Reward:
     def __init__(self, settings: RewardModelSettings) -> None:
         is_clip_folder = bool(settings.model_path) and Path(settings.model_path, "config.json").is_file()
         self._compute_cosines = (
-            ClipModel("hpsv2", settings, "").text_image_similarities if is_clip_folder else _load_checkpoint(settings)
+            ClipModel("hpsv2", settings, "").prompt_image_similarities if is_clip_folder else _load_checkpoint(settings)
         )
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        prompts, images = [item.prompt for item in items], [middle_image(item.media) for item in items]
-        return {"hpsv2": self._compute_cosines(prompts, images)}
+        return {"hpsv2": self._compute_cosines(items)}
 
 
 def _load_checkpoint(settings: RewardModelSettings) -> Any:
@@ -47,9 +46,9 @@ def _load_checkpoint(settings: RewardModelSettings) -> Any:
     tokenize = get_tokenizer("ViT-H-14")
 
     @torch.inference_mode()
-    def cosine_similarities(texts: Sequence[str], images: Sequence[Any]) -> list[float]:
-        pixels = torch.stack([preprocess(image) for image in images]).to(device)
-        embeddings = model(pixels, tokenize(list(texts)).to(device))
+    def cosine_similarities(items: Sequence[RewardInput]) -> list[float]:
+        pixels = torch.stack([preprocess(middle_image(item.media)) for item in items]).to(device)
+        embeddings = model(pixels, tokenize([item.prompt for item in items]).to(device))
         return (embeddings["image_features"] * embeddings["text_features"]).sum(-1).float().tolist()
 
     return cosine_similarities

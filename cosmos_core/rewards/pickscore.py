@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from cosmos_core.rewards.base import ScoreAndMetrics
 from cosmos_core.rewards.clip_model import ClipModel
-from cosmos_core.rewards.images import middle_image
 from cosmos_core.rewards.reward_model import RewardInput, RewardModelSettings, ScoreColumns, score_item
 
 _DEFAULT_MODEL = "yuvalkirstain/PickScore_v1"
@@ -19,14 +19,10 @@ class PickscoreReward:
         self._clip_model = ClipModel("pickscore", settings, _DEFAULT_MODEL, _DEFAULT_PROCESSOR)
 
     def score(self, items: Sequence[RewardInput]) -> ScoreColumns:
-        cosines = self._clip_model.text_image_similarities(
-            [item.prompt for item in items], [middle_image(item.media) for item in items]
-        )
+        cosines = self._clip_model.prompt_image_similarities(items)
         return {"pickscore": [self._clip_model.logit_scale * cosine / _LOGIT_DIVISOR for cosine in cosines]}
 
 
-def pickscore(
-    to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any
-) -> tuple[float, dict[str, float]]:
+def pickscore(to_be_evaluated: str, reference: str, *, prompt: str, media: Any, custom: Any) -> ScoreAndMetrics:
     """Return the PickScore of one image or video; `[custom.pickscore]` sets `model_path` and `device`."""
     return score_item("pickscore", RewardInput(prompt, media), custom)

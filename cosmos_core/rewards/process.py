@@ -29,13 +29,16 @@ START_TIMEOUT_SECONDS = 120.0
 _WAIT_INTERVAL_SECONDS = 1.0
 
 _EXIT_PAUSE_SECONDS = 0.1
-"""Pause in seconds after a process has ended, in which pebble reads the acknowledgement of the last call: without it,
-the call would fail only at its deadline."""
+"""Pause in seconds after a process has ended, in which pebble reads its last acknowledgement; without the pause, the
+call would fail only at its deadline."""
 
 
 class WorkerPool(ABC):
     """Context manager that owns a pool of worker processes and replaces a broken pool."""
 
+    _num_workers: int
+    _environment_names: tuple[str, ...]
+    """Names of the environment variables that the processes see in addition to standard ones."""
     _pool: ProcessPool | None = None
 
     @abstractmethod
@@ -56,15 +59,13 @@ class WorkerPool(ABC):
             self._pool.join()
         self._pool = None
 
-    def _replace_pool(
-        self, initializer: Callable[..., None], *arguments: Any, environment_names: Sequence[str], num_processes: int
-    ) -> ProcessPool:
+    def _replace_pool(self, initializer: Callable[..., None], *arguments: Any) -> ProcessPool:
         """Replace the pool by a new pool, whose processes first call `initializer`, and return the new pool."""
         self.close()
         spawn_context = SpawnContext()
-        spawn_context.Process = partial(_WorkerProcess, tuple(environment_names))  # type: ignore[assignment,misc]
-        initargs = (*arguments, environment_names, os.getpid())
-        self._pool = ProcessPool(num_processes, initializer=initializer, initargs=initargs, context=spawn_context)
+        spawn_context.Process = partial(_WorkerProcess, self._environment_names)  # type: ignore[assignment,misc]
+        initargs = (*arguments, self._environment_names, os.getpid())
+        self._pool = ProcessPool(self._num_workers, initializer=initializer, initargs=initargs, context=spawn_context)
         return self._pool
 
     def _get_working_pool(self) -> ProcessPool:
@@ -108,11 +109,9 @@ class _WorkerProcess(SpawnProcess):
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """Start of a Python process with a specified environment, which the base class does not support.
-
-    Changing the environment of this process during the start would affect its other threads. Clearing the environment
-    in the new process is too late, because /proc shows the environment at the start.
-    """
+    """Start of a Python process with a specified environment, which the base class does not support. Changing the
+    environment of this process during the start would affect its other threads. Clearing the environment in the new
+    process is too late, because /proc shows the environment at the start."""
 
     def _launch(self, process_obj: _WorkerProcess) -> None:
         pickled_process = BytesIO()

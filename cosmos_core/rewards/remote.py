@@ -15,12 +15,13 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig, RewardFunctionConfig
 from cosmos_core.environment import make_tls_verify
@@ -87,28 +88,19 @@ class RemoteRewards:
                 log.warning(log_message, len(unscored_indices), scores[unscored_indices[0]].error)
             for i in unscored_indices:
                 scores[i] = _CompletionScores()
-            self._run_in_thread(self._score_batches([(requests[i], scores[i]) for i in unscored_indices]))
+            # Score in the event loop of another thread, so that this thread can call `on_wait`.
+            with start_blocking_portal() as portal:
+                requests_and_scores = [(requests[i], scores[i]) for i in unscored_indices]
+                scoring_future = portal.start_task_soon(self._score_batches, requests_and_scores)
+                wait_for_futures([scoring_future], math.inf, self._on_wait)
+                try:
+                    scoring_future.result()
+                except BaseExceptionGroup as error_group:
+                    raise error_group.exceptions[0] from error_group
             unscored_indices = [i for i in unscored_indices if scores[i].error]
         if unscored_indices and config.missing_score == "fail":
             raise StageFailed(f"{len(unscored_indices)} completions have no score: {scores[unscored_indices[0]].error}")
         return [self._compute_total_score(request_scores) for request_scores in scores]
-
-    def _run_in_thread(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in a separate thread and call `on_wait` while it runs."""
-        event_loop = asyncio.new_event_loop()
-        event_loop_thread = threading.Thread(target=event_loop.run_forever, name="remote rewards", daemon=True)
-        event_loop_thread.start()
-        coroutine_future = asyncio.run_coroutine_threadsafe(coroutine, event_loop)
-        try:
-            wait_for_futures([coroutine_future], math.inf, self._on_wait)
-            coroutine_future.result()
-        except BaseExceptionGroup as error_group:
-            raise error_group.exceptions[0] from error_group
-        finally:
-            asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), event_loop).result()
-            event_loop.call_soon_threadsafe(event_loop.stop)
-            event_loop_thread.join()
-            event_loop.close()
 
     def _compute_total_score(self, completion_scores: _CompletionScores) -> Score:
         if completion_scores.error:
@@ -118,7 +110,13 @@ class RemoteRewards:
         return Score(self._config.scale * weighted_score, completion_scores.metrics)
 
     async def _score_batches(self, requests_and_scores: Sequence[_RequestAndScores]) -> None:
-        request_semaphore = asyncio.Semaphore(self._config.max_in_flight)
+        items_by_shape: dict[Any, list[_RequestAndScores]] = {}  # media of one shape are sent as one array
+        for request, scores in requests_and_scores:
+            media = request.get("media")
+            is_video = isinstance(media, np.ndarray)
+            media_shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
+            items_by_shape.setdefault(media_shape, []).append((request, scores))
+        request_semaphore, batch_size = asyncio.Semaphore(self._config.max_in_flight), self._config.batch_size
         connection_limits = httpx.Limits(max_connections=self._config.max_in_flight)
         async with (
             httpx.AsyncClient(
@@ -126,23 +124,23 @@ class RemoteRewards:
             ) as http_client,
             asyncio.TaskGroup() as task_group,
         ):
-            for batch in _split_into_batches(requests_and_scores, self._config.batch_size):
-                task_group.create_task(self._score_batch(http_client, request_semaphore, batch))
+            for items in items_by_shape.values():
+                for start in range(0, len(items), batch_size):
+                    batch = items[start : start + batch_size]
+                    task_group.create_task(self._score_batch(http_client, request_semaphore, batch))
 
     async def _score_batch(
         self, http_client: httpx.AsyncClient, request_semaphore: asyncio.Semaphore, batch: Sequence[_RequestAndScores]
     ) -> None:
         async with request_semaphore:
-            service_request = ServiceRequest(
-                self._endpoints, http_client, self._config.timeout_seconds, self._replica_state
-            )
+            exchange = ServiceRequest(self._endpoints, http_client, self._config.timeout_seconds, self._replica_state)
             batch_scores = [scores for _, scores in batch]
             try:
                 request_body = await asyncio.to_thread(self._encode_body, [request for request, _ in batch])
                 # Fetch the rewards of weight 0 last, because they are only metrics.
                 reward_functions = sorted(self._config.reward_fns, key=lambda item: not item.weight)
                 reward_names = dict.fromkeys(item.name for item in reward_functions)
-                result_by_function = await service_request.fetch_results(request_body, list(reward_names))
+                result_by_function = await exchange.fetch_results(request_body, list(reward_names))
             except MissingScoresError as error:
                 for scores in batch_scores:
                     scores.error = str(error)
@@ -175,7 +173,15 @@ class RemoteRewards:
             media_array = np.stack([np.asarray(item.convert("RGB")) for item in media])
         if any(request.get("reference") for request in requests):
             request_fields["references"] = [request.get("reference") or "" for request in requests]
-        return encode_request(to_json_value(request_fields | _build_metadata_fields(requests)), media_array)
+        # Send the columns of the rows as `metadata`, and those of the reward `gen_eval` in its own fields.
+        rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
+        if all("include" in row and "tag" in row for row in rows):
+            request_fields |= {f"geneval_{name}s": [row.pop(name) for row in rows] for name in ("tag", "include")}
+            if any("exclude" in row for row in rows):
+                request_fields["geneval_excludes"] = [row.pop("exclude", []) for row in rows]
+        if any(rows):
+            request_fields["metadata"] = rows
+        return encode_request(to_json_value(request_fields), media_array)
 
     def _encode_videos(self, videos: Sequence[np.ndarray]) -> tuple[str, np.ndarray]:
         if not self._config.video_vae:
@@ -183,35 +189,6 @@ class RemoteRewards:
         with self._vae_lock:
             self._video_vae = self._video_vae or WanVae("remote_reward.video_vae", self._config.video_vae, "cuda")
             return "latent", self._video_vae.encode(videos)
-
-
-async def _cancel_other_tasks() -> None:
-    other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in other_tasks:
-        task.cancel()
-    await asyncio.gather(*other_tasks, return_exceptions=True)
-
-
-def _split_into_batches(requests_and_scores: Sequence[Any], batch_size: int) -> list[list[Any]]:
-    """Return batches of at most `batch_size` items, whose media have the same shape within a batch."""
-    batches_by_shape: dict[Any, list[Any]] = {}
-    for request_and_scores in requests_and_scores:
-        media = request_and_scores[0].get("media")
-        is_video = isinstance(media, np.ndarray)
-        media_shape = None if media is None else ("video", media.shape) if is_video else ("image", media.size)
-        batches_by_shape.setdefault(media_shape, []).append(request_and_scores)
-    return [items[i : i + batch_size] for items in batches_by_shape.values() for i in range(0, len(items), batch_size)]
-
-
-def _build_metadata_fields(requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the request fields with the columns of the rows: `metadata`, and the fields for the reward `gen_eval`."""
-    rows = [{k: v for k, v in (request.get("metadata") or {}).items() if k != "video_fps"} for request in requests]
-    gen_eval_fields: dict[str, Any] = {}
-    if all("include" in row and "tag" in row for row in rows):
-        gen_eval_fields = {f"geneval_{name}s": [row.pop(name) for row in rows] for name in ("tag", "include")}
-        if any("exclude" in row for row in rows):
-            gen_eval_fields["geneval_excludes"] = [row.pop("exclude", []) for row in rows]
-    return gen_eval_fields | ({"metadata": rows} if any(rows) else {})
 
 
 def _record_metrics(

@@ -115,8 +115,7 @@ class RewardRunner(WorkerPool):
     def _score_requests(
         self, request_groups: Sequence[Sequence[Mapping[str, Any]]], data_sources: Sequence[str] = ()
     ) -> list[tuple[Score, ...]]:
-        """Return one tuple of scores per prompt, with one score for each request of a completion; `data_sources` are
-        the data sets of the prompts."""
+        """Return one tuple of scores per prompt and its requests; `data_sources` are the data sets of the prompts."""
         reward_calls = []
         get_weights = partial(reward_weights_of_source, self._reward_weights)
         weights_by_group = list(map(get_weights, data_sources or [""] * len(request_groups)))
@@ -140,13 +139,7 @@ class RewardRunner(WorkerPool):
         the process exits although an earlier pool of this runner has loaded the rewards."""
         reward_names = list(self._reward_weights)
         failure_prefix = f"loading the rewards {', '.join(reward_names)} failed"
-        process_pool = self._replace_pool(
-            _start_worker,
-            reward_names,
-            self._constant_fields,
-            environment_names=self._environment_names,
-            num_processes=self._num_workers,
-        )
+        process_pool = self._replace_pool(_start_worker, reward_names, self._constant_fields)
         try:
             with cleanup_on_error(self.close):
                 load_future = process_pool.schedule(_load_rewards, args=(reward_names,))

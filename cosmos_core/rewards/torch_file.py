@@ -10,8 +10,7 @@ import math
 import pickletools
 import struct
 import zipfile
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,20 +34,17 @@ class NotATensorError(ValueError):
     """Error for a file of `torch.save` that is not one tensor; the message describes the content on one line."""
 
 
-@dataclass(frozen=True)
-class _PickledGlobal:
+class _PickledGlobal(NamedTuple):
     name: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _StorageReference:
+class _StorageReference(NamedTuple):
     type_name: str
     key: str
     num_elements: int
 
 
-@dataclass(frozen=True)
-class _PickledCall:
+class _PickledCall(NamedTuple):
     function: _PickledGlobal
     arguments: tuple[Any, ...]
 
@@ -88,21 +84,18 @@ def _read_zip_files(file_bytes: memoryview) -> dict[str, memoryview]:
         if zip_entry.compress_type or zip_entry.compress_size != zip_entry.file_size:
             raise NotATensorError("it is packed")
         header_offset = zip_entry.header_offset + len(file_bytes) - len(archive_tail)
-        archive_files[zip_entry.filename] = _read_zip_member(file_bytes, header_offset, zip_entry.file_size)
+        header_signature = bytes(file_bytes[header_offset : header_offset + 4])
+        if not 0 <= header_offset <= len(file_bytes) - 30 or header_signature != ZIP_SIGNATURE:
+            raise NotATensorError("its directory is wrong")
+        name_length, extra_field_length = struct.unpack_from("<2H", file_bytes, header_offset + 26)
+        content_offset = header_offset + 30 + name_length + extra_field_length
+        content_end = content_offset + zip_entry.file_size
+        if content_end > len(file_bytes):
+            raise NotATensorError("it is cut off")
+        archive_files[zip_entry.filename] = file_bytes[content_offset:content_end]
     if len({name.partition("/")[0] for name in archive_files}) != 1:
         raise NotATensorError("it is an archive of something else")
     return archive_files
-
-
-def _read_zip_member(file_bytes: memoryview, header_offset: int, file_size: int) -> memoryview:
-    header_signature = bytes(file_bytes[header_offset : header_offset + 4])
-    if not 0 <= header_offset <= len(file_bytes) - 30 or header_signature != ZIP_SIGNATURE:
-        raise NotATensorError("its directory is wrong")
-    name_length, extra_field_length = struct.unpack_from("<2H", file_bytes, header_offset + 26)
-    content_offset = header_offset + 30 + name_length + extra_field_length
-    if content_offset + file_size > len(file_bytes):
-        raise NotATensorError("it is cut off")
-    return file_bytes[content_offset : content_offset + file_size]
 
 
 def _parse_tensor(pickle_bytes: bytes) -> tuple[_StorageReference, int, tuple[int, ...], tuple[int, ...]]:

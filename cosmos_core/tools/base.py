@@ -57,17 +57,15 @@ class ToolResult:
     is_error: bool = False
 
 
-def load_tool(tool_path: str) -> Callable[..., Any]:
+def load_tool(path: str) -> Callable[..., Any]:
     """Return the tool at the import path `module:function` or `path/file.py:function` of user code. Raise `ConfigError`
     if the function does not exist, cannot be imported or is not marked with `@tool`."""
     try:
-        function = import_user_code(tool_path)
+        function = import_user_code(path)
     except ConfigError as error:
         raise ConfigError(f"{TOOLS_KEY}: {error}") from error
     if not callable(function) or not getattr(function, _TOOL_ATTRIBUTE, False):
-        raise ConfigError(
-            f"{TOOLS_KEY}: {tool_path!r} is no tool; decorate it: from cosmos_core.tools.base import tool"
-        )
+        raise ConfigError(f"{TOOLS_KEY}: {path!r} is no tool; decorate it: from cosmos_core.tools.base import tool")
     return function  # type: ignore[no-any-return]
 
 
@@ -83,10 +81,8 @@ def tool_paths_by_name(import_paths: Iterable[str]) -> dict[str, str]:
 
 
 def parse_tool_calls(turn_text: str) -> list[ToolCall]:
-    """Return the tool calls of an assistant's turn in order, without calls inside the reasoning before `</think>`.
-
-    A call that cannot be parsed is in the list with its error, so that the policy receives the error as a result.
-    """
+    """Return the tool calls of an assistant's turn in order, without calls inside the reasoning before `</think>`. A
+    call that cannot be parsed is in the list with its error, so that the policy receives the error as a result."""
     tool_calls = []
     search_start = max(0, turn_text.rfind(_REASONING_END_TAG))
     while (call_start := turn_text.find(_CALL_START_TAG, search_start)) >= 0:
@@ -96,10 +92,8 @@ def parse_tool_calls(turn_text: str) -> list[ToolCall]:
 
 
 def _parse_tool_call(turn_text: str, call_start: int) -> tuple[ToolCall, int]:
-    """Return the tool call that begins at a position of a text, and the position after the call.
-
-    The JSON parser determines the end of the call, because a string in the JSON may contain the end tag.
-    """
+    """Return the tool call that begins at a position of a text, and the position after the call. The JSON parser
+    determines the end of the call, because a string in the JSON may contain the end tag."""
     json_start = call_start + len(turn_text[call_start:]) - len(turn_text[call_start:].lstrip())
     try:
         decoded_call, json_end = _JSON_DECODER.raw_decode(turn_text, json_start)

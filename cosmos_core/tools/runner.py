@@ -37,12 +37,10 @@ _MAX_BROKEN_POOLS = 3  # maximum number of process pools for a list of calls; a 
 
 
 class ToolRunner(WorkerPool):
-    """Pool of worker processes that call tools by the names of their functions.
-
-    `timeout_seconds` is the deadline of each call. The processes see standard environment variables and those in
-    `variable_names`. Only one thread may use the runner at a time. Its context manager raises `ConfigError` if a tool
-    cannot be imported or is not marked with `@tool`, and `StageFailed` if a process ended while it loaded the tools.
-    """
+    """Pool of worker processes that call tools by the names of their functions. `timeout_seconds` is the deadline of
+    each call. The processes see standard environment variables and those in `variable_names`. Only one thread may use
+    the runner at a time. Its context manager raises `ConfigError` if a tool cannot be imported or is not marked with
+    `@tool`, and `StageFailed` if a process ended while it loaded the tools."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class ToolRunner(WorkerPool):
     ) -> None:
         """Set up the runner, which calls `send_heartbeat` when it waits; `num_workers` None: one per core, up to 16."""
         self._paths = tool_paths_by_name(tool_paths)
-        self._timeout, self._variable_names = timeout_seconds, tuple(variable_names)
+        self._timeout, self._environment_names = timeout_seconds, tuple(variable_names)
         self._send_heartbeat = send_heartbeat
         self._num_workers = min(num_workers or count_usable_cores(), _MAX_PROCESSES)
 
@@ -103,10 +101,7 @@ class ToolRunner(WorkerPool):
             return _make_error_result(error_on_one_line(error))
 
     def _start_pool(self) -> ProcessPool:
-        tool_paths = list(self._paths.values())
-        process_pool = self._replace_pool(
-            _start_worker, tool_paths, environment_names=self._variable_names, num_processes=self._num_workers
-        )
+        process_pool = self._replace_pool(_start_worker, list(self._paths.values()))
         self._call_in_pool(_load_tools)
         return process_pool
 
@@ -130,8 +125,7 @@ def _make_error_result(error_text: str) -> ToolResult:
 
 
 def _start_worker(tool_paths: Sequence[str], variable_names: Sequence[str], parent_pid: int) -> None:
-    """Initialise a worker process and import the user's tools. It ignores errors, because the tools are imported again
-    before the first call, which reports them."""
+    """Initialise a worker process and import the user's tools; the first call imports them again and reports errors."""
     init_worker(variable_names, parent_pid)
     with suppress(ConfigError):
         _load_tools(tool_paths)

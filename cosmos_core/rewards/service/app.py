@@ -102,7 +102,8 @@ class HttpInterface:
         scores_json = await self.engine.store.get(key, reward_name) if reward_name else None
         if scores_json is not None:
             return Response(scores_json, media_type="application/json")
-        request_state = "pending" if await self.engine.has_request(key) else "unknown"
+        is_known = key in self.engine.pending_requests or await self.engine.store.has_request(key)
+        request_state = "pending" if is_known else "unknown"
         return JSONResponse({"message": f"Not found scores for {key}"}, 400, headers={STATE_HEADER: request_state})
 
     async def ping(self, request: Request) -> Response:
@@ -236,11 +237,9 @@ def _parse_content_length(request: Request, max_bytes: int) -> int:
     length_text = request.headers.get("Content-Length", "")
     if not (length_text.isascii() and length_text.isdigit()) or len(length_text) > 18:
         raise HTTPException(411, "a Content-Length is needed")
-    if int(length_text) > max_bytes:
-        raise HTTPException(
-            413, f"the body has {int(length_text)} bytes; at most {max_bytes} are read (max_body_bytes)"
-        )
-    return int(length_text)
+    if (num_bytes := int(length_text)) > max_bytes:
+        raise HTTPException(413, f"the body has {num_bytes} bytes; at most {max_bytes} are read (max_body_bytes)")
+    return num_bytes
 
 
 async def _read_body(request: Request, content_length: int) -> bytearray:

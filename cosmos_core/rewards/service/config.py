@@ -120,8 +120,7 @@ class ServiceConfig(Table):
     max_body_bytes: PositiveInt = 256 * 2**20
     """Maximum size of a request in bytes."""
     max_pending_bytes: PositiveInt = 2**30
-    """Maximum total bytes of waiting requests; beyond it, clients receive status 429 and retry. The value also limits
-    decoded videos, and scores in memory."""
+    """Maximum bytes of waiting requests, of decoded videos and of scores in memory; clients retry after status 429."""
     max_pending: PositiveInt = 1024
     """Maximum number of requests that wait for scores or are being read."""
     result_seconds: PositiveFloat = 3600.0

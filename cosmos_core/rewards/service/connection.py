@@ -50,10 +50,8 @@ class ConnectionWithTimeout(H11Protocol):
 
 
 class RefusalResponse(Response):
-    """Response to a request with an unread body, whose remaining bytes are read and discarded, within limits.
-
-    A connection that is closed with unread bytes is reset, and the client would not receive the response.
-    """
+    """Response to a request with an unread body, whose remaining bytes are read and discarded, within limits. A
+    connection that is closed with unread bytes is reset, and the client would not receive the response."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.body, response.status_code)

@@ -56,7 +56,12 @@ class Engine:
         self.num_accepted_requests = 0
         self._item_counts: deque[tuple[float, int]] = deque()
         self.replica_id = config.replica_id or os.environ.get("LEPTON_REPLICA_ID", "")
-        self.store: Store = _open_store(config, self.replica_id)
+        if config.queue == "memory":
+            self.store: Store = MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
+        else:
+            default_owner = f"{socket.gethostname()}:{config.host}:{config.port}"
+            owner_name = self.replica_id or os.environ.get(QUEUE_OWNER_VARIABLE) or default_owner
+            self.store = RedisStore(config.redis_host, config.redis_port, config.result_seconds, owner_name)
 
     async def start(self) -> None:
         """Load every reward, then resume unfinished requests of an earlier process of the service. Raise `RewardError`
@@ -128,9 +133,8 @@ class Engine:
             self._num_reserved_requests -= 1
 
     async def accept_request(self, uuid: str, request_body: bytes | bytearray) -> None:
-        """Store a request and queue it for scoring. A stored request with the same uuid is not scored again, unless it
-        was stored but never queued. Raise `ProtocolError` if the body is not a valid request, and `ShutdownError` if
-        the service has finished its accepted requests."""
+        """Store a request and queue it for scoring, unless its uuid was queued before. Raise `ProtocolError` if the
+        request is not valid, and `ShutdownError` if the service has finished its accepted requests."""
         if uuid in self.pending_requests:
             return
         if await self.store.has_request(uuid) and not await self.store.has_unfinished_request(uuid):
@@ -160,10 +164,6 @@ class Engine:
                 f"{num_channels}: Wan2.1 has 16, Wan2.2 48, and pixels of a video are batch, 3, frames, height, width"
             )
 
-    async def has_request(self, uuid: str) -> bool:
-        """Return True if the request is pending or stored."""
-        return uuid in self.pending_requests or await self.store.has_request(uuid)
-
     def check_latent_attributes(self, latent_attributes: dict[str, Any]) -> None:
         """Raise `ProtocolError` if the service decodes no latents, or if `latent_attributes` name another VAE."""
         if self.decoder is None:
@@ -174,15 +174,10 @@ class Engine:
 
     def items_per_second(self) -> float:
         """Return the number of items scored per second, over the last minute."""
-        self._remove_expired_counts()
-        if not self._item_counts:
-            return 0.0
-        elapsed_seconds = max(1.0, time.monotonic() - self._item_counts[0][0])
-        return sum(count for _, count in self._item_counts) / elapsed_seconds
-
-    def _remove_expired_counts(self) -> None:
-        while self._item_counts and self._item_counts[0][0] < time.monotonic() - _THROUGHPUT_WINDOW_SECONDS:
-            self._item_counts.popleft()
+        current_time = time.monotonic()
+        recent_counts = [(t, n) for t, n in self._item_counts if t >= current_time - _THROUGHPUT_WINDOW_SECONDS]
+        elapsed_seconds = max(1.0, current_time - recent_counts[0][0]) if recent_counts else 1.0
+        return sum(num_items for _, num_items in recent_counts) / elapsed_seconds
 
     def _add_pending(self, request: ScoreRequest) -> None:
         self.pending_requests[request.uuid] = request
@@ -242,7 +237,8 @@ class Engine:
         elif any(result.get("errors", [])):
             response["errors"] = result["errors"]
         self._item_counts.append((time.monotonic(), request.num_items))
-        self._remove_expired_counts()
+        while self._item_counts[0][0] < time.monotonic() - _THROUGHPUT_WINDOW_SECONDS:
+            self._item_counts.popleft()
         request.remaining_rewards.discard(name)
         response_json = json.dumps(response, separators=(",", ":"), ensure_ascii=False)
         # Replace an unpaired surrogate in the JSON, which cannot be encoded as UTF-8.
@@ -272,11 +268,3 @@ class Engine:
         start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
         config = self.config
         return ProcessSettings(reward.reward_type, start_message, reward, config.batch_seconds, config.attempts)
-
-
-def _open_store(config: ServiceConfig, replica_id: str) -> Store:
-    if config.queue == "memory":
-        return MemoryStore(config.result_seconds, config.max_results, config.max_pending_bytes)
-    default_owner = f"{socket.gethostname()}:{config.host}:{config.port}"
-    owner_name = replica_id or os.environ.get(QUEUE_OWNER_VARIABLE) or default_owner
-    return RedisStore(config.redis_host, config.redis_port, config.result_seconds, owner_name)

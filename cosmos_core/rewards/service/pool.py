@@ -81,8 +81,7 @@ ResultCallback = Callable[[RewardJob, dict[str, Any], float], Awaitable[None]]
 
 
 class ProcessError(Exception):
-    """Error of a process of a reward that ended, hung or could not load. With `is_transient` a retry may help; with
-    `is_killed` a signal killed the process, so that a retry may help too."""
+    """Error of a reward's process that ended, hung or could not load; a retry may help if it is transient or killed."""
 
     def __init__(self, error_message: str, *, is_transient: bool = False, is_killed: bool = False) -> None:
         super().__init__(error_message)
@@ -181,15 +180,13 @@ class RewardPool:
     ) -> None:
         job_results = reply_header.get("results") or [{"error": reply_header.get("error", "")}] * len(jobs)
         for i, job in enumerate(jobs):
-            job_result = {**job_results[i], "array": result_arrays[i]} if result_arrays else job_results[i]
-            num_errors = (
-                job.request.num_items if job_result.get("error") else sum(map(bool, job_result.get("errors", [])))
-            )
+            result = {**job_results[i], "array": result_arrays[i]} if result_arrays else job_results[i]
+            num_errors = job.request.num_items if result.get("error") else sum(map(bool, result.get("errors", [])))
             self.counters.items += job.request.num_items
             self.counters.errors += num_errors
             if num_errors:
-                self._record_error(job_result.get("error") or next(filter(None, job_result["errors"])))
-            await self._on_result(job, job_result, float(reply_header.get("seconds", 0.0)))
+                self._record_error(result.get("error") or next(filter(None, result["errors"])))
+            await self._on_result(job, result, float(reply_header.get("seconds", 0.0)))
 
     async def _fail_exhausted_jobs(self, last_error_text: str) -> None:
         for job in [job for job in self.queue if job.num_attempts >= self.settings.max_attempts]:
