@@ -29,7 +29,7 @@ from cosmos_core.run.directory import read_start_info
 from cosmos_core.run.files import write_text
 from cosmos_core.run.liveness import read_holder
 from cosmos_core.run.manifest import RESULT_FILE, STORE_URL_KEY, Result
-from cosmos_core.upload.bundle import ContentEntry, ContentStore, encode_document, read_document, write_document
+from cosmos_core.upload.bundle import ContentEntry, ContentStore, encode_document, read_document
 from cosmos_core.upload.checkpoint_upload import CHECKPOINTS_FOLDER
 from cosmos_core.upload.lease import Lease, LeaseHolder
 from cosmos_core.upload.stored_checkpoints import JOURNAL_FILE, StoredCheckpoints
@@ -140,7 +140,7 @@ class ArtifactStore:
         if stored_files is None or not _is_same_run(stored_files[_RUN_FILE], run_files[_RUN_FILE]):
             return False
         if has_new_stages and stored_files[_PIPELINE_FILE] != run_files[_PIPELINE_FILE]:
-            write_document(self._bucket, object_key, run_files)
+            self._bucket.write(object_key, encode_document(run_files))
         return True
 
     def _read_result_document(self, document_name: str) -> Result | None:
@@ -152,7 +152,7 @@ class ArtifactStore:
 
     def _write_json(self, document_name: str, document: dict[str, Any]) -> None:
         with translate_errors(self.url):
-            write_document(self._bucket, self._object_key(document_name), document)
+            self._bucket.write(self._object_key(document_name), encode_document(document))
 
     def _read_json(self, document_name: str) -> dict[str, Any] | None:
         with translate_errors(self.url):

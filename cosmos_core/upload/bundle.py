@@ -9,7 +9,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,6 @@ class ContentEntry:
     def from_bytes(cls, content_bytes: bytes) -> "ContentEntry":
         """Return the size and digest of `content_bytes`."""
         return cls(len(content_bytes), hashlib.sha256(content_bytes).hexdigest())
-
-
-@dataclass(frozen=True)
-class FileIndex:
-    """Index of stored files: size and digest of each file, by path, and `info`, further values about all files."""
-
-    files: Mapping[str, ContentEntry]
-    info: dict[str, Any] = field(default_factory=dict)
 
 
 class ContentStore:
@@ -133,23 +125,18 @@ class ContentStore:
         return f"{self._key_prefix}/{digest[:2]}/{digest}"
 
 
-def write_index(bucket: Bucket, key: str, file_index: FileIndex) -> None:
-    """Replace the JSON document of a file index."""
-    files = {path: [entry.size, entry.sha256] for path, entry in file_index.files.items()}
-    write_document(bucket, key, {"files": files, "info": file_index.info})
+def write_index(bucket: Bucket, key: str, entry_by_path: Mapping[str, ContentEntry], **info: str) -> None:
+    """Replace the JSON document that indexes stored files by path; `info` are further values about all files."""
+    files = {path: [entry.size, entry.sha256] for path, entry in entry_by_path.items()}
+    bucket.write(key, encode_document({"files": files, "info": info}))
 
 
-def read_index(bucket: Bucket, key: str) -> tuple[FileIndex | None, str]:
-    """Return a stored file index and its ETag, or None and "" if it does not exist; see `read_document`."""
+def read_index(bucket: Bucket, key: str) -> tuple[dict[str, ContentEntry], dict[str, str], str]:
+    """Return the files and the `info` of an index, and its ETag; all are empty if the index does not exist. For errors
+    see `read_document`."""
     document, etag = read_document(bucket, key)
-    if document is None:
-        return None, etag
-    return FileIndex({path: ContentEntry(*entry) for path, entry in document["files"].items()}, document["info"]), etag
-
-
-def write_document(bucket: Bucket, key: str, document: dict[str, Any]) -> None:
-    """Replace a JSON document in one request."""
-    bucket.write(key, encode_document(document))
+    document = document or {"files": {}, "info": {}}
+    return {path: ContentEntry(*entry) for path, entry in document["files"].items()}, document["info"], etag
 
 
 def encode_document(document: dict[str, Any]) -> bytes:

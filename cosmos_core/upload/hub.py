@@ -5,7 +5,6 @@ A new repository is private. A version is one atomic commit and a tag of the sam
 files were compared with the source. `HF_ENDPOINT` selects the Hub, `HF_TOKEN` the account.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -163,6 +162,7 @@ class HubTarget:
         """Return a message about the first file whose digest on the Hub differs: the SHA-256 of a large file, the git
         object id of a small file. Empty if there is none."""
         from huggingface_hub.errors import RevisionNotFoundError
+        from huggingface_hub.utils.sha import git_hash
 
         try:
             repo_info = self.hub_api.repo_info(self.repository, revision=revision, files_metadata=True)
@@ -174,7 +174,7 @@ class HubTarget:
                 continue
             file = file_by_name.get(name)
             has_same_content = file is not None and (
-                file.lfs.sha256 == sha256 if file.lfs else file.blob_id == _compute_git_blob_id(folder / name)
+                file.lfs.sha256 == sha256 if file.lfs else file.blob_id == git_hash((folder / name).read_bytes())
             )
             if not has_same_content:
                 return f"{name} is missing or altered"
@@ -269,8 +269,3 @@ def _render_model_card(card_file: Path, record: dict[str, Any]) -> str:
         card_lines += ["", "| metric | value |", "|---|---|"]
         card_lines += [f"| {metric_name} | {value:.4g} |" for metric_name, value in sorted(metrics.items())]
     return "\n".join(card_lines) + "\n"
-
-
-def _compute_git_blob_id(file: Path) -> str:
-    file_content = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(file_content) + file_content, usedforsecurity=False).hexdigest()

@@ -154,9 +154,9 @@ class StoreRetention:
         """Yield the fingerprint of each stage of a run, also if the stage has no result: an interrupted training
         continues from the checkpoints that are stored under its fingerprint."""
         for each in run.objects:
-            if each.key.endswith("/record.json") and (file_index := read_index(self._bucket, each.key)[0]):
+            if each.key.endswith("/record.json"):
                 content_store = ContentStore(self._bucket, f"{each.key.removesuffix('/record.json')}/content")
-                fingerprint_entry = file_index.files.get(FINGERPRINT_FILE)
+                fingerprint_entry = read_index(self._bucket, each.key)[0].get(FINGERPRINT_FILE)
                 fingerprint_data = content_store.read(fingerprint_entry) if fingerprint_entry else None
                 yield str(json.loads(fingerprint_data or "{}").get("value"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from cosmos_core.errors import UploadError
 from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.files import parse_step, read_json_object
-from cosmos_core.upload.bundle import ContentEntry, ContentStore, FileIndex, read_index, write_index
+from cosmos_core.upload.bundle import ContentEntry, ContentStore, read_index, write_index
 from cosmos_core.upload.checkpoint_upload import CHECKPOINTS_FOLDER, MANIFEST_FILE, link_checkpoint, saved_manifests
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class StoredCheckpoints:
         files[f"{folder_prefix}/{MANIFEST_FILE}"] = content_store.write((folder / MANIFEST_FILE).read_bytes())
         if (metrics_path := self._stage_path / _METRICS_FILE).is_file():
             files[_METRICS_FILE] = content_store.write(metrics_path.read_bytes())
-        write_index(self._bucket, f"{self._key_prefix}/{name}.json", FileIndex(files))
+        write_index(self._bucket, f"{self._key_prefix}/{name}.json", files)
 
     def _fetch_best_checkpoint(self, name: str) -> None:
         """Download the best checkpoint so far, whose step the checkpoint `name` records: a training keeps the best
@@ -104,14 +104,12 @@ class StoredCheckpoints:
                 self._damaged_names.add(best_name)
 
     def _fetch_checkpoint(self, name: str, excluded_file: str = "") -> bool:
-        file_index, _ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
-        if file_index is None:
-            return False
-        fetched_entries = {path: entry for path, entry in file_index.files.items() if path != excluded_file}
+        entry_by_path, *_ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
+        fetched_entries = {path: entry for path, entry in entry_by_path.items() if path != excluded_file}
         manifest_paths = [path for path in fetched_entries if path.endswith(f"/{MANIFEST_FILE}")]
         for paths in ([path for path in fetched_entries if path not in manifest_paths], manifest_paths):
             self._open_content_store().fetch({self._stage_path / path: fetched_entries[path] for path in paths})
-        return True
+        return bool(entry_by_path)
 
     def _remove_old_checkpoints(self, local_names: set[str]) -> None:
         newest_step = max(map(parse_step, local_names))
@@ -121,6 +119,6 @@ class StoredCheckpoints:
                 if name not in local_names and parse_step(name) < newest_step:
                     self._bucket.remove(f"{self._key_prefix}/{name}.json")
                     continue
-                file_index, _ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
-                referenced_digests |= {each.sha256 for each in file_index.files.values()} if file_index else set()
+                entry_by_path, *_ = read_index(self._bucket, f"{self._key_prefix}/{name}.json")
+                referenced_digests |= {entry.sha256 for entry in entry_by_path.values()}
             self._open_content_store().remove_all_except(referenced_digests)

@@ -9,7 +9,7 @@ from cosmos_core.run.files import write_bytes
 from cosmos_core.run.manifest import RESULT_FILE
 from cosmos_core.run.stage import PROFILES_FOLDER
 from cosmos_core.run.state import StageState
-from cosmos_core.upload.bundle import ContentEntry, ContentStore, FileIndex, read_index, write_index
+from cosmos_core.upload.bundle import ContentEntry, ContentStore, read_index, write_index
 
 _EVENTS_FILE, _STATE_FILE = "events.jsonl", "state.json"
 # `*/id`, such as `wandb/id`, has the run id of a tracking service, with which another machine continues that run.
@@ -25,7 +25,7 @@ class StoredRecord:
 
     def __init__(self, bucket: Bucket, key_prefix: str, stage_path: Path, machine_name: str) -> None:
         self._bucket, self._key_prefix = bucket, key_prefix
-        self._stage_path, self._machine_name = stage_path, machine_name
+        self._stage_path, self._writer_info = stage_path, {"machine": machine_name, "path": str(stage_path)}
         self._content_store = ContentStore(bucket, f"{key_prefix}/content")
         self._known_entries: dict[str, ContentEntry] | None = None
         self._index_etag = ""
@@ -34,8 +34,7 @@ class StoredRecord:
         """Store the files of the stage that have changed; with `is_final`, store the logs as well."""
         with translate_errors(self._bucket.url(self._key_prefix)):
             if self._known_entries is None:
-                file_index, _ = read_index(self._bucket, self._index_key)
-                self._known_entries = dict(file_index.files) if file_index else {}
+                self._known_entries, *_ = read_index(self._bucket, self._index_key)
             kept_entries = {} if is_final else self._known_entries
             new_entries = {path: log_entry for path, log_entry in kept_entries.items() if path.startswith("logs/")}
             for file in _list_files_to_push(self._stage_path, _FINAL_FILE_PATTERNS if is_final else _FILE_PATTERNS):
@@ -44,8 +43,7 @@ class StoredRecord:
                 new_entries[path] = entry if self._known_entries.get(path) == entry else self._content_store.write(data)
             if new_entries == self._known_entries:
                 return
-            index_info = {"machine": self._machine_name, "path": str(self._stage_path)}
-            write_index(self._bucket, self._index_key, FileIndex(new_entries, index_info))
+            write_index(self._bucket, self._index_key, new_entries, **self._writer_info)
             for entry in set(self._known_entries.values()) - set(new_entries.values()):
                 self._content_store.remove(entry)
             self._known_entries = new_entries
@@ -54,24 +52,21 @@ class StoredRecord:
         """Download the stored files if another machine, or another folder, stored them last and they have changed since
         the last call; return True if so."""
         with translate_errors(self._bucket.url(self._key_prefix)):
-            file_index, etag = read_index(self._bucket, self._index_key)
-            if file_index is None or etag == self._index_etag:
-                return False
-            if file_index.info == {"machine": self._machine_name, "path": str(self._stage_path)}:
+            stored_entries, writer_info, etag = read_index(self._bucket, self._index_key)
+            if etag in {"", self._index_etag} or writer_info == self._writer_info:
                 return False
             local_entries = self._known_entries or {}
-            for relative_path, entry in file_index.files.items():
+            for relative_path, entry in stored_entries.items():
                 content = self._content_store.read(entry) if local_entries.get(relative_path) != entry else None
                 if content is not None:  # skip a file that is unchanged, or was replaced meanwhile
                     self._write_local_file(self._stage_path / relative_path, content)
-            self._known_entries, self._index_etag = dict(file_index.files), etag
+            self._known_entries, self._index_etag = stored_entries, etag
         return True
 
     def read_state(self) -> StageState | None:
         """Return the stored state of the stage; None if it is missing or damaged."""
         with translate_errors(self._bucket.url(self._key_prefix)):
-            file_index, _ = read_index(self._bucket, self._index_key)
-            state_entry = file_index.files.get(_STATE_FILE) if file_index else None
+            state_entry = read_index(self._bucket, self._index_key)[0].get(_STATE_FILE)
             state_bytes = self._content_store.read(state_entry) if state_entry else None
         return _read_state_without_pids(state_bytes) if state_bytes else None
 

@@ -21,7 +21,7 @@ from cosmos_core.run.directory import create_run, open_or_create_run, open_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
 from cosmos_core.run.remote import append_content_digest, download_pinned_url
-from cosmos_core.upload.bundle import encode_document, read_document, write_document
+from cosmos_core.upload.bundle import encode_document, read_document
 from cosmos_core.upload.transfer import FileTransfer, UploadJournal
 from tasks.kinds import all_kinds
 from tasks.layout import prepare_stage_folder
@@ -110,7 +110,7 @@ def test_a_document_that_arrived_altered_is_not_sent_over_that_of_another(proxy:
     def choose(request: Request) -> str:
         methods.append(request.method)
         if methods == ["PUT", "PUT"]:
-            write_document(Bucket("models"), key, {"owner": "another"})
+            Bucket("models").write(key, encode_document({"owner": "another"}))
         return "flip" if methods == ["PUT"] else ""
 
     proxy.reset(choose)
