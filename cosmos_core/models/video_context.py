@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
@@ -48,11 +49,6 @@ class ClipSharding:
         local_tensor = tensor.narrow(token_dim, first_token, min(self.num_local_tokens, self.num_tokens - first_token))
         return self._pad_tokens(local_tensor, token_dim, self.num_local_tokens)
 
-    def gather_tokens(self, tensor: Tensor, token_dim: int) -> Tensor:
-        """Return the tokens of all ranks. In the backward pass, each rank gets the gradient of its tokens."""
-        all_tokens: Tensor = _ConcatenateOverRanks.apply(tensor, token_dim, self.group)
-        return all_tokens.narrow(token_dim, 0, self.num_tokens)
-
     def token_mask(self, like_tensor: Tensor) -> Tensor:
         """Return a mask N of this rank's tokens, 1 for tokens and 0 for padding, in the dtype of `like_tensor`."""
         position_N = self.rank * self.num_local_tokens + torch.arange(self.num_local_tokens, device=like_tensor.device)
@@ -68,7 +64,7 @@ class ClipSharding:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks. Gradients are summed too, because a rank uses the result only for its tokens."""
-        return _SumOverRanks.apply(tensor, self.group)
+        return all_reduce(tensor, "sum", self.group)
 
     def add_border_frames(self, frames_BCFS: Tensor) -> Tensor:
         """Return the frames of this rank with one more frame at each end, from the neighbouring ranks. The frames
@@ -121,7 +117,12 @@ def shard_blocks(
         _register_argument_hook(block, prepare_and_shard)
     for name, layer_token_dims in token_dims_by_layer.items():
         _register_argument_hook(denoiser.get_submodule(name), partial(shard_arguments, token_dims=layer_token_dims))
-    denoiser.proj_out.register_forward_hook(lambda module, args, output: clip_sharding.gather_tokens(output, 1))
+
+    def gather_tokens(module: nn.Module, args: Any, output_BNC: Tensor) -> Tensor:
+        tokens_of_all_ranks: Tensor = _ConcatenateOverRanks.apply(output_BNC, clip_sharding.group)
+        return tokens_of_all_ranks.narrow(1, 0, clip_sharding.num_tokens)
+
+    denoiser.proj_out.register_forward_hook(gather_tokens)
 
 
 class UlyssesAttention:
@@ -179,7 +180,14 @@ class SummedLinearAttention:
         key = key if attn.norm_k is None else attn.norm_k(key)
         query, key = functional.relu(split_heads(query)), functional.relu(split_heads(key))
         key = key * self._clip_sharding.token_mask(key)[None, :, None, None]
-        rotated_query, rotated_key = (_apply_rotary_embedding(states, *rotary_emb).float() for states in (query, key))
+
+        def apply_rotary_embedding(states: Tensor) -> Tensor:
+            even_elements, odd_elements = states.unflatten(-1, (-1, 2)).unbind(-1)
+            cos, sin = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
+            rotated_pairs = [even_elements * cos - odd_elements * sin, even_elements * sin + odd_elements * cos]
+            return torch.stack(rotated_pairs, -1).flatten(-2).type_as(states)
+
+        rotated_query, rotated_key = (apply_rotary_embedding(states).float() for states in (query, key))
         key_sum_BKD = self._clip_sharding.all_reduce(key.sum(1))
         value_key_sum_BKDD = self._clip_sharding.all_reduce(torch.einsum("bnkc,bnkd->bkcd", value.float(), rotated_key))
         scale_BNK = 1 / (torch.einsum("bkd,bnkd->bnk", key_sum_BKD, query) + 1e-15)
@@ -200,20 +208,11 @@ def exchange_frames(convolution: nn.Module, clip_sharding: ClipSharding, tokens_
     convolution.register_forward_hook(lambda module, args, output: output[:, :, 1:-1])
 
 
-def _apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to queries or keys, in pairs of neighbouring elements."""
-    even_elements, odd_elements = states.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    rotated_pairs = [even_elements * cos - odd_elements * sin, even_elements * sin + odd_elements * cos]
-    return torch.stack(rotated_pairs, -1).flatten(-2).type_as(states)
-
-
 def _project_output(attn: Any, states: Tensor) -> Tensor:
     return attn.to_out[1](attn.to_out[0](states))
 
 
 def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[str, Any]], None]) -> None:
-    """Let `change_arguments` modify the arguments, by name, before each call of a module."""
     forward_signature = inspect.signature(module.forward)
 
     def argument_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -225,33 +224,18 @@ def _register_argument_hook(module: nn.Module, change_arguments: Callable[[dict[
 
 
 class _ConcatenateOverRanks(torch.autograd.Function):
-    """Differentiable concatenation over ranks. All ranks use the result alike, so gradients are not summed."""
+    """Differentiable concatenation of the tokens of all ranks. All use the result alike: gradients are not summed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group, ctx.num_local_tokens = dim, group, tensor.shape[dim]
-        tensors_by_rank = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(tensors_by_rank, tensor.contiguous(), group=group)
-        return torch.cat(tensors_by_rank, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
-        local_gradient = output_gradients[0].narrow(
-            ctx.dim, dist.get_rank(ctx.group) * ctx.num_local_tokens, ctx.num_local_tokens
-        )
-        return local_gradient, None, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Differentiable sum over ranks. Each rank uses the result for its own tokens, so gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        summed_tensor = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed_tensor, group=group)
-        return summed_tensor
+    def forward(ctx: Any, tokens_BNC: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.num_local_tokens = group, tokens_BNC.shape[1]
+        tokens_by_rank = [
+            torch.empty_like(tokens_BNC, memory_format=torch.contiguous_format) for _ in range(group.size())
+        ]
+        dist.all_gather(tokens_by_rank, tokens_BNC.contiguous(), group=group)
+        return torch.cat(tokens_by_rank, 1)
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> Any:
-        return _SumOverRanks.apply(output_gradients[0], ctx.group), None
+        first_token = dist.get_rank(ctx.group) * ctx.num_local_tokens
+        return output_gradients[0].narrow(1, first_token, ctx.num_local_tokens), None

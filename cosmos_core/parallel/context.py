@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -87,29 +88,9 @@ def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceM
 
 
 def all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor resharded by an all-to-all: each rank's tensor is split along `split_dim`, and the received
-    chunks are concatenated along `concat_dim`."""
-    resharded_tensor: Tensor = _AllToAll.apply(tensor, split_dim, concat_dim, group)
-    return resharded_tensor
-
-
-class _AllToAll(torch.autograd.Function):
-    """Differentiable all-to-all that splits a tensor along one dimension and concatenates chunks along another."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.backward_arguments = (concat_dim, split_dim, group)
-        return _run_all_to_all(tensor, split_dim, concat_dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *output_gradients: Tensor) -> Any:
-        return _run_all_to_all(output_gradients[0], *ctx.backward_arguments), None, None, None
-
-
-def _run_all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    sent_chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split_dim)).contiguous()
-    received_chunks = torch.empty_like(sent_chunks)
-    dist.all_to_all_single(received_chunks, sent_chunks, group=group)
+    """Return a tensor that a differentiable all-to-all reshards from `concat_dim` to `split_dim`."""
+    sent_chunks = torch.stack(tensor.chunk(dist.get_world_size(group), dim=split_dim))
+    received_chunks = all_to_all_single_autograd(sent_chunks, None, None, group)
     return torch.cat(received_chunks.unbind(), dim=concat_dim)
 
 

@@ -1,7 +1,6 @@
 """FSDP2 and HSDP sharding of a model over ranks, and gathering of full tensors.
 
-Gradients are summed over ranks instead of averaged, because losses are already divided by a denominator over all
-samples.
+Gradients are summed over ranks, not averaged, because losses are already divided by a denominator over all samples.
 """
 
 import copy
@@ -143,8 +142,7 @@ def _full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_without_weights(model: ModuleT) -> ModuleT:
-    """Return a copy of a model with parameters on the meta device, which take no memory; call this function before
-    `apply_fsdp`, which changes the classes of modules."""
+    """Return a copy of a model with parameters on the meta device, before `apply_fsdp` changes its classes."""
     return copy.deepcopy(
         model, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     )
@@ -183,8 +181,7 @@ def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm over all elements of gradients. Sharded gradients are reduced over their meshes, so that each
-    element counts once."""
+    """Return the 2-norm over all elements of gradients, of which sharded ones are reduced over their meshes."""
     norms = [_full_tensor(torch.nn.utils.get_total_norm(mesh_gradients)) for mesh_gradients in group_by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 

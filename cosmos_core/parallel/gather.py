@@ -1,8 +1,7 @@
 """Gathering of full tensors of a sharded model on every rank, several tensors at a time.
 
 If all tensors are on the CPUs of one machine, ranks use shared memory: each rank writes its shards, and all ranks read
-the full tensors. gloo would send the same bytes through TCP at about a tenth of the speed (docs/benchmarks.md).
-Otherwise, ranks use collectives.
+the full tensors. gloo, which is used otherwise, would take about ten times as long (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from cosmos_core.parallel.fsdp import full_tensors, local_shard, shard_bounds
 from cosmos_core.parallel.mesh import all_gather_object, all_reduce_any, broadcast_object, is_first_rank, rank_number
 
 _ALIGNMENT_BYTES = 64
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class FullTensorGatherer:
-    """Gatherer of the full tensors of a sharded model. All ranks must create it together and call its methods in the
-    same order."""
+    """Gatherer of full tensors. All ranks must create it together and call its methods in the same order."""
 
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         """Store this rank's `tensors`, full or sharded, and exchange with all ranks which rank has which tensor.
@@ -40,7 +39,9 @@ class FullTensorGatherer:
         for rank, tensor_names in enumerate(all_gather_object(list(tensors))):
             self._owner_ranks = dict.fromkeys(tensor_names, rank) | self._owner_ranks
         is_on_cpu = all(local_shard(tensor).device.type == "cpu" for tensor in tensors.values())
-        self._uses_shared_memory = not all_reduce_any(not is_on_cpu) and _are_ranks_on_one_machine()
+        boot_id = _BOOT_ID_FILE.read_text() if _BOOT_ID_FILE.is_file() else None
+        machines = set(all_gather_object((boot_id, os.uname().nodename) if is_on_cpu and boot_id else None))
+        self._uses_shared_memory = len(machines) == 1 and None not in machines
         # Use two buffers, because a loop over tensors may still refer to a tensor of the previous call.
         self._shared_memories: list[_SharedMemory | None] = [None, None]
 
@@ -72,19 +73,15 @@ class FullTensorGatherer:
         for name, tensor_template in tensor_templates.items():
             tensors[name] = shared_memory.tensor(byte_offset, tensor_template)
             byte_offset += _round_up_to_alignment(tensor_template.nbytes)
-            if self._should_write_shard(name):
-                tensor = self.tensors[name].detach()
-                tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor))
+            # Of several ranks with equal shards, the first writes its shard.
+            tensor, is_first_of_equal = self.tensors.get(name), self._owner_ranks[name] == rank_number()
+            if isinstance(tensor, DTensor):
+                placements = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+                is_first_of_equal = all(index == 0 for index, placement in placements if placement.is_replicate())
+            if tensor is not None and is_first_of_equal:
+                tensors[name][shard_bounds(tensor)].copy_(local_shard(tensor.detach()))
         dist.barrier()
         return tensors
-
-    def _should_write_shard(self, name: str) -> bool:
-        """Return True if this rank writes its shard of a tensor: the first of several ranks with equal shards does."""
-        tensor = self.tensors.get(name)
-        if isinstance(tensor, DTensor):
-            coordinates = tensor.device_mesh.get_coordinate() or ()
-            return all(index == 0 for index, p in zip(coordinates, tensor.placements, strict=True) if p.is_replicate())
-        return self._owner_ranks[name] == rank_number()
 
 
 class _SharedMemory:
@@ -129,12 +126,6 @@ def _open_shared_memory(num_bytes: int) -> _SharedMemory | None:
     if file_descriptor >= 0:
         os.close(file_descriptor)
     return shared_memory
-
-
-def _are_ranks_on_one_machine() -> bool:
-    """Return True if all ranks run on the same machine, according to its boot id and host name."""
-    boot_id_file = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id_file.is_file() and len(set(all_gather_object((boot_id_file.read_text(), os.uname().nodename)))) == 1
 
 
 def _round_up_to_alignment(num_bytes: int) -> int:

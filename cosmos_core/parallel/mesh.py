@@ -32,8 +32,7 @@ class Mesh:
     dp: DeviceMesh
     """Mesh of ranks that have different samples: dp_replicate x dp_shard."""
     fsdp: DeviceMesh | None
-    """Mesh over which FSDP shards parameters: dp_shard x cp, with dp_replicate as the outer axis if there are replicas;
-    None: no FSDP."""
+    """Mesh over which FSDP shards parameters: dp_shard x cp, with replicas as the outer axis; None: no FSDP."""
     cp: DeviceMesh | None
     """Mesh of ranks that each process some tokens of the same sequences; None: no context parallelism."""
     tp: DeviceMesh | None
@@ -43,16 +42,14 @@ class Mesh:
     ep: DeviceMesh | None
     """Mesh of ranks that each hold some experts of a layer; None: no expert parallelism."""
     ep_fsdp: DeviceMesh | None
-    """Mesh over which FSDP shards the experts of an expert-parallel rank, with dp_replicate as the outer axis if there
-    are replicas; None: experts are not sharded."""
+    """Mesh over which FSDP shards the experts of an expert-parallel rank, as `fsdp`; None: experts are not sharded."""
 
     def select_local_items(self, global_items: Sequence[T]) -> list[T]:
         """Return the items of this data-parallel rank: of n data-parallel ranks, each gets every n-th item."""
         return list(global_items[self.dp.get_local_rank() :: self.dp.size()])
 
     def all_gather_object(self, local_value: T) -> list[T]:
-        """Return the values of all data-parallel ranks, in order; with pipeline parallelism those of the last pipeline
-        stage, which computes the outputs."""
+        """Return all data-parallel ranks' values, in order: those on the last pipeline stage, which has the outputs."""
         values_by_rank = exchange.all_gather(local_value, self.dp.get_group())
         if self.pp:
             pp_group = self.pp.get_group()
@@ -145,8 +142,7 @@ def send_heartbeat(report_heartbeat: Callable[[], None]) -> None:
 
 
 def wait_for_ranks(report_heartbeat: Callable[[], None]) -> None:
-    """Wait until all ranks have called this function, without the timeout of a collective; call `report_heartbeat` when
-    another rank has sent a heartbeat."""
+    """Wait without the timeout of a collective until all ranks have called this function; report their heartbeats."""
     if is_single_rank():
         return
     key_value_store, num_heartbeats = _get_default_store(), 0

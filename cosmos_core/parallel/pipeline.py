@@ -47,8 +47,7 @@ class OtherStageModule(nn.Module):
 
 
 class _EmbeddingPlaceholder(OtherStageModule):
-    """Placeholder for an embedding, which returns deterministic hidden states for each token id, so that the body of a
-    model can be probed without weights."""
+    """Placeholder for an embedding that returns deterministic hidden states, to probe a model without weights."""
 
     def forward(self, hidden_BTH: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ids_BT, weight = hidden_BTH, self.weight
@@ -147,7 +146,6 @@ def clip_gradients_over_stages(model: PreTrainedModel, pp_mesh: DeviceMesh, max_
 
 
 def _shallow_copy(module: M) -> M:
-    """Return a shallow copy of a module, in which children can be replaced without changing the module."""
     module_copy = copy.copy(module)
     module_copy._modules = dict(module._modules)
     return module_copy

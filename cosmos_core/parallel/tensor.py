@@ -33,8 +33,7 @@ errors are far smaller, and a gradient that lacks the contributions of other ran
 
 
 class _AllReduceGradientStyle(ParallelStyle):
-    """Parallel style of a replicated module that processes only the attention heads of its rank, so that the gradients
-    of its weights are summed over ranks."""
+    """Parallel style of a replicated module that processes only this rank's heads, so its gradients are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         original_forward, group = module.forward, device_mesh.get_group()
@@ -88,8 +87,7 @@ _PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) -> None:
-    """Shard every matrix in the model's tensor-parallel plan over the ranks of `mesh`, as `find_split_matrices` says,
-    whose errors it raises."""
+    """Shard every matrix that `find_split_matrices` selects over the ranks of `mesh`, and raise its errors."""
     for module, parallel_style in find_split_matrices(model, mesh.size(), shards_experts=shards_experts):
         if parallel_style == _MOE_TP_STYLE:
             keep_local_experts(module, mesh)
@@ -163,7 +161,6 @@ def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: Dev
 
 
 def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Return True if the gradient of an unsplit weight differs between the ranks of `mesh`."""
     if parameter.grad is None:
         return False
     gradient_mesh_dim_names = parameter.grad.device_mesh.mesh_dim_names if isinstance(parameter.grad, DTensor) else None
@@ -179,7 +176,6 @@ def _has_different_gradients(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 @contextmanager
 def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
-    """Replace the weights of a module by the results of `transform_weight` during the block."""
     parameter_by_name = dict(module.named_parameters(recurse=False))
     try:
         module._parameters.update({name: transform_weight(parameter) for name, parameter in parameter_by_name.items()})
@@ -189,8 +185,7 @@ def _replace_weights(module: Any, transform_weight: Callable[[nn.Parameter], Ten
 
 
 def _find_split_modules(module: nn.Module, parallel_style: str) -> list[nn.Module]:
-    """Return the modules to split for a module in the plan. If an adapter wraps the module, these are its base layer
-    and the LoRA factor that has the split dimension."""
+    """Return the modules to split for a module in the plan: of an adapted one the base layer and a LoRA factor."""
     if isinstance(module, LoraLayer):
         return [module.base_layer, *(module.lora_A if parallel_style.startswith("rowwise") else module.lora_B).values()]
     if isinstance(module, ModulesToSaveWrapper):
