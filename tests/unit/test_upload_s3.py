@@ -154,7 +154,10 @@ def test_damage_is_what_is_gone_or_other_than_it_was_sent(tmp_path: Path, target
 def test_a_damaged_pointer_or_record_is_replaced_by_publishing_again(tmp_path: Path, target: S3Target) -> None:
     folder, record = model(tmp_path / "m")
     target.publish(folder, "v1", record)
-    for name, text in (("latest.json", b"{bad"), ("latest.json", b'{"history": []}'), ("v1/published.json", b"[]")):
+    for name, text in (
+        ("latest.json", b"{bad"), ("latest.json", b'{"history": []}'), ("v1/published.json", b"[]"),
+        ("v1/published.json", b'{"version": "v1", "metrics": {}}'),
+    ):  # fmt: skip
         target.bucket.write(f"{target.prefix}/{name}", text)
         with pytest.raises(DamagedRecord, match=r"publish again"):
             target.published()
