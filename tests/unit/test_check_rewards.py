@@ -25,6 +25,7 @@ from cosmos_core.rollout.registry import check_engine
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE
 from cosmos_core.train.check import check_rewards, run
 from cosmos_core.train.check_rewards import make_test_groups, read_first_prompts
+from cosmos_core.train.measure import open_rewards
 from tests.conftest import Workspace
 from tests.effects.change import GRPO, recipe, stage_of
 from tests.unit.data_tokenizers import CHATML
@@ -153,6 +154,15 @@ def test_a_reward_below_zero_is_mentioned_where_it_would_end_the_run(
     settings = (f"train.train_policy.algo='{algo}'", f"train.train_policy.reward_function={rewards}")
     notices = unique_notices(load(tmp_path, GRPO_TOML, *settings))
     assert any("below 0, which 'overlong' can give" in notice for notice in notices) == is_mentioned
+
+
+def test_the_penalty_of_long_completions_has_its_defaults_in_a_validation_of_sft() -> None:
+    sft = recipe({"rollout.max_response_length": 4})
+    rows = {"train": [{"metadata": {}, "reference": "one two", "text": ""}]}
+    groups = make_test_groups(rows, ["train"], sft.train.train_policy, None)
+    with open_rewards(sft.reward_settings, {"overlong": 1.0}, lambda: None) as score:
+        [scored] = score(groups)
+    assert scored.scores[1].value == -3 / 4
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

@@ -17,7 +17,7 @@ from cosmos_core.config.schema.merge import MergeConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.profiler import ProfilerConfig
 from cosmos_core.config.schema.remote_reward import RemoteRewardConfig
-from cosmos_core.config.schema.rl import RlConfig
+from cosmos_core.config.schema.rl import OverlongRewardConfig, RlConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.config.schema.sample import SampleStageConfig
 from cosmos_core.config.schema.table import Table, add_notice
@@ -186,8 +186,13 @@ class Recipe(Table):
     @property
     def reward_settings(self) -> RewardSettings:
         """Return the settings with which reward functions are called, in training and in validation."""
-        train_policy, max_tokens = self.train.train_policy, self.rollout.max_response_length
-        keyword_values = {"custom": self.custom, "max_tokens": max_tokens, "judge_config": self.judge.model_dump()}
+        train_policy = self.train.train_policy
+        keyword_values = {
+            "custom": self.custom,
+            "max_tokens": self.rollout.max_response_length,
+            "judge_config": self.judge.model_dump(),
+            "overlong": OverlongRewardConfig().model_dump(),
+        }
         timeout_seconds, calls_per_group = 10.0, False
         if isinstance(train_policy, RlConfig):
             keyword_values["overlong"] = train_policy.overlong_reward.model_dump()
