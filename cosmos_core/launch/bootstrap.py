@@ -6,7 +6,6 @@ in use, because it only delays runs. Prefect's limits with leases would end a tr
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,12 +50,17 @@ def bootstrap_server(
     Notifications go to the addresses in `address_by_channel`. Raises `ConfigError` if there is no server, a template
     is no JSON, or the name or type of a pool is invalid."""
     from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
     from prefect.settings import get_current_settings
 
     from cosmos_core.launch.blocks import BLOCK_SLUG, RewardService
 
-    for pool in pools:
-        _check_pool_name(pool.name)
+    for name in (pool.name for pool in pools):
+        if not name.strip() or _FORBIDDEN_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
+            raise ConfigError(
+                f"work pool {name!r}: a name has no {' '.join(sorted(_FORBIDDEN_CHARACTERS))}, and those that begin "
+                f"with {_RESERVED_NAME_PREFIX!r} are Prefect's own; take another"
+            )
     server_url = get_current_settings().api.url
     if not server_url:
         raise ConfigError("PREFECT_API_URL is not set; start a server (prefect server start) and set it to its /api")
@@ -69,21 +73,17 @@ def bootstrap_server(
         for channel, address in address_by_channel.items():
             for automation in make_notification_automations(channel, address):
                 yield _save_automation(prefect_client, automation)
-        yield _describe_credentials_block(prefect_client)
+        try:
+            prefect_client.read_block_document_by_name("cosmos-credentials", "secret")
+        except ObjectNotFound:
+            yield "block secret/cosmos-credentials: not there; workers take credentials from their environment"
+        else:
+            yield "block secret/cosmos-credentials: there"
     RewardService.register_type_and_schema()
     yield f"block type {BLOCK_SLUG}: registered"
 
 
-def _check_pool_name(name: str) -> None:
-    if not name.strip() or _FORBIDDEN_CHARACTERS & set(name) or name.lower().startswith(_RESERVED_NAME_PREFIX):
-        raise ConfigError(
-            f"work pool {name!r}: a name has no {' '.join(sorted(_FORBIDDEN_CHARACTERS))}, and those that begin with "
-            f"{_RESERVED_NAME_PREFIX!r} are Prefect's own; take another"
-        )
-
-
 def _check_pool_type(prefect_client: Any, pool: WorkPool) -> None:
-    """Check that Prefect knows the type of a work pool that has no template file."""
     worker_types_by_package = prefect_client.read_worker_metadata()
     pool_types = {str(each["type"]) for types in worker_types_by_package.values() for each in types.values()}
     if pool.type not in pool_types:
@@ -130,7 +130,6 @@ def _format_limit(concurrency_limit: int | None) -> str:
 
 
 def _make_crash_automation() -> Any:
-    """Return the automation that marks flow runs without a heartbeat as crashed."""
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
@@ -167,12 +166,3 @@ def _save_automation(prefect_client: Any, automation: Any) -> str:
     path_params = {"id": saved_automation.id}
     prefect_client.request("PUT", "/automations/{id}", path_params=path_params, json=automation_json).raise_for_status()
     return f"automation {automation.name!r}: changed"
-
-
-def _describe_credentials_block(prefect_client: Any) -> str:
-    from prefect.exceptions import ObjectNotFound
-
-    with suppress(ObjectNotFound):
-        prefect_client.read_block_document_by_name("cosmos-credentials", "secret")
-        return "block secret/cosmos-credentials: there"
-    return "block secret/cosmos-credentials: not there; workers take credentials from their environment"

@@ -77,7 +77,6 @@ class SupervisedProcess:
         self.poll()
 
     def _release_resources(self) -> None:
-        """Close the descriptors of the supervisor's pipe and of the scratch lock, and remove the temporary files."""
         os.close(self._pipe_write_end)
         os.close(self._scratch_lock_descriptor)
         self._pipe_write_end = self._scratch_lock_descriptor = -1

@@ -27,9 +27,6 @@ from cosmos_core.run.remote import DOWNLOADS_FOLDER, PARTIAL_DOWNLOAD_SUFFIX
 from cosmos_core.run.state import ACTIVE_STATES, read_state
 from cosmos_core.upload.base import PUBLICATION_FILE, open_target
 
-_TRASH_FOLDER = "removed"
-_SETTINGS_FILES = ("run.json", PIPELINE_FILE)
-
 
 @dataclass(frozen=True)
 class RetentionDecision:
@@ -78,7 +75,7 @@ def decide_retention(output_dir: Path, *, num_kept_runs: int, older_than_seconds
 
 def remove_runs(output_dir: Path, decisions: Iterable[RetentionDecision]) -> Iterator[RetentionDecision]:
     """Remove the runs without a reason to keep them that do not run again; yield the decision for each removed run."""
-    trash_folder = output_dir / SHARED_FOLDER / _TRASH_FOLDER
+    trash_folder = output_dir / SHARED_FOLDER / "removed"
     trash_folder.mkdir(parents=True, exist_ok=True)
     removed_run_ids = []
     for decision in decisions:
@@ -190,7 +187,7 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
     unvisited_run_paths = [path for path in run_paths if path in reasons_to_keep]
     while unvisited_run_paths:
         kept_run_path = unvisited_run_paths.pop()
-        file_patterns = (*_SETTINGS_FILES, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
+        file_patterns = ("run.json", PIPELINE_FILE, f"stages/*/{RESULT_FILE}", "stages/*/stage.toml")
         settings_files = [file for pattern in file_patterns for file in kept_run_path.glob(pattern) if file.is_file()]
         run_settings_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in settings_files)
         for path in [path for path in run_paths if path not in reasons_to_keep]:
@@ -203,7 +200,6 @@ def _keep_referenced_runs(run_paths: list[Path], reasons_to_keep: dict[Path, str
 
 
 def _remove_shared_entries(output_dir: Path, removed_run_ids: set[str]) -> None:
-    """Remove the entries about the runs `removed_run_ids` from the folder with the data that all runs share."""
     run_id_readers: dict[str, Callable[[Path], Any]] = {
         "fingerprints/*/*.json": lambda file: str(read_json_object(file).get("stage", "")).partition("/")[0],
         "flow_runs/*": lambda file: file.read_text(encoding="utf-8", errors="replace"),

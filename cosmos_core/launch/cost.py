@@ -16,14 +16,12 @@ from rich.table import Table
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.launch.estimate import StageEstimate
-from cosmos_core.launch.machine import MachineSpec
+from cosmos_core.launch.machine import BYTES_PER_GIB, FLOPS_PER_TFLOP, MachineSpec
 from cosmos_core.observe import formatting
 from cosmos_core.observe.record import RunRecord, StageRecord, read_run
 from cosmos_core.run.directory import list_runs
 from cosmos_core.run.plan import StageDecision
 
-_BYTES_PER_GIB = 2**30
-_FLOPS_PER_TFLOP = 1e12
 _MAX_HISTORY_RUNS = 20
 _FORWARD_FLOPS, _INPUT_GRAD_FLOPS, _WEIGHT_GRAD_FLOPS = 2, 2, 2  # FLOPs per parameter and token; their sum is 6
 
@@ -157,35 +155,17 @@ def _estimate_from_history(
             continue
         if gpu_type and stage_record.kind.trains_model and not _has_used_gpu_type(stage_record, gpu_type):
             continue
-        if pace := _measure_pace(stage_record):
-            estimated_seconds = pace.estimate_seconds(num_steps or stage_record.step_and_total[1] or pace.num_steps)
-            return estimated_seconds, f"run {run.path.name}: {pace}"
+        if pace_estimate := _estimate_from_pace(stage_record, num_steps):
+            seconds, pace_text = pace_estimate
+            return seconds, f"run {run.path.name}: {pace_text}"
         if stage_record.status == "done":
             return stage_record.seconds, f"run {run.path.name}"
     return None
 
 
-@dataclass(frozen=True)
-class _TrainingPace:
-    """Durations of a step, of a validation and of all other work in an earlier training, and how often they ran."""
-
-    num_steps: int
-    seconds_per_step: float
-    num_validations: int
-    seconds_per_validation: float
-    other_seconds: float
-    """Seconds per attempt outside of steps and validations: loading, compiling, checkpoints and export."""
-
-    def estimate_seconds(self, num_steps: int) -> float:
-        num_validations = -(-self.num_validations * num_steps // self.num_steps)
-        return self.other_seconds + num_steps * self.seconds_per_step + num_validations * self.seconds_per_validation
-
-    def __str__(self) -> str:
-        return f"{self.seconds_per_step:.3g} s per step, {formatting.format_duration(self.other_seconds)} beside them"
-
-
-def _measure_pace(stage_record: StageRecord) -> _TrainingPace | None:
-    """Return the seconds of steps, of validations and of the rest of an earlier training; None: no recorded step."""
+def _estimate_from_pace(stage_record: StageRecord, num_steps: int | None) -> tuple[float, str] | None:
+    """Return the seconds of a training with `num_steps` steps (None: as many as the earlier training `stage_record`),
+    from the durations of steps, validations and other work in `stage_record`, and its pace as text; None: no step."""
     step_times, validation_times = (
         [float(line[name]) for line in stage_record.metric_lines if isinstance(line.get(name), int | float)]
         for name in ("time/step", "time/validate")
@@ -194,10 +174,14 @@ def _measure_pace(stage_record: StageRecord) -> _TrainingPace | None:
         return None
     warm_step_times = step_times[1:] or step_times  # leave out the first step, which includes compilation
     seconds_per_step = sum(warm_step_times) / len(warm_step_times)
+    # Each attempt also loads the model, compiles, saves checkpoints and exports.
     other_seconds = max(0.0, (stage_record.seconds or 0.0) - sum(validation_times) - seconds_per_step * len(step_times))
     other_seconds /= max(1, len(stage_record.state.spans))
-    num_validations, validation_seconds = len(validation_times), sum(validation_times) / max(1, len(validation_times))
-    return _TrainingPace(len(step_times), seconds_per_step, num_validations, validation_seconds, other_seconds)
+    num_steps = num_steps or stage_record.step_and_total[1] or len(step_times)
+    num_validations = -(-len(validation_times) * num_steps // len(step_times))
+    seconds_per_validation = sum(validation_times) / max(1, len(validation_times))
+    seconds = other_seconds + num_steps * seconds_per_step + num_validations * seconds_per_validation
+    return seconds, f"{seconds_per_step:.3g} s per step, {formatting.format_duration(other_seconds)} beside them"
 
 
 def _has_used_gpu_type(stage_record: StageRecord, gpu_type: str) -> bool:
@@ -226,7 +210,7 @@ def _estimate_from_flops(
     num_engine_gpus = recipe.num_gpus(has_rollouts=stage_kind.feed == "rollouts") - recipe.num_gpus(has_rollouts=False)
     num_ranks = 1 if machine.is_device_shared else max(1, gpu_count_by_stage.get(stage.name, 1) - num_engine_gpus)
     generation_note = ", without generation" if stage_kind.feed == "rollouts" else ""
-    seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * _FLOPS_PER_TFLOP * num_ranks)
+    seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * FLOPS_PER_TFLOP * num_ranks)
     return seconds, f"never run; counted at {machine.compute_rate_text}{generation_note}"
 
 
@@ -236,7 +220,7 @@ def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineS
     rollout_bytes = size_estimate["engine_weights"] + (size_estimate["kv_cache"] or 0)
     engines_have_own_gpus = rollout_mode == "disaggregated" and not machine.is_device_shared
     rollout_bytes += 0 if engines_have_own_gpus else size_estimate["memory"]["weights"]
-    peak_gib, available_gib = max(size_estimate["peak"], rollout_bytes) / _BYTES_PER_GIB, machine.memory_gib
+    peak_gib, available_gib = max(size_estimate["peak"], rollout_bytes) / BYTES_PER_GIB, machine.memory_gib
     if peak_gib > available_gib:
         return f"no: {peak_gib:,.1f} GiB"
     return "?" if size_estimate["memory"]["activations"] is None or size_estimate["kv_cache"] is None else "yes"

@@ -14,6 +14,7 @@ from typing import Any
 
 from cosmos_core.environment import mask_text
 from cosmos_core.launch import worker_report
+from cosmos_core.launch.service_health import fetch_service_health
 from cosmos_core.launch.worker_report import is_worker_online, read_free_bytes
 from cosmos_core.machine_properties import find_connection_error
 
@@ -45,7 +46,8 @@ def run_checks(output_dir: Path, prefect_client: Any) -> Iterator[Diagnosis]:
             message = mask_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
             yield Diagnosis(name, message[:300], is_healthy=False)
     yield from _check_ray()
-    yield from _check_reward_services()
+    for health in fetch_service_health(os.environ):
+        yield Diagnosis("rewards", f"{health['url']}: {health['status']}", health["status"] in {"ok", "tells nothing"})
     free_bytes = read_free_bytes(output_dir)
     yield Diagnosis("disk", f"{free_bytes / 2**30:.0f} GiB are free in {output_dir}", free_bytes >= _MIN_DISK_BYTES)
 
@@ -149,11 +151,3 @@ def _check_ray() -> Iterator[Diagnosis]:
     has_token = os.environ.get("RAY_AUTH_MODE") == "token" and bool(ray_token)
     security_warning = "without RAY_AUTH_MODE=token and RAY_AUTH_TOKEN: whoever reaches it runs code"
     yield Diagnosis("Ray", f"{ray_address} is reached, {'with a token' if has_token else security_warning}", has_token)
-
-
-def _check_reward_services() -> Iterator[Diagnosis]:
-    from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, TOKEN_VARIABLE, fetch_service_health
-
-    for health in fetch_service_health(os.environ.get(ENQUEUE_URL_VARIABLE, ""), os.environ.get(TOKEN_VARIABLE, "")):
-        is_healthy = health["status"] in {"ok", "tells nothing"}
-        yield Diagnosis("rewards", f"{health['url']}: {health['status']}", is_healthy)

@@ -15,11 +15,11 @@ from cosmos_core.config.schema.dataset import DatasetConfig
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.launch.check import run_check
+from cosmos_core.launch.machine import BYTES_PER_GIB
 from cosmos_core.run.hub import replace_setting
 from cosmos_core.run.plan import StageDecision
 
 _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
-_BYTES_PER_GIB = 2**30
 
 StageEstimate = dict[str, Any] | str
 """Fields of `cosmos_core.train.estimate.TrainingEstimate`, or the reason why a training stage has no estimate."""
@@ -89,7 +89,7 @@ def _format_estimate_cells(estimate: dict[str, Any]) -> list[str]:
 
 
 def _format_gib(num_bytes: int | None) -> str:
-    return "?" if num_bytes is None else f"{num_bytes / _BYTES_PER_GIB:,.1f}"
+    return "?" if num_bytes is None else f"{num_bytes / BYTES_PER_GIB:,.1f}"
 
 
 def _format_count(count: int) -> str:

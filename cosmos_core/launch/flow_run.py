@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-_FLOW_NAME = "post-train"
 _MAX_FLOW_RUNS = 200  # maximum number of flow runs in one response of the server
 _POLL_SECONDS = 1.0
 _MAX_SCHEDULED_SECONDS = 60.0
@@ -35,7 +34,7 @@ def find_failed_flow_run(run_id: str) -> FlowRun | None:
     try:
         with get_client(sync_client=True) as prefect_client:
             flow_runs = prefect_client.read_flow_runs(
-                flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=[_FLOW_NAME])),
+                flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=["post-train"])),
                 flow_run_filter=filters.FlowRunFilter(deployment_id=filters.FlowRunFilterDeploymentId(is_null_=False)),
                 sort=FlowRunSort.EXPECTED_START_TIME_DESC,
                 limit=_MAX_FLOW_RUNS,

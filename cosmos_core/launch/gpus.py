@@ -21,8 +21,6 @@ from cosmos_core.types import StageKind
 
 logger = logging.getLogger(__name__)
 
-_VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-
 
 def count_local_gpus(stage_kind: StageKind, recipe: Recipe) -> int:
     """Return the number of GPUs on this machine that a stage needs; 0 on a Ray cluster, where Ray allocates them."""
@@ -67,9 +65,13 @@ def hold_gpus(
     With `should_hold_all_free`, hold all free GPUs. On a machine without GPUs, yield empty values. `report_waiting` is
     called with the reason, repeatedly, and may raise to stop waiting."""
     gpu_uuid_by_device = map_device_entries_to_uuids() if num_gpus else {}
-    if gpu_uuid_by_device and (lock_error := _find_lock_error()):
-        logger.warning("stages that run at once may take the same GPUs: %s", lock_error)
-        gpu_uuid_by_device = {}
+    if gpu_uuid_by_device:
+        try:  # test whether this user can lock files in the cache folder
+            with FileLock(user_cache_folder() / "gpus" / "tried.lock") as lock:
+                lock.try_acquire()
+        except (OSError, ConfigError) as lock_error:
+            logger.warning("stages that run at once may take the same GPUs: %s", lock_error)
+            gpu_uuid_by_device = {}
     if not gpu_uuid_by_device:
         yield {}, ()
         return
@@ -81,7 +83,7 @@ def hold_gpus(
     with ExitStack() as exit_stack:
         for gpu_lock in gpu_locks.values():
             exit_stack.callback(gpu_lock.release)
-        yield {_VISIBLE_DEVICES_VARIABLE: ",".join(gpu_locks)}, [gpu_lock.descriptor for gpu_lock in gpu_locks.values()]
+        yield {"CUDA_VISIBLE_DEVICES": ",".join(gpu_locks)}, [gpu_lock.descriptor for gpu_lock in gpu_locks.values()]
 
 
 def _lock_free_gpus(gpu_uuid_by_device: Mapping[str, str], min_gpus: int, max_gpus: int) -> dict[str, FileLock]:
@@ -98,13 +100,3 @@ def _lock_free_gpus(gpu_uuid_by_device: Mapping[str, str], min_gpus: int, max_gp
     for gpu_lock in gpu_locks.values():
         gpu_lock.release()
     return {}
-
-
-def _find_lock_error() -> str:
-    """Return the error that prevents this user from locking files in the cache folder; empty if locks work."""
-    try:
-        with FileLock(user_cache_folder() / "gpus" / "tried.lock") as lock:
-            lock.try_acquire()
-            return ""
-    except (OSError, ConfigError) as error:
-        return str(error)

@@ -15,7 +15,7 @@ _GPU_SPECS = {
 }  # fmt: skip
 _UTILIZATION_OF_SPEC = 0.4
 _UTILIZATION_OF_MEASURED_RATE = 0.5  # fraction of the measured rate of large matrix products that a training reaches
-_FLOPS_PER_TFLOP, _BYTES_PER_GIB = 1e12, 2**30
+FLOPS_PER_TFLOP, BYTES_PER_GIB = 1e12, 2**30
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def find_machine_spec(config: PipelineConfig, gpu_name: str, stage_estimates: It
         peak_tflops, memory_gib = _GPU_SPECS[gpu_type]
         machine = MachineSpec(gpu_name, peak_tflops * _UTILIZATION_OF_SPEC, memory_gib, gpu_type=gpu_type)
     elif device_info := next((estimate["machine"] for estimate in stage_estimates if isinstance(estimate, dict)), None):
-        machine_name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / _BYTES_PER_GIB
-        tflops = device_info["flops"] / _FLOPS_PER_TFLOP * _UTILIZATION_OF_MEASURED_RATE
+        machine_name, memory_gib = f"this machine ({device_info['device']})", device_info["memory"] / BYTES_PER_GIB
+        tflops = device_info["flops"] / FLOPS_PER_TFLOP * _UTILIZATION_OF_MEASURED_RATE
         machine = MachineSpec(machine_name, tflops, memory_gib, is_device_shared=device_info["is_cpu"])
     if config.gpu_tflops is not None:
         machine_memory_gib, gpu_type = (machine.memory_gib, machine.gpu_type) if machine else (None, "")

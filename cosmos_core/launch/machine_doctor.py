@@ -1,7 +1,5 @@
 """Diagnose this machine, with remedies: Python, packages, GPUs, vLLM, compiler, memory, file locks, ports, disk."""
 
-from __future__ import annotations
-
 import fcntl
 import resource
 import shutil
@@ -38,11 +36,11 @@ def check_machine(output_dir: Path) -> Iterator[Diagnosis]:
     yield Diagnosis("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {machine.threads} CPU threads")
     if _SHARED_MEMORY_FOLDER.is_dir():
         yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY_FOLDER).free)
-    yield _check_open_file_limit()
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
+    yield Diagnosis("open files", f"{soft_limit} per process{remedy}", soft_limit >= _MIN_OPEN_FILES)
     yield _check_loopback()
-    existing_folder = next(
-        ancestor_path for ancestor_path in (output_dir, *output_dir.parents) if ancestor_path.exists()
-    )
+    existing_folder = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
     yield check_file_locks(existing_folder)
     yield check_file_locks(Path(tempfile.gettempdir()), "TMPDIR")
     free_bytes = shutil.disk_usage(existing_folder).free
@@ -122,12 +120,6 @@ def check_file_locks(folder: Path, setting_name: str = "pipeline.output_dir") ->
             return Diagnosis("file locks", f"two processes get one lock in {folder}; {folder_remedy}", is_healthy=False)
     except OSError as error:
         return Diagnosis("file locks", f"{folder} has none: {error.strerror}; {folder_remedy}", is_healthy=False)
-
-
-def _check_open_file_limit() -> Diagnosis:
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ulimit_remedy = "" if soft_limit >= _MIN_OPEN_FILES else f"; raise it with ulimit -n {hard_limit}"
-    return Diagnosis("open files", f"{soft_limit} per process{ulimit_remedy}", soft_limit >= _MIN_OPEN_FILES)
 
 
 def _check_loopback() -> Diagnosis:

@@ -24,7 +24,6 @@ from cosmos_core.launch.service_health import ENQUEUE_URL_VARIABLE, FETCH_URL_VA
 
 logger = logging.getLogger(__name__)
 
-_QUEUE_ID_VARIABLE = "COSMOS_REWARD_QUEUE"
 _LOAD_TIMEOUT_SECONDS = 1800.0
 _POLL_SECONDS = 0.1
 _RESTART_DELAY_SECONDS = 1.0
@@ -143,7 +142,7 @@ class _ServiceProcess:
             token_variable = str(read_toml(self._config_path).get("token_env", TOKEN_VARIABLE))
         command = [self._python_path, "-m", "cosmos_core.rewards.service", "--config", str(self._config_path)]
         command += ["--host", self._host, "--port", self._port, "--ready", str(self._ready_path)]
-        added_environment = {token_variable: self.token, _QUEUE_ID_VARIABLE: self._queue_id}
+        added_environment = {token_variable: self.token, "COSMOS_REWARD_QUEUE": self._queue_id}
         return SupervisedProcess(command, log_path=self._log_path, grace_seconds=1.0, environment=added_environment)
 
     def _read_last_log_line(self) -> str:

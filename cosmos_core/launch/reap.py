@@ -1,7 +1,5 @@
 """Run `cosmos reap`: kill remaining processes of flows that died on this machine, and correct recorded states."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

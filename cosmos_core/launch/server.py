@@ -23,7 +23,7 @@ from urllib.parse import quote
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.imports import make_python_command
 from cosmos_core.launch.child import SupervisedProcess
-from cosmos_core.run.files import find_disk_error, user_cache_folder
+from cosmos_core.run.files import find_disk_error, replace_file, user_cache_folder
 from cosmos_core.run.lock import FileLock
 
 logger = logging.getLogger(__name__)
@@ -112,21 +112,18 @@ def _locate_empty_database() -> Path:
 
 def _copy_database(source_path: Path, target_path: Path) -> bool:
     """Copy a database, even if in use, atomically; return False if it is missing or damaged, or the disk is full."""
-    temporary_path = target_path.with_name(f".{target_path.name}.{os.getpid()}.tmp")
     try:
         target_path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            closing(sqlite3.connect(f"file:{quote(str(source_path))}?mode=ro", uri=True)) as source_connection,
-            closing(sqlite3.connect(temporary_path)) as target_connection,
-        ):
-            source_connection.backup(target_connection)
-        if not _is_database_intact(temporary_path):
-            raise sqlite3.DatabaseError("the copy is damaged")
-        os.replace(temporary_path, target_path)
+        with replace_file(target_path) as temporary_path:
+            with (
+                closing(sqlite3.connect(f"file:{quote(str(source_path))}?mode=ro", uri=True)) as source_connection,
+                closing(sqlite3.connect(temporary_path)) as target_connection,
+            ):
+                source_connection.backup(target_connection)
+            if not _is_database_intact(temporary_path):
+                raise sqlite3.DatabaseError("the copy is damaged")
         return True
     except (OSError, sqlite3.Error):
-        with suppress(OSError):
-            temporary_path.unlink()
         return False
 
 

@@ -27,7 +27,7 @@ _RESPONSE_METRIC_PATTERN = re.compile(r'^reward_responses_total\{path="([^"]+)",
 
 def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int = 0) -> None:
     """Write a file with the health of the reward services at the URLs in `environment`, and the number of restarts."""
-    if services := fetch_service_health(environment.get(ENQUEUE_URL_VARIABLE, ""), environment.get(TOKEN_VARIABLE, "")):
+    if services := fetch_service_health(environment):
         try:
             health_text = json.dumps({"services": services, "restarts": num_restarts}, indent=1)
             write_text(folder / HEALTH_FILE, mask_text(health_text))
@@ -35,9 +35,10 @@ def write_health(folder: Path, environment: Mapping[str, str], num_restarts: int
             logger.warning("how the reward service was cannot be noted: %s", error)
 
 
-def fetch_service_health(enqueue_urls: str, token: str) -> list[dict[str, Any]]:
-    """Return the health of each reward service in a comma-separated list of URLs."""
-    service_urls = [url.strip().rstrip("/") for url in enqueue_urls.split(",") if url.strip()]
+def fetch_service_health(environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the health of each reward service at the comma-separated URLs in `environment`."""
+    enqueue_urls, token = environment.get(ENQUEUE_URL_VARIABLE, "").split(","), environment.get(TOKEN_VARIABLE, "")
+    service_urls = [url.strip().rstrip("/") for url in enqueue_urls if url.strip()]
     return [_fetch_health(url.removesuffix(_ENQUEUE_PATH), token) for url in service_urls]
 
 

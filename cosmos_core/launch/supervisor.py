@@ -58,9 +58,12 @@ class Supervisor:
         if self.kill_deadline is not None:
             # Terminate the command now, because a stop was requested before it had started.
             self.child.terminate()
+        waitid_options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while self.child.poll() is None:
             self._watch_pipe()
-            self._reap_adopted_processes()
+            # Reap ended processes that the supervisor has adopted; `poll` reaps the command itself.
+            while (exit_info := os.waitid(os.P_ALL, 0, waitid_options)) and exit_info.si_pid != self.child.pid:
+                os.waitpid(exit_info.si_pid, 0)
             if self.kill_deadline is not None and time.monotonic() > self.kill_deadline:
                 self.child.kill()
         attempt_id, exit_code = os.environ.get(ATTEMPT_VARIABLE, ""), self.child.returncode
@@ -76,13 +79,6 @@ class Supervisor:
         if self.kill_deadline is None and self.child is not None:
             self.child.terminate()
         self.kill_deadline = min(self.kill_deadline or float("inf"), time.monotonic() + grace_seconds)
-
-    def _reap_adopted_processes(self) -> None:
-        """Reap ended processes that the supervisor has adopted; `poll` reaps the command itself."""
-        assert self.child is not None
-        waitid_options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while (exited_process := os.waitid(os.P_ALL, 0, waitid_options)) and exited_process.si_pid != self.child.pid:
-            os.waitpid(exited_process.si_pid, 0)
 
     def _watch_pipe(self) -> None:
         if self.is_orphaned:

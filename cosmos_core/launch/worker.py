@@ -172,15 +172,14 @@ def max_grace_seconds(stage_path: Path, grace_seconds: float) -> float:
     return grace_seconds + max(progress.longest_step_seconds, read_state(stage_path).longest_step_seconds)
 
 
-def reap_attempt(stage_path: Path) -> bool:
-    """Kill the remaining processes of the last attempt; return False if the launcher of that attempt is alive."""
+def reap_attempt(stage_path: Path) -> None:
+    """Kill the remaining processes of the last attempt, unless the launcher of that attempt is another live process."""
     state = read_state(stage_path)
     if is_alive(state.launcher_pid, state.launcher_started) and state.launcher_pid != os.getpid():
-        return False
+        return
     if state.mark and (killed_pids := kill_attempt(state.mark)):
         record_event(stage_path, "reaped", f"processes of attempt {state.attempt}: {killed_pids}")
     remove_scratch_folder(state.mark)
-    return True
 
 
 def mask_log_of_killed_launcher(stage_path: Path, secret_names: Sequence[str] = ()) -> None:
@@ -222,22 +221,23 @@ def _wait_for_worker(
     worker ended by itself), and the error of `get_stop_error` (None if it requested no stop)."""
     kill_reason, stop_error = "", None
     start_time, last_state_update_time = time.monotonic(), 0.0
-    log_forwarder, hang_detector = _LogForwarder(log_path), _HangDetector()
-
-    def forward_line(line: str) -> None:
-        settings.report_line(mask_text(line, settings.secrets))
-
+    # Detect a hang by the clock of this process, because the clock of the worker's machine may differ or jump.
+    last_progress, last_progress_time = ProgressRecord(), time.monotonic()
+    log_forwarder = _LogForwarder(log_path, lambda line: settings.report_line(mask_text(line, settings.secrets)))
     while (exit_code := worker_process.poll()) is None:
         time.sleep(_POLL_SECONDS)
-        log_forwarder.forward_lines(forward_line)
+        log_forwarder.forward_lines()
         if progress := read_progress(settings.stage_path):
             _invoke_callback(settings.on_progress, progress)
-            hang_detector.update(progress)
+            if progress != last_progress:
+                last_progress, last_progress_time = progress, time.monotonic()
         if not kill_reason and (kill_reason := settings.get_kill_reason()):
             worker_process.kill()
         if stop_error is None and (stop_error := settings.get_stop_error()) is not None:
             worker_process.stop(get_grace_seconds())
-        if not kill_reason and (kill_reason := hang_detector.find_hang()):
+        idle_seconds = time.monotonic() - last_progress_time
+        if not kill_reason and idle_seconds > last_progress.deadline_seconds:
+            kill_reason = f"no sign of life for {idle_seconds:.0f} s in phase {last_progress.phase!r}: it hangs"
             worker_process.kill()
         if settings.timeout_seconds and time.monotonic() - start_time > settings.timeout_seconds and not kill_reason:
             kill_reason = f"longer than timeout = {settings.timeout_seconds:.0f} s"
@@ -245,7 +245,7 @@ def _wait_for_worker(
         if time.monotonic() - last_state_update_time > _STATE_UPDATE_SECONDS:
             last_state_update_time, state_fields = time.monotonic(), _read_progress_fields(settings.stage_path)
             _invoke_callback(lambda state_fields: update_state(settings.stage_path, **state_fields), state_fields)
-    log_forwarder.forward_lines(forward_line, is_last_call=True)
+    log_forwarder.forward_lines(is_last_call=True)
     return exit_code, kill_reason, stop_error
 
 
@@ -255,25 +255,6 @@ class WorkerError(JsonDocument):
     type: str
     """Name of the error class in `cosmos_core.errors`."""
     message: str
-
-
-class _HangDetector:
-    """Detector of a worker without progress. It uses the clock of this process, as other clocks may differ or jump."""
-
-    def __init__(self) -> None:
-        self._last_progress, self._last_progress_time = ProgressRecord(), time.monotonic()
-
-    def update(self, progress: ProgressRecord) -> None:
-        """Compare the content of `progress.json` with that of the last call; restart the timer if it has changed."""
-        if progress != self._last_progress:
-            self._last_progress, self._last_progress_time = progress, time.monotonic()
-
-    def find_hang(self) -> str:
-        """Return a message if the progress has not changed within the deadline of its phase; otherwise empty."""
-        seconds_without_progress = time.monotonic() - self._last_progress_time
-        if seconds_without_progress <= self._last_progress.deadline_seconds:
-            return ""
-        return f"no sign of life for {seconds_without_progress:.0f} s in phase {self._last_progress.phase!r}: it hangs"
 
 
 def _invoke_callback(callback: Callable[[Any], object], callback_argument: Any) -> None:
@@ -317,16 +298,16 @@ def _read_attempt_result(stage_path: Path, exit_code: int, kill_reason: str, log
 class _LogForwarder:
     """Reader that forwards new lines of a log at a bounded rate; lines beyond the rate remain only in the file."""
 
-    def __init__(self, log_path: Path) -> None:
-        self._log_tail = FileTail(log_path)
+    def __init__(self, log_path: Path, report_line: Callable[[str], None]) -> None:
+        self._log_tail, self._report_line = FileTail(log_path), report_line
         self._line_allowance, self._last_forward_time = float(_MAX_LINES_PER_SECOND), time.monotonic()
 
-    def forward_lines(self, report_line: Callable[[str], None], *, is_last_call: bool = False) -> None:
-        """Pass new lines of the log to a callback, as the rate allows; with `is_last_call`, also an incomplete line."""
+    def forward_lines(self, *, is_last_call: bool = False) -> None:
+        """Pass new lines to `report_line`, as the rate allows; with `is_last_call`, also an incomplete line."""
         current_time = time.monotonic()
         new_line_allowance = self._line_allowance + (current_time - self._last_forward_time) * _MAX_LINES_PER_SECOND
         self._line_allowance, self._last_forward_time = min(_MAX_LINES_PER_SECOND, new_line_allowance), current_time
         for line in filter(None, self._log_tail.read_lines(is_last_read=is_last_call)):
             if self._line_allowance >= 1:
                 self._line_allowance -= 1
-                _invoke_callback(report_line, line)
+                _invoke_callback(self._report_line, line)

@@ -207,7 +207,8 @@ def test_temporary_files_of_a_worker_are_gone_when_it_ends_and_those_of_a_killed
     mark = uuid.uuid4().hex
     scratch_folder(mark).mkdir()
     update_state(run.stage_path("s"), state="stopped", mark=mark)
-    assert worker.reap_attempt(run.stage_path("s")) and not scratch_folder(mark).exists()
+    worker.reap_attempt(run.stage_path("s"))
+    assert not scratch_folder(mark).exists()
     gone, mine = (run.stage_path("s") / f".state.json.{pid}-1.tmp" for pid in (2**22 + 1, os.getpid()))
     for file in (gone, mine):
         file.touch()
@@ -291,7 +292,8 @@ def test_a_log_whose_launcher_was_killed_shows_no_secret_once_the_stage_is_reape
     log.write_text("password=correcthorse\nasks battery staple\n")  # of a program that a reward has started
     update_state(tmp_path, state="running", attempt=3, spans=[(1.0, 2.0), (3.0, None)])
     text = log.read_text()
-    assert worker.reap_attempt(tmp_path) and log.read_text() == text, "it is called at each poll for a lock"
+    worker.reap_attempt(tmp_path)
+    assert log.read_text() == text, "it is called at each poll for a lock"
     worker.mask_log_of_killed_launcher(tmp_path)
     assert log.read_text() == f"password={'*' * 12}\nasks battery staple\n", "nobody says yet that JUDGE is a secret"
     with pytest.raises(StageFailed):
@@ -301,7 +303,6 @@ def test_a_log_whose_launcher_was_killed_shows_no_secret_once_the_stage_is_reape
 
 def test_a_second_attempt_waits_for_nobody_when_the_first_launcher_is_dead(tmp_path: Path) -> None:
     run = make_run(tmp_path, "count")
-    assert worker.reap_attempt(run.stage_path("s")), "a stage that nobody started has no owner"
     run_stage(run, "s")
     (facts,) = read_json(run.stage_path("s") / "facts.json")
     assert facts["host"] == platform.node() and facts["versions"]["torch"] == version("torch")
