@@ -17,8 +17,7 @@ from cosmos_core.job_signals import ignore_job_signals, unblock_job_signals
 
 logger = logging.getLogger(__name__)
 
-SHARED_GPU_FRACTION = 0.5
-"""Fraction of a GPU that a rank gets, and that an actor on the same GPU gets."""
+_SHARED_GPU_FRACTION = 0.5  # fraction of a GPU that an actor gets if a rank has the other half
 _MAX_CONCURRENT_CALLS = 32
 """Maximum number of concurrent calls per actor. It is large, because a call may wait until another call ends."""
 
@@ -99,13 +98,6 @@ class ActorHandle:
         ray.kill(self.actor, no_restart=False)
 
 
-def _find_bundle_gpus(scheduling_strategies: Sequence[Any], gpus_per_bundle: int) -> list[str]:
-    """Return `gpus_per_bundle` GPUs of each reserved resource bundle, as a value of `CUDA_VISIBLE_DEVICES`."""
-    untyped_remote: Any = ray.remote
-    read_gpus = untyped_remote(num_cpus=0, num_gpus=gpus_per_bundle)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
-    return list(ray.get([read_gpus.options(scheduling_strategy=each).remote() for each in scheduling_strategies]))
-
-
 class ActorSupervisor:
     """Actors of a worker group, managed by the process that starts them."""
 
@@ -118,14 +110,17 @@ class ActorSupervisor:
         self._actor_group, self._num_threads = actor_group, num_threads
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         shares_gpus = has_gpus and actor_group.shares_gpus
-        gpus_per_actor = SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes_per_actor * has_gpus)
+        gpus_per_actor = _SHARED_GPU_FRACTION if shares_gpus else float(actor_group.processes_per_actor * has_gpus)
         self._placements = placements if has_gpus or not actor_group.shares_gpus else ()
         self._max_actors = len(placements) if shares_gpus else math.inf
         self._visible_devices = [""] * len(placements)
+        untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
         if shares_gpus and actor_group.processes_per_actor > 1:
             # Show the GPUs of ranks to actors, because Ray cannot allocate fractions of several GPUs to an actor.
-            gpus_per_actor, self._visible_devices = 0.0, _find_bundle_gpus(placements, actor_group.processes_per_actor)
-        untyped_remote: Any = ray.remote  # untyped, because `ray.remote` is annotated for functions only
+            gpus_per_actor, gpu_options = 0.0, {"num_cpus": 0, "num_gpus": actor_group.processes_per_actor}
+            read_gpus = untyped_remote(**gpu_options)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+            gpu_refs = [read_gpus.options(scheduling_strategy=each).remote() for each in placements]
+            self._visible_devices = ray.get(gpu_refs)
         # On an embedded cluster actors reserve no CPU cores, so that more actors can start later.
         cpus_per_actor = 0 if owns_cluster else actor_group.processes_per_actor
         self._remote_actor_class = untyped_remote(

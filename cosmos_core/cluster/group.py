@@ -48,8 +48,7 @@ _MAX_SOCKET_FOLDER_BYTES = 40
 """Maximum length of the path of Ray's folder: the path of a socket is at most 107 bytes long, of which Ray takes 65."""
 _MAX_RANK_RESTARTS = 3
 """Maximum number of restarts of all ranks after the death of a rank, if actors run alongside the ranks."""
-_DEATH_REPORT_SECONDS = 10.0
-"""Seconds to wait for Ray's report that a rank is dead, after another rank has failed."""
+_DEATH_REPORT_SECONDS = 10.0  # seconds to wait for Ray's report that a rank is dead, after another rank has failed
 
 
 class RankFailed(StageFailed):

@@ -69,7 +69,6 @@ def join_cluster(has_joined: Callable[[str], bool] = is_cluster_node) -> Iterato
 
 
 def _wait_until_running(node_process: subprocess.Popen[bytes], output_file: Any, address: str) -> None:
-    """Wait until the output of the process `node_process` reports that the Ray node is running."""
     deadline = time.monotonic() + _START_TIMEOUT_SECONDS
     while True:
         output_file.seek(0)

@@ -10,8 +10,7 @@ from cosmos_core.errors import ConfigError, Preempted
 if TYPE_CHECKING:
     from cosmos_core.cluster.actors import ActorGroup
 
-POLL_SECONDS = 0.2
-"""Seconds between two polls whether Ray has started or finished a task."""
+POLL_SECONDS = 0.2  # seconds between two polls whether Ray has started or finished a task
 
 
 def resource_bundles(
