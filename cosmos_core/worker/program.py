@@ -32,7 +32,6 @@ from cosmos_core.errors import (
     CosmosError,
     Preempted,
     ProgramError,
-    StageFailed,
     serialise_error,
 )
 from cosmos_core.imports import without_garbage_collection
@@ -52,8 +51,6 @@ from cosmos_core.types import Outcome
 logger = logging.getLogger(__name__)
 
 _USER_CODE_KEYS = ("train.train_policy.trainer_type", "rollout.backend", "policy.model_class")
-HARDWARE_FILE = "facts.json"
-"""File with the hardware and libraries of each rank, in the order of the ranks, for the report."""
 _PACKAGES_THAT_WARN_ON_EACH_RANK = tuple(
     f"cosmos_core.{name}" for name in ("algorithms", "checkpoint", "models", "rollout", "train")
 )
@@ -81,9 +78,10 @@ def main() -> int:
     except CosmosError as error:
         log_level = logging.WARNING if isinstance(error, Preempted) else logging.ERROR
         logger.log(log_level, "%s", error, exc_info=error.__cause__)
-        return _write_error_file(stage_path, error, serialise_error(error)[0], str(error))
+        return _write_error_file(stage_path, error)
     except Exception as error:  # noqa: BLE001 - every error of the process becomes a line and an exit code
-        return _report_crash(stage_path, error)
+        traceback.print_exc()
+        return _write_error_file(stage_path, error)
     return EXIT_OK
 
 
@@ -91,7 +89,8 @@ def run_program(stage: Stage) -> None:
     """Call the program of the stage's kind, and commit the returned outcome."""
     stage.progress.phase("start")
     world_size = stage.recipe.policy.parallelism.world_size if stage.kind.has_mesh else 1
-    if world_size == 1 and not _has_engines(stage):
+    has_engines = stage.kind.feed == "rollouts" and stage.recipe.num_engines > 0
+    if world_size == 1 and not has_engines:
         _report_hardware(stage, [measure_machine(RECORDED_LIBRARIES)])
     with without_garbage_collection():
         stage_program = import_user_code(stage.entry)
@@ -101,8 +100,8 @@ def run_program(stage: Stage) -> None:
         inspect.signature(stage_program).bind(stage, **stage.config.arguments)
     except TypeError as error:
         raise ConfigError(f"stage {stage.name!r}: arguments do not fit {stage.entry}: {error}") from error
-    engine_group = _create_engine_group(stage)
-    if world_size > 1 or engine_group is not None:
+    if world_size > 1 or has_engines:
+        engine_group = _create_engine_group(stage) if has_engines else None
         worker_group = importlib.import_module("cosmos_core.cluster.group").WorkerGroup(world_size, actors=engine_group)
         rank_program = _add_service_variables(stage, partial(run_rank, stage.path, stage_program))
         stage_outcome = worker_group.run(rank_program, lambda: stage.stop_requested, stage.progress.beat)
@@ -114,14 +113,8 @@ def run_program(stage: Stage) -> None:
     )  # fmt: skip
 
 
-def _has_engines(stage: Stage) -> bool:
-    return stage.kind.feed == "rollouts" and stage.recipe.num_engines > 0
-
-
 def _create_engine_group(stage: Stage) -> Any:
-    """Return the group of rollout engines that run in separate processes; None if the stage has none."""
-    if not _has_engines(stage):
-        return None
+    """Return the group of rollout engines that run in separate processes."""
     open_engine = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
         _add_service_variables(stage, partial(open_engine, stage.path)),
@@ -217,14 +210,10 @@ def _convert_user_code_error(error: Exception, recipe: Recipe) -> Exception:
 
 
 def _report_hardware(stage: Stage, properties_by_rank: Sequence[MachineProperties]) -> None:
-    """Write and log the hardware on which the stage runs, and the numeric precision of a training."""
-    write_json(stage.path / HARDWARE_FILE, [asdict(rank_properties) for rank_properties in properties_by_rank])
-    train_config = stage.recipe.train
-    precision_text = (
-        f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
-        if stage.kind.trains_model
-        else ""
-    )
+    write_json(stage.path / "facts.json", list(map(asdict, properties_by_rank)))  # by rank, for the report
+    precision_text, train_config = "", stage.recipe.train
+    if stage.kind.trains_model:
+        precision_text = f", {train_config.master_dtype} weights, computes in {train_config.param_dtype}"
     machines_text = formatting.describe_machines(properties_by_rank)
     logger.info("%s (%s) on %s%s", stage.name, stage.kind.name, machines_text, precision_text)
 
@@ -265,13 +254,11 @@ def _register_stop_signals(stage: Stage) -> None:
         signal.signal(signal.Signals[signal_name], request_stop)
 
 
-def _report_crash(stage_path: Path, error: Exception) -> int:
-    traceback.print_exc()
-    error_class = StageFailed if is_transient(error) else ProgramError
-    return _write_error_file(stage_path, error, error_class.__name__, f"{type(error).__name__}: {error}")
-
-
-def _write_error_file(stage_path: Path, error: Exception, error_type: str, message: str) -> int:
+def _write_error_file(stage_path: Path, error: Exception) -> int:
+    """Write the error with which the program ended to `error.json`, and return the exit code of this process."""
+    error_type, message = serialise_error(error)
+    if not isinstance(error, CosmosError) and not is_transient(error):
+        error_type = ProgramError.__name__
     try:
         write_json(stage_path / "error.json", {"type": error_type, "message": mask_text(" ".join(message.split()))})
     except OSError:

@@ -66,8 +66,7 @@ def test_it_changes_how_far_engines_run_ahead(change: Change, expected: dict[str
 )
 def test_it_changes_the_engines_beside_the_ranks(change: Change, expected: tuple[int, int], tmp_path: Path) -> None:
     def count(recipe: Recipe, folder: Path) -> int:
-        group = worker._create_engine_group(stage_of(folder, recipe, kind="rl"))
-        return 0 if group is None else group.get_target_size()
+        return worker._create_engine_group(stage_of(folder, recipe, kind="rl")).get_target_size()
 
     assert (count(change.before, tmp_path / "before"), count(change.after, tmp_path / "after")) == expected
 
@@ -136,7 +135,7 @@ def test_it_changes_what_engines_get_and_when(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(generation, "EngineFleet", lambda handles, **settings: made.append(settings))
     for recipe in (change.before, change.after):
-        generation._make_engine_fleet(recipe.rollout, recipe.mode, [], lambda: None)
+        generation._make_engine_fleet(recipe, [], lambda: None)
     [(name, values)] = expected.items()
     assert (made[0][name], made[1][name]) == values
 
@@ -145,7 +144,7 @@ def transfer_of(recipe: Recipe) -> Any:
     """How the weights of a recipe reach its engines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "EngineFleet", lambda handles, **settings: settings["weight_transfer"])
-        return generation._make_engine_fleet(recipe.rollout, recipe.mode, [], lambda: None)
+        return generation._make_engine_fleet(recipe, [], lambda: None)
 
 
 @changes(

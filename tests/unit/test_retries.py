@@ -17,7 +17,7 @@ from cosmos_core.errors import ProgramError, StageFailed, UploadError
 from cosmos_core.run.files import write_json
 from cosmos_core.run.process import identify_process
 from cosmos_core.run.state import read_state, record_failure, update_state
-from cosmos_core.worker.program import _report_crash
+from cosmos_core.worker.program import _write_error_file
 from tasks import remote_stage, stage
 from tasks.remote_stage import compute_backoff_seconds
 from tasks.stage import _record_launcher, should_retry
@@ -62,7 +62,7 @@ def test_a_new_process_with_the_pid_of_the_last_one_has_all_retries(tmp_path: Pa
     [(TypeError("no"), "ProgramError"), (ConnectionError("lost"), "StageFailed"), (MemoryError(), "StageFailed")],
 )
 def test_a_worker_says_whether_what_its_program_raised_may_pass(tmp_path: Path, error: Exception, kind: str) -> None:
-    assert _report_crash(tmp_path, error) == 1
+    assert _write_error_file(tmp_path, error) == 1
     assert json.loads((tmp_path / "error.json").read_text())["type"] == kind
 
 
