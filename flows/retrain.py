@@ -156,8 +156,7 @@ def _open_unfinished_run(pipeline: Pipeline, content_digest: str, last_state: Re
     """Return the run of the last retraining if it has the same content digest and has not ended; otherwise None."""
     if last_state is None or last_state.digest != content_digest:
         return None
-    run_path = _get_run_path(pipeline, last_state.run_id)
-    if not (run_path / "pipeline.toml").is_file():
+    if not (_get_run_path(pipeline, last_state.run_id) / PIPELINE_FILE).is_file():
         return None
     get_run_logger().info("run %s did not end: it is continued", last_state.run_id)
     return _open_saved_run(pipeline, last_state.run_id)

@@ -142,8 +142,7 @@ def terminate_on_signals(run: Run) -> None:
 
 
 def _list_stop_signals(run: Run) -> set[signal.Signals]:
-    recipes = run.pipeline.recipes.values()
-    return {signal.Signals[name] for recipe in recipes for name in recipe.train.signal_to_handle}
+    return {signal.Signals[name] for recipe in run.pipeline.recipes.values() for name in recipe.train.signal_to_handle}
 
 
 def stop_stages(run: Run, stage_futures: list[PrefectConcurrentFuture[Any]]) -> None:

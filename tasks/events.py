@@ -25,15 +25,6 @@ from tasks.artifacts import run_card_key
 
 logger = logging.getLogger(__name__)
 
-STAGE_COMPLETED = "cosmos.stage.completed"
-STAGE_FAILED = "cosmos.stage.failed"
-GATE_FAILED = "cosmos.gate.failed"
-MODEL_PUBLISHED = "cosmos.model.published"
-RUN_COMPLETED = "cosmos.run.completed"
-RUN_FAILED = "cosmos.run.failed"
-RUN_OVER_BUDGET = "cosmos.run.over_budget"
-RUN_WAITING = "cosmos.run.waiting"
-
 
 def emit_stage_completed(
     run: Run, stage_name: str, result: Result, *, was_reused: bool, earlier_result: Result | None = None
@@ -41,20 +32,20 @@ def emit_stage_completed(
     """Emit an event that a stage has its result. Emit a second event if the stage has published a model that neither
     another run nor `earlier_result`, the previous result of the stage, had published before."""
     event_payload = {"reused": was_reused, "metrics": _keep_finite_metrics(result["metrics"])}
-    _emit_event(STAGE_COMPLETED, run, stage_name, event_payload)
+    _emit_event("cosmos.stage.completed", run, stage_name, event_payload)
     is_publication = run.pipeline.stage_kind(run.pipeline.stage(stage_name)).makes == "publication"
     published_address, was_published = result["info"].get("published"), "was_published" in result["info"]
     if earlier_result is not None:
         was_published |= earlier_result["info"].get("published") == published_address
     if is_publication and not was_reused and not was_published:
         publication_details = {"target": run.pipeline.stage(stage_name).target, "published": published_address}
-        _emit_event(MODEL_PUBLISHED, run, stage_name, event_payload | publication_details)
+        _emit_event("cosmos.model.published", run, stage_name, event_payload | publication_details)
 
 
 def emit_stage_failed(run: Run, stage_name: str, error: CosmosError) -> None:
     """Emit an event that a gate refused, or that a stage failed and is not retried; no event for a stopped stage."""
     if not isinstance(error, Preempted):
-        event_name = GATE_FAILED if isinstance(error, GateFailed) else STAGE_FAILED
+        event_name = "cosmos.gate.failed" if isinstance(error, GateFailed) else "cosmos.stage.failed"
         _emit_event(event_name, run, stage_name, {"error": str(error), "exit_code": error.exit_code})
 
 
@@ -65,23 +56,23 @@ def emit_run_ended(run: Run, *, is_failed: bool) -> None:
     if is_failed:
         failed_stages = [name for name, state in state_by_stage_name.items() if state == "failed"]
         if failed_stages:  # a run that was only stopped emits no event
-            _emit_event(RUN_FAILED, run, "", {"failed": failed_stages})
+            _emit_event("cosmos.run.failed", run, "", {"failed": failed_stages})
     elif has_flow_completed(run.path) or FINISHED_STATES.issuperset(state_by_stage_name.values()):
         stage_results = [result for name in state_by_stage_name if (result := read_result(run.stage_path(name)))]
         last_metrics: Any = next((result["metrics"] for result in reversed(stage_results) if result["metrics"]), {})
-        _emit_event(RUN_COMPLETED, run, "", {"metrics": _keep_finite_metrics(last_metrics)})
+        _emit_event("cosmos.run.completed", run, "", {"metrics": _keep_finite_metrics(last_metrics)})
 
 
 def emit_run_waiting(run: Run) -> None:
     """Emit an event that a run waits until a person approves a publication."""
-    _emit_event(RUN_WAITING, run, "", {})
+    _emit_event("cosmos.run.waiting", run, "", {})
 
 
 def emit_run_over_budget(run: Run) -> None:
     """Emit an event if the run has stopped because its budget is spent."""
     stage_states = [read_state(run.stage_path(stage.name)) for stage in run.pipeline.stages]
     if error_message := next((state.error for state in stage_states if state.is_over_budget), ""):
-        _emit_event(RUN_OVER_BUDGET, run, "", {"error": error_message, "budget": run.pipeline.config.budget})
+        _emit_event("cosmos.run.over_budget", run, "", {"error": error_message, "budget": run.pipeline.config.budget})
 
 
 def _emit_event(event_name: str, run: Run, stage_name: str, extra_payload: dict[str, Any]) -> None:

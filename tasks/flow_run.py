@@ -155,7 +155,10 @@ class PythonFlowState:
             with self._state_lock:
                 self._num_active_calls += 1
             try:
-                self._reclaim_run()
+                # Another execution of the flow may work on the run, such as the replacement of a flow run that has lost
+                # contact with its server: wait until it has released the run.
+                while not self._try_reclaim_run():
+                    worker.sleep_unless_stopping(_POLL_SECONDS)
                 with self._state_lock:
                     run, stage_names = self._record_call(call, source_file)
                 yield run, stage_names
@@ -177,14 +180,9 @@ class PythonFlowState:
                 record_flow_state(self.run.path, self.state)
                 publish_run_report(self.run.path)
 
-    def _reclaim_run(self) -> None:
-        """Claim the run of the earlier calls again, and wait while another execution of the flow works on it, such as
-        the replacement of a flow run that has lost contact with its server."""
-        while True:
-            with self._state_lock:
-                if self.run is None or self._claim_run(self.run, try_claim_run):
-                    return
-            worker.sleep_unless_stopping(_POLL_SECONDS)
+    def _try_reclaim_run(self) -> bool:
+        with self._state_lock:
+            return self.run is None or self._claim_run(self.run, try_claim_run)
 
     def _record_call(self, call: StageCall, source_file: Path) -> tuple[Run, list[str]]:
         name = call.stage["name"]

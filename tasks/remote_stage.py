@@ -44,7 +44,6 @@ _MIRROR_PERIOD_SECONDS = 5.0
 _REPORT_PERIOD_SECONDS = 10.0
 _MAX_UNREACHABLE_SECONDS = 600.0
 _WAITING_STATES = {StateType.SCHEDULED, StateType.PENDING}  # states before a worker starts the flow run
-_MAX_BACKOFF_EXPONENT = 6
 
 
 class ChildFlowRun(JsonDocument):
@@ -205,8 +204,7 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
     # If a token was saved without the id of a flow run, an earlier process ended during its request. Repeat the request
     # with the same token, for which Prefect creates no second flow run.
     if child.flow_run or not child.token:
-        new_request_fields = {"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex}
-        child = child.model_copy(update=new_request_fields)
+        child = child.model_copy(update={"flow_run": "", "attempt": child.attempt + 1, "token": uuid4().hex})
     try:
         run_address = stage_sync.send_run()
         stage_path.mkdir(parents=True, exist_ok=True)
@@ -230,7 +228,7 @@ def _start_child(run: Run, stage: StageConfig, stage_sync: StageSync) -> ChildFl
 
 def compute_backoff_seconds(num_failures: int) -> float:
     """Return the pause before the next attempt after consecutive failures: 1, 2, 4 ... 60 seconds."""
-    return min(60.0, 2.0 ** min(num_failures - 1, _MAX_BACKOFF_EXPONENT))
+    return min(60.0, 2.0 ** min(num_failures - 1, 6))
 
 
 def report_worker_wait(

@@ -5,11 +5,9 @@ expires when that flow run is in a final state on the server: the automation of 
 without heartbeats as crashed. Machines without a shared disk still decide separately whether data or settings changed.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import UUID
 
 import httpx
@@ -49,7 +47,7 @@ class RetrainLease:
         while not self._try_acquire_lease():
             sleep_unless_stopping(_POLL_SECONDS)
 
-    def __enter__(self) -> RetrainLease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

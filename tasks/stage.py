@@ -11,6 +11,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from prefect.utilities.annotations import allow_failure
 
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.environment import environment_for_user_code
-from cosmos_core.error_handling import cleanup_on_error
+from cosmos_core.error_handling import cleanup_on_error, convert_errors
 from cosmos_core.errors import (
     EXIT_REFUSED,
     EXIT_USAGE,
@@ -87,11 +88,10 @@ def run_stages(run: Run, stage_names: Sequence[str], *, is_local: bool = False) 
     set_credentials(run.pipeline)
     run_tags: list[str] = []
     with log_ui_errors():
-        displayed_stage_names = (
-            stage_names if len(stage_names) <= _MAX_NAMED_STAGES else (stage_names[0], "to", stage_names[-1])
-        )
-        stage_name_words = displayed_stage_names if len(stage_names) < len(run.pipeline.stages) else ()
-        run_tags = label_flow_run(run.pipeline.config.name, run.id, *stage_name_words)
+        name_suffixes = stage_names if len(stage_names) < len(run.pipeline.stages) else ()
+        if len(name_suffixes) > _MAX_NAMED_STAGES:
+            name_suffixes = stage_names[0], "to", stage_names[-1]
+        run_tags = label_flow_run(run.pipeline.config.name, run.id, *name_suffixes)
     if flow_run.id and not is_local:
         record_flow_run(run, flow_run.id)
     futures: dict[str, PrefectConcurrentFuture[Any]] = {}
@@ -196,30 +196,28 @@ def _run_on_work_pool(run: Run, stage_name: str) -> State[Any] | Result:
     stage, stage_path = run.pipeline.stage(stage_name), run.stage_path(stage_name)
     earlier_end = read_state(stage_path).ended
     try:
-        if run.pipeline.stage_kind(stage).makes == "publication":
-            # Check the approval on this machine, because a machine of the pool may lack the approval file.
-            check_models_approved(run)
-        result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
-    except Exception as error:
-        stage_error = _to_cosmos_error(error, stage_path)
+        with convert_errors(partial(_make_stage_error, stage_path)):
+            if run.pipeline.stage_kind(stage).makes == "publication":
+                # Check the approval on this machine, because a machine of the pool may lack the approval file.
+                check_models_approved(run)
+            result, was_reused = run_remote_stage(run, stage, lambda line: get_run_logger().info(line))
+    except CosmosError as error:
         # No event is emitted for an error that the child flow run recorded, because the child has emitted it.
         stage_state = read_state(stage_path)
-        has_same_error = stage_state.state == "failed" and stage_state.error == str(stage_error)
+        has_same_error = stage_state.state == "failed" and stage_state.error == str(error)
         is_failure_recorded = has_same_error and stage_state.ended != earlier_end
-        is_stop_recorded = stage_state.state == "stopped" and isinstance(stage_error, Preempted)
-        must_record_error = isinstance(stage_error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
+        is_stop_recorded = stage_state.state == "stopped" and isinstance(error, Preempted)
+        must_record_error = isinstance(error, OverBudget) or not (is_failure_recorded or is_stop_recorded)
         if must_record_error:
-            record_failure(stage_path, stage_error)
-            if not isinstance(stage_error, (Preempted, DiskFull)):
+            record_failure(stage_path, error)
+            if not isinstance(error, (Preempted, DiskFull)):
                 # Count no failure for a preemption, which is always retried, and for a full disk, which never is.
                 update_state(stage_path, failures=count_lost_child_run(stage_path))
-        if not should_retry(run, stage_name, stage_error):
-            if must_record_error:
-                events.emit_stage_failed(run, stage_name, stage_error)
-            return make_failed_state(stage_error)
-        if stage_error is error:
+        if should_retry(run, stage_name, error):
             raise
-        raise stage_error from error
+        if must_record_error:
+            events.emit_stage_failed(run, stage_name, error)
+        return make_failed_state(error)
     return Completed(name="Reused", data=result) if was_reused else result
 
 
@@ -244,37 +242,33 @@ def run_stage(
     with open_stage_lock(run.path, name) as stage_lock:
         stage_lock.acquire(on_poll=kill_orphaned_worker)
         try:
-            is_finished = read_state(stage_path).state in FINISHED_STATES
-            if not is_finished:
-                worker.reap_attempt(stage_path)
-                worker.mask_log_of_killed_launcher(stage_path, run.pipeline.secret_env_names(stage))
-                _record_launcher(stage_path)
-            stage_sync.receive_inputs()
-            expected_fingerprint = compute_local_fingerprint(run, stage)
-            local_result = read_result(stage_path) if read_state(stage_path).holds else None
-            if local_result and not (local_result["reused_from"] or "attempts" in local_result):
-                # Add the GPU time that an earlier launcher did not add because it was killed.
-                add_gpu_time_to_result(stage_path)
-            if result := find_result(run, stage, expected_fingerprint):
-                return stage_sync.send_result(result), True
-            if is_finished:
-                _record_launcher(stage_path)
-            if not run.pipeline.stage_kind(stage).in_worker:
-                return stage_sync.send_result(_run_in_process(run, stage, expected_fingerprint, report_line)), False
-            return _make_result_under_lock(run, stage, expected_fingerprint, stage_lock, on_progress, report_line)
-        except Exception as error:
-            stage_error = _to_cosmos_error(error, stage_path)
-            record_failure(stage_path, stage_error)
+            with convert_errors(partial(_make_stage_error, stage_path)):
+                is_finished = read_state(stage_path).state in FINISHED_STATES
+                if not is_finished:
+                    worker.reap_attempt(stage_path)
+                    worker.mask_log_of_killed_launcher(stage_path, run.pipeline.secret_env_names(stage))
+                    _record_launcher(stage_path)
+                stage_sync.receive_inputs()
+                expected_fingerprint = compute_local_fingerprint(run, stage)
+                local_result = read_result(stage_path) if read_state(stage_path).holds else None
+                if local_result and not (local_result["reused_from"] or "attempts" in local_result):
+                    # Add the GPU time that an earlier launcher did not add because it was killed.
+                    add_gpu_time_to_result(stage_path)
+                if result := find_result(run, stage, expected_fingerprint):
+                    return stage_sync.send_result(result), True
+                if is_finished:
+                    _record_launcher(stage_path)
+                if not run.pipeline.stage_kind(stage).in_worker:
+                    return stage_sync.send_result(_run_in_process(run, stage, expected_fingerprint, report_line)), False
+                return _make_result_under_lock(run, stage, expected_fingerprint, stage_lock, on_progress, report_line)
+        except CosmosError as error:
+            record_failure(stage_path, error)
             stage_sync.send_stage_state()
-            if stage_error is error:
-                raise
-            raise stage_error from error
+            raise
 
 
-def _to_cosmos_error(error: Exception, stage_path: Path) -> CosmosError:
-    """Convert any error to a CosmosError, so that a bug or disk error counts as one failed attempt."""
-    if isinstance(error, CosmosError):
-        return error
+def _make_stage_error(stage_path: Path, error: Exception) -> CosmosError:
+    """Return the error with which an attempt counts as failed after a bug or a disk error of this process."""
     if (disk_error := make_disk_full_error(error, stage_path)) is not None:
         return disk_error
     logger.exception("stage %r", stage_path.name)

@@ -226,27 +226,22 @@ def _make_call(
         raise ConfigError(f"stage {name!r}: recipe is the handle of {recipe.name!r}; pass it as model, data or after")
     if not isinstance(overrides, Mapping):
         raise ConfigError(f"stage {name!r}: overrides = {overrides!r} is no dict such as {{'train.optm_lr': 1e-5}}")
-    source_file = Path(flow.entrypoint.rpartition(":")[0])
-    recipe_tables: TomlTable = {}
     predecessor_handles = [after] if isinstance(after, StageHandle | str) else after or ()
     predecessors = [_get_stage_name(flow, name, "after", stage_handle) for stage_handle in predecessor_handles]
-    is_after_first = _find_stage_key_of_first_argument(kind) == "after"
-    if is_after_first and kind.reads_model and predecessors and not recipe and "model" not in settings and flow.run:
-        source_stage = _find_merge_source(flow.run.pipeline, predecessors)
-        settings["model"] = source_stage.model
-        recipe_tables = flow.run.pipeline.recipes[source_stage.name].model_dump(mode="json", exclude_none=True)
-        recipe_tables.pop(kind.table if source_stage.kind == kind.name else "", None)  # the table is for source_stage
-        predecessors += filter(None, [referenced_stage(settings["model"])])
-    if isinstance(recipe, Mapping):
-        recipe_tables = dict(recipe)
-    elif recipe:
-        source_file = _find_recipe_file(flow, name, recipe)
-        recipe_tables, _ = read_config(source_file, [])
-        if "pipeline" in recipe_tables:
-            raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")
-    elif isinstance(settings.get("model"), StageHandle) and flow.run is not None:
-        model_stage_name = _get_stage_name(flow, name, "model", settings["model"])
-        recipe_tables = flow.run.pipeline.recipes[model_stage_name].model_dump(mode="json", exclude_none=True)
+    if recipe in (None, "") and flow.run is not None:
+        pipeline = flow.run.pipeline
+        if isinstance(settings.get("model"), StageHandle):
+            model_stage_name = _get_stage_name(flow, name, "model", settings["model"])
+            recipe = pipeline.recipes[model_stage_name].model_dump(mode="json", exclude_none=True)
+        elif kind.merges_models and predecessors and "model" not in settings:
+            # By default, the base model and the recipe of a merge are those of the stage that began the first model.
+            source_stage = _find_merge_source(pipeline, predecessors)
+            settings["model"] = source_stage.model
+            predecessors += filter(None, [referenced_stage(source_stage.model)])
+            recipe = pipeline.recipes[source_stage.name].model_dump(mode="json", exclude_none=True)
+            if source_stage.kind == kind.name:  # an earlier merge: its table `[merge]` is about other models
+                recipe.pop(kind.table, None)
+    recipe_tables, source_file = _read_recipe(flow, name, recipe)
     for key, value in overrides.items():
         recipe_tables = merge_tables(recipe_tables, nest_value(split_key(key), value))
     stage_table: TomlTable = {"name": name, "kind": kind.name, "after": predecessors}
@@ -258,12 +253,7 @@ def _make_call(
             stage_table[key] = f"{STAGE_PREFIX}{_get_stage_name(flow, name, key, value)}"
             predecessors.append(value.name)
         elif key == "entry" and callable(value):
-            unwrapped_function = inspect.unwrap(value)
-            if unwrapped_function is not value and unwrapped_function.__globals__.get(value.__qualname__) is not value:
-                raise ConfigError(
-                    f"stage {name!r}: {value.__qualname__} was decorated elsewhere; do it where it is defined"
-                )
-            stage_table[key] = f"{inspect.getsourcefile(unwrapped_function)}:{value.__qualname__}"
+            stage_table[key] = _make_import_path(name, value)
         elif value not in ("", None):
             stage_table[key] = value
     stage_table["after"] = list(dict.fromkeys(predecessors))
@@ -277,8 +267,8 @@ def _make_call(
 
 
 def _find_merge_source(pipeline: Pipeline, merged_names: Sequence[str]) -> StageConfig:
-    """Return the stage whose key `model` names the base model of a merge. The search goes back from the stage of the
-    first merged model while a stage only exports its model, or starts from a model that is merged too."""
+    """Return the stage from whose initial model the first merged model was trained: the base model of the merge. The
+    search goes back from the first merged stage, over exports and over stages that start from another merged model."""
     stage = pipeline.stage(merged_names[0])
     while name := referenced_stage(pipeline.initial_model(stage)):
         if name not in merged_names and stage.model and not pipeline.stage_kind(stage).reads_key("export.formats"):
@@ -294,13 +284,29 @@ def _find_stage_handle(value: Any) -> StageHandle | None:
     return next(filter(None, map(_find_stage_handle, nested_values)), None)
 
 
-def _find_recipe_file(flow: PythonFlowState, name: str, recipe: str | Path) -> Path:
-    for folder in (flow.folder, Path.cwd()):
-        if (folder / recipe).is_file():
-            return folder / recipe
-    raise ConfigError(
-        f"stage {name!r}: recipe = {str(recipe)!r}: no such file, neither beside {flow.folder.name} nor in {Path.cwd()}"
-    )
+def _read_recipe(flow: PythonFlowState, name: str, recipe: Any) -> tuple[TomlTable, Path]:
+    """Return the tables of the argument `recipe` of a task (a TOML file, tables, or None), and the file to which
+    relative paths in them refer."""
+    if not recipe or isinstance(recipe, Mapping):
+        return dict(recipe or {}), Path(flow.entrypoint.rpartition(":")[0])
+    source_file = next(filter(Path.is_file, (flow.folder / recipe, Path.cwd() / recipe)), None)
+    if source_file is None:
+        raise ConfigError(
+            f"stage {name!r}: recipe = {str(recipe)!r}: no such file, neither beside {flow.folder.name} nor in "
+            f"{Path.cwd()}"
+        )
+    recipe_tables, _ = read_config(source_file, [])
+    if "pipeline" in recipe_tables:
+        raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")
+    return recipe_tables, source_file
+
+
+def _make_import_path(name: str, function: Callable[..., Any]) -> str:
+    """Return the import path `FILE.py:FUNCTION` of the function that is the `entry` of the stage `name`."""
+    unwrapped_function = inspect.unwrap(function)
+    if unwrapped_function is not function and unwrapped_function.__globals__.get(function.__qualname__) is not function:
+        raise ConfigError(f"stage {name!r}: {function.__qualname__} was decorated elsewhere; do it where it is defined")
+    return f"{inspect.getsourcefile(unwrapped_function)}:{function.__qualname__}"
 
 
 def _get_stage_name(flow_state: PythonFlowState, name: str, argument_name: str, stage_handle: StageHandle | str) -> str:

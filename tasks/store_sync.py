@@ -214,7 +214,10 @@ class StageSync:
         are_outputs_present = all((stage_path / record["path"]).is_file() for record in result["outputs"])
         if not store_url or (are_outputs_present and find_output_damage(stage_path, result) is None):
             return False
-        local_files = self._list_local_output_files()
+        stage_paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
+        results = [(path, other) for path in stage_paths if (other := read_result(path))]
+        output_files = [(each["sha256"], path / each["path"]) for path, other in results for each in other["outputs"]]
+        local_files = {digest: file for digest, file in output_files if file.is_file()}
         ArtifactStore(store_url, partial(sleep_unless_stopping, 0)).fetch_outputs(result, stage_path, local_files)
         return True
 
@@ -236,12 +239,6 @@ class StageSync:
         """Return the name of the run in the store: its id, or another name if another run in the store has this id."""
         assert self._store is not None
         return self._store.put_run(self._run.path).rpartition("/")[2]
-
-    def _list_local_output_files(self) -> dict[str, Path]:
-        stage_paths = [self._run.stage_path(stage.name) for stage in self._run.pipeline.stages]
-        results = [(path, result) for path in stage_paths if (result := read_result(path))]
-        output_files = [(each["sha256"], path / each["path"]) for path, result in results for each in result["outputs"]]
-        return {digest: file for digest, file in output_files if file.is_file()}
 
 
 def open_run_from_store(run_url: str, stage_name: str) -> Run:

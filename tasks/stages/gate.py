@@ -88,7 +88,10 @@ def _read_published_record(stage: Stage, metrics: dict[str, float]) -> dict[str,
         # A user-defined target without `record_of` gives no access to earlier versions, so use the current record.
         return record
     earlier_versions = [*publication_target.history()][:-1]
-    while record and record.get("run_id") == stage.run_path.name and _has_metrics(record, metrics):
+    metric_texts = {*map(repr, metrics.items())}  # compare metrics as text, because NaN is not equal to NaN
+    while record and record.get("run_id") == stage.run_path.name:
+        if not metric_texts.issubset(map(repr, record["metrics"].items())):
+            break
         if not earlier_versions:
             return None
         with suppress(DamagedRecord):
@@ -105,16 +108,11 @@ def _select_stage_metrics(published_record: dict[str, Any], condition: MetricCon
     return published_record | {"metrics": metrics | stage_metrics}
 
 
-def _has_metrics(published_record: dict[str, Any], metrics: dict[str, float]) -> bool:
-    # The metrics are compared as text, because NaN is not equal to NaN.
-    return {*map(repr, metrics.items())}.issubset(map(repr, published_record["metrics"].items()))
-
-
 def _assess_items(condition: MetricCondition, item_pairs: PairedDifferences, confidence: float) -> dict[str, JsonValue]:
     """Compare two models item by item. Return whether a condition of the gate holds, and statistics for its report."""
     sign = 1 if condition.operator.startswith(">") else -1
     signed_items = replace(item_pairs, item_differences=tuple(sign * each for each in item_pairs.item_differences))
-    p_value, statistics = (signed_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence))
+    p_value, statistics = signed_items.p_value(sign * condition.published_offset), item_pairs.summarize(confidence)
     improvement = (item_pairs.mean - condition.published_offset) * sign
     needed_items = compute_sample_size(statistics["items"], statistics["detectable"], improvement)
     return {"passed": p_value <= 1 - confidence, "paired": statistics | {"p_value": p_value, "needed": needed_items}}
@@ -162,14 +160,10 @@ def _compare_paired_items(
 
 
 def _compute_noise_margin(
-    stage: Stage,
-    condition: MetricCondition,
-    name: str,
-    measured_metrics: dict[str, float],
-    published_metrics: dict[str, float],
+    stage: Stage, condition: MetricCondition, name: str, metrics: dict[str, float], published_metrics: dict[str, float]
 ) -> float:
     """Return the margin by which a metric must differ from that of the published model at the configured confidence."""
-    noise_margin = significance_margin(name, stage.config.confidence, measured_metrics, published_metrics)
+    noise_margin = significance_margin(name, stage.config.confidence, metrics, published_metrics)
     if noise_margin is None:
         raise ConfigError(
             f"gate {stage.name!r}: {condition.text!r} with confidence = {stage.config.confidence:g}: nobody knows how "

@@ -2,9 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
-from cosmos_core.config.schema.sweep import SweepBranch
 from cosmos_core.errors import ConfigError, GateFailed
 from cosmos_core.run.files import link_or_copy, list_files_below
 from cosmos_core.run.stage import Stage
@@ -33,16 +31,26 @@ def run(stage: Stage) -> Outcome:
     """
     sweep = stage.config.sweep
     assert sweep is not None  # a select stage without the key `sweep` is refused earlier
-    metric_by_branch = {branch.stages: _read_metric(stage, branch, sweep.metric) for branch in sweep.branches}
-    comparable_branches = [branch for branch in sweep.branches if not math.isnan(metric_by_branch[branch.stages])]
+    metrics_by_branch: dict[tuple[str, ...], dict[str, float]] = {}
+    for branch_stages in (branch.stages for branch in sweep.branches):
+        metrics = {key: value for name in branch_stages for key, value in stage.inputs[name]["metrics"].items()}
+        if sweep.metric not in metrics:
+            raise ConfigError(
+                f"stage {stage.name!r}: branch {branch_stages[0]!r} did not report {sweep.metric!r}; "
+                f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
+                + "".join(stage.inputs[name].get("hint", "") for name in branch_stages)
+            )
+        metrics_by_branch[branch_stages] = metrics
+    metric_by_branch = {branch: metrics[sweep.metric] for branch, metrics in metrics_by_branch.items()}
+    comparable_branches = [branch for branch, value in metric_by_branch.items() if not math.isnan(value)]
     if not comparable_branches:
         raise GateFailed(
             f"stage {stage.name!r}: {sweep.metric} is not a number in any of {len(metric_by_branch)} branches"
         )
     choose_best = max if sweep.mode == "max" else min
-    best_branch = choose_best(comparable_branches, key=lambda branch: metric_by_branch[branch.stages])
-    model_stages = [name for name in best_branch.stages if stage.inputs[name]["info"].get("model")]
-    source_result = stage.inputs[model_stages[-1] if model_stages else best_branch.stages[-1]]
+    best_branch = choose_best(comparable_branches, key=lambda branch: metric_by_branch[branch])
+    model_stages = [name for name in best_branch if stage.inputs[name]["info"].get("model")]
+    source_result = stage.inputs[model_stages[-1] if model_stages else best_branch[-1]]
     # `data` is left out: it names a data folder of the source stage, and only the model is linked into this stage.
     result_info = {key: value for key, value in source_result["info"].items() if key != "data"}
     output_paths: tuple[str, ...] = ()
@@ -60,19 +68,4 @@ def run(stage: Stage) -> Outcome:
                 link_path.unlink(missing_ok=True)
                 link_or_copy(file, link_path)
     result_info["chosen"] = Path(source_result["path"]).name
-    return Outcome(outputs=output_paths, metrics=_merge_branch_metrics(stage, best_branch), info=result_info)
-
-
-def _merge_branch_metrics(stage: Stage, sweep_branch: SweepBranch) -> dict[str, Any]:
-    return {key: value for name in sweep_branch.stages for key, value in stage.inputs[name]["metrics"].items()}
-
-
-def _read_metric(stage: Stage, sweep_branch: SweepBranch, metric: str) -> float:
-    metrics = _merge_branch_metrics(stage, sweep_branch)
-    if metric not in metrics:
-        raise ConfigError(
-            f"stage {stage.name!r}: branch {sweep_branch.stages[0]!r} did not report {metric!r}; "
-            f"reported: {', '.join(sorted(metrics)) or 'nothing'}"
-            + "".join(stage.inputs[name].get("hint", "") for name in sweep_branch.stages)
-        )
-    return float(metrics[metric])
+    return Outcome(outputs=output_paths, metrics=metrics_by_branch[best_branch], info=result_info)

@@ -14,7 +14,7 @@ from cosmos_core.run.manifest import find_output_damage, read_result
 from cosmos_core.run.stage import Stage
 from cosmos_core.run.state import read_state
 from cosmos_core.types import Outcome, StageKind
-from cosmos_core.upload.base import PUBLICATION_FILE, RECORD_FILE, PublicationTarget, open_target
+from cosmos_core.upload.base import PUBLICATION_FILE, RECORD_FILE, open_target
 from cosmos_core.upload.checkpoint_upload import CheckpointUploader, checkpoint_url
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def run(stage: Stage) -> Outcome:
     return Outcome(metrics=metrics, info={"model": published_address, "published": published_address})
 
 
-def _find_published_model(stage: Stage, target: PublicationTarget, model_folder: Path, record: dict[str, Any]) -> str:
+def _find_published_model(stage: Stage, target: Any, model_folder: Path, record: dict[str, Any]) -> str:
     """Return the address of the model if it is already published and needs no upload; otherwise an empty string."""
     if not (hasattr(target, "where") and hasattr(target, "damage")):
         return ""
@@ -87,12 +87,19 @@ def _find_published_model(stage: Stage, target: PublicationTarget, model_folder:
         return ""
     if current_record is None or current_record.get("version") in {None, record["version"]}:
         return ""  # publish the same version again, to repair damaged files
-    superseded_address = _find_superseded_version(stage, target, model_folder, record, current_record)
-    if superseded_address or not (address := _find_same_weights(target, model_folder, record, current_record)):
+    if superseded_address := _find_superseded_version(stage, target, model_folder, record, current_record):
         return superseded_address
+    current_version, weight_digests = str(current_record["version"]), _read_digests(record)
+    if _read_digests(current_record) != weight_digests:
+        return ""
+    # Another run has published the same weights.
+    current_address = str(target.where(current_version))
+    if damage := target.damage(model_folder, current_version, {"files": weight_digests}):
+        logger.warning("%s has the same weights but is damaged, they are published anew: %s", current_address, damage)
+        return ""
     # Remember the version of the other run as a publication of this stage, for `_find_superseded_version`.
     write_json(stage.path / PUBLICATION_FILE, record | {"version": current_record["version"]})
-    return address
+    return current_address
 
 
 def _find_superseded_version(
@@ -101,8 +108,7 @@ def _find_superseded_version(
     """Return the address at which this stage has published the same weights before, if they are intact and another
     version has become the current one since; otherwise an empty string. So a resumed run undoes neither a rollback nor
     a newer publication, unless the stage is forced to run again."""
-    stage_folders = list_attempt_folders(stage.run_path, stage.name)
-    records = [read_json_object(each / PUBLICATION_FILE) for each in stage_folders]
+    records = [read_json_object(each / PUBLICATION_FILE) for each in list_attempt_folders(stage.run_path, stage.name)]
     weight_digests = _read_digests(record)
     versions = {str(each["version"]) for each in records if "files" in each and _read_digests(each) == weight_digests}
     # If the process was killed before it wrote the record, only the history of the target has the publication.
@@ -121,18 +127,6 @@ def _find_superseded_version(
             logger.warning("%s is not what is published now, which stays; %s publishes it again", old_address, command)
             return old_address
     return ""
-
-
-def _find_same_weights(target: Any, model_folder: Path, record: dict[str, Any], current_record: dict[str, Any]) -> str:
-    """Return the address of the current version if another run published the same files, undamaged; else empty."""
-    current_version, weight_digests = str(current_record["version"]), _read_digests(record)
-    if _read_digests(current_record) != weight_digests:
-        return ""
-    current_address = str(target.where(current_version))
-    if damage := target.damage(model_folder, current_version, {"files": weight_digests}):
-        logger.warning("%s has the same weights but is damaged, they are published anew: %s", current_address, damage)
-        return ""
-    return current_address
 
 
 def _read_digests(record: dict[str, Any]) -> dict[str, str]:

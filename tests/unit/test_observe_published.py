@@ -70,7 +70,7 @@ def test_a_version_that_a_resumed_run_publishes_again_is_announced_once(monkeypa
     results: list[Any] = [{"metrics": {}, "info": {"published": address}} for address in ("v1", "v1", "v2")]
     for earlier_result, result in zip([None, *results], results, strict=False):
         events.emit_stage_completed(run, "publish", result, was_reused=False, earlier_result=earlier_result)
-    assert emitted.count(events.STAGE_COMPLETED) == 3 and emitted.count(events.MODEL_PUBLISHED) == 2
+    assert emitted.count("cosmos.stage.completed") == 3 and emitted.count("cosmos.model.published") == 2
 
 
 def test_a_server_that_does_not_respond_holds_up_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
