@@ -28,7 +28,6 @@ from cosmos_core.run.remote import download_inputs
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
 from cosmos_core.types import JsonValue
 
-_QUICK_CHECK_PROGRAM = "cosmos_core.data.quick_check:run"
 _MAX_QUICK_CHECK_BYTES = 32 << 20
 
 
@@ -50,19 +49,19 @@ def check_stages_in_worker(pipeline: Pipeline, num_shown_rows: int = 0) -> Itera
             unfinished_stage_name = referenced_stage(stage.model) if base_stage is None else unknown_rows[0]
             yield f"{stage.name}: not looked at: it starts from what stage {unfinished_stage_name!r} will make"
             continue
-        check_arguments: dict[str, Any] = {
-            "data": "" if data_stage_name else stage.data,
-            "prompts": prompts_by_stage.get(data_stage_name),
-        }
-        model_note = ""
+        data, prompts = "" if data_stage_name else stage.data, prompts_by_stage.get(data_stage_name)
+        model, model_note, changed_recipe = "", "", None
         if base_stage is not stage:
             base_policy, recipe = pipeline.recipes[base_stage.name].policy, pipeline.recipes[stage.name]
             base_model_fields = {name: getattr(base_policy, name) for name in ("model_name_or_path", "model_revision")}
             base_model_fields["chat_template"] = chat_templates[stage.name]
-            check_arguments["recipe"] = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
-            check_arguments["model"] = base_stage.model or base_policy.model_name_or_path
+            changed_recipe = recipe.copy_with(policy=recipe.policy.copy_with(**base_model_fields))
+            model = base_stage.model or base_policy.model_name_or_path
             model_note = f" (looked at with the model that stage {base_stage.name!r} starts from)"
-        check_result = run_check(pipeline, stage, pipeline.stage_kind(stage).check, **check_arguments)
+        check_program = pipeline.stage_kind(stage).check
+        check_result = run_check(
+            pipeline, stage, check_program, model=model, data=data, recipe=changed_recipe, prompts=prompts
+        )
         prompts_by_stage[stage.name] = check_result["info"].get("prompts")
         check_downstream_stages(pipeline, stage.name, check_result["info"])
         yield f"{stage.name}: {check_result['info']['found']}{model_note}"
@@ -118,7 +117,7 @@ def check_first_rows(pipeline: Pipeline) -> None:
         if not are_local or any(sum(f.stat().st_size for f in files) > _MAX_QUICK_CHECK_BYTES for files in file_lists):
             continue
         try:
-            run_check(pipeline, stage, _QUICK_CHECK_PROGRAM, data=stage.data)
+            run_check(pipeline, stage, "cosmos_core.data.quick_check:run", data=stage.data)
         except DataError as error:
             raise DataError(f"{pipeline.source_path}: stage {stage.name!r}: {error}") from error
         except StageFailed:  # ignore a crash of the check, because it does not mean that the rows are wrong
