@@ -70,8 +70,7 @@ class StageArtifacts:
     def update(self, progress: ProgressRecord) -> None:
         """Publish the progress of the worker every 3 s, its metrics every 30 s and its samples every 10 minutes, in a
         thread: Prefect repeats a request to a server that does not respond for minutes."""
-        is_update_due = time.monotonic() >= min(self._next_update_times.values())
-        if is_update_due and not (self._thread and self._thread.is_alive()):
+        if time.monotonic() >= min(self._next_update_times.values()) and not (self._thread and self._thread.is_alive()):
             thread_args = (self._publish_due_artifacts, progress)
             self._thread = threading.Thread(target=copy_context().run, args=thread_args, name="artifacts", daemon=True)
             self._thread.start()
@@ -245,12 +244,10 @@ def _format_metrics(stage: StageRecord) -> str:
 
 
 def _render_result_card(result: Result) -> str:
-    metric_rows = "\n".join(f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items()))
+    lines = [f"# {result['name']} ({result['kind']})", "", "| metric | value |", "|---|---|"]
+    lines += [f"| {key} | {value:.6g} |" for key, value in sorted(result["metrics"].items())]
+    if (gate_conditions := result["info"].get("conditions")) is not None:
+        lines += ["", render_conditions_table(parse_documents(gate_conditions, GateCondition))]
     output_files = result["outputs"][:_MAX_TABLE_ROWS]
-    lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in output_files]
-    file_lines, gate_conditions = "\n".join(lines), result["info"].get("conditions")
-    table_header = f"# {result['name']} ({result['kind']})\n\n| metric | value |\n|---|---|"
-    gate_table = ""
-    if gate_conditions is not None:
-        gate_table = f"\n\n{render_conditions_table(parse_documents(gate_conditions, GateCondition))}"
-    return f"{table_header}\n{metric_rows}{gate_table}\n\n{file_lines}\n\nfingerprint `{result['fingerprint'][:16]}`\n"
+    file_lines = [f"- `{file['path']}` {file['size']:,} bytes, sha256 `{file['sha256'][:12]}`" for file in output_files]
+    return "\n".join([*lines, "", *file_lines, "", f"fingerprint `{result['fingerprint'][:16]}`", ""])
