@@ -42,17 +42,12 @@ class LoadingInstructions(NamedTuple):
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the model of a stage; only the modules for its modality (language or diffusion model) are imported."""
-    if stage.recipe.policy.is_diffusers:
-        return importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
-    return export_causal_lm(stage)
-
-
-def export_causal_lm(stage: Stage) -> Outcome:
     """Export the upstream model, or the model of a checkpoint of the upstream training, in `train.param_dtype`,
     verified, with a model card and, if the upstream stage trained an adapter, the adapter. Raise `ModelError` if it
     cannot be loaded, `StageFailed` if the export does not equal the model or the disk is full, and `Preempted` if a
     stop was requested before the verification."""
+    if stage.recipe.policy.is_diffusers:  # import the modules for diffusion models only here
+        return importlib.import_module("cosmos_core.checkpoint.export_diffusion").run(stage)
     if not stage.config.checkpoint:
         return _export_and_verify(stage, num_trained_steps(stage))
     stage.progress.phase("load")
@@ -95,7 +90,7 @@ def make_verified_outcome(
     *,
     has_adapter: bool,
 ) -> Outcome:
-    """Verify the export of step `step`, and return its outcome; raise the errors of `export_causal_lm`. `run_checks`
+    """Verify the export of step `step`, and return its outcome; raise the errors of `run`. `run_checks`
     returns the names of its checks, and `copied_files` has the contents of copied adapter files by path."""
     if stage.stop_requested:
         raise Preempted(f"stage {stage.name!r} was asked to stop before its export was proven; run again to finish it")
@@ -197,8 +192,7 @@ def adapter_files(stage: Stage) -> dict[str, bytes]:
 
 def license_files(stage: Stage) -> dict[str, bytes]:
     """Return the content of the licence files of the base model by name; empty if it is in no local folder."""
-    base_folder = _base_model_folder(stage)
-    base_files = sorted(base_folder.iterdir()) if base_folder.is_dir() else []
+    base_files = sorted(_base_model_folder(stage).glob("*"))
     license_paths = [file for file in base_files if _LICENSE_FILE_REGEX.fullmatch(file.name) and file.is_file()]
     return {file.name: file.read_bytes() for file in license_paths}
 

@@ -17,7 +17,7 @@ from cosmos_core.types import Outcome
 
 
 def run(stage: Stage) -> Outcome:
-    """Export the upstream pipeline, or that of a checkpoint, like `export.export_causal_lm` a language model."""
+    """Export the upstream pipeline, or that of a checkpoint, as `export.run` exports a language model."""
     stage.progress.phase("load")
     policy = stage.recipe.policy
     if stage.config.checkpoint:

@@ -31,7 +31,6 @@ from cosmos_core.run.stage import Stage
 from cosmos_core.types import Outcome
 
 _MODEL_FOLDER = "model"
-_AVERAGING_METHODS = {"linear", "dare_linear"}
 _TASK_VECTOR_METHODS: Mapping[str, Callable[..., Tensor]] = {
     "ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties
 }  # fmt: skip
@@ -171,7 +170,7 @@ def merge_coefficients(config: MergeConfig, num_models: int) -> Sequence[float]:
     """Return the weight of each of `num_models` models; without configured weights all have the same. Raise a
     `ConfigError` if the number of configured weights is not `num_models`."""
     if not config.weights:
-        return [1 / num_models if config.method in _AVERAGING_METHODS else 1.0] * num_models
+        return [1 / num_models if config.method in {"linear", "dare_linear"} else 1.0] * num_models
     if len(config.weights) != num_models:
         raise ConfigError(f"merge.weights has {len(config.weights)} values for {num_models} models; give one for each")
     return config.weights

@@ -18,13 +18,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from cosmos_core.checkpoint.rank_files import FIRST_RANK_JSON_FILE, json_file_name
-from cosmos_core.checkpoint.state import (
-    TrainState,
-    allocate_tensors,
-    init_missing_weight_sets,
-    load_optimizer_tensors,
-    restore_json_values,
-)
+from cosmos_core.checkpoint.state import TrainState, allocate_tensors, load_tensors, restore_json_values
 from cosmos_core.errors import ModelError
 from cosmos_core.models.disk import unwrap_checkpoint_errors
 from cosmos_core.parallel.mesh import broadcast_object, first_error_of_ranks, is_first_rank, num_ranks, rank_number
@@ -157,20 +151,17 @@ def load_checkpoint(policy_folder: Path, state: TrainState, send_heartbeat: Call
 
 
 def load_state(state: TrainState, policy_folder: Path) -> None:
-    """Load the intact checkpoint in the folder `policy_folder` into `state` on every rank.
-
-    `state.loop_state` becomes the values that this rank saved. If the number of ranks has changed, it becomes the
-    values of the first rank with `rng` set to None. The random generators are not changed: call `restore_rng` after
-    everything that reseeds them, such as the start of a rollout engine.
-    """
+    """Load the intact checkpoint in the folder `policy_folder` into `state` on every rank. `state.loop_state` becomes
+    the values that this rank saved. If the number of ranks has changed, it becomes the values of the first rank with
+    `rng` set to None. The random generators are not changed: call `restore_rng` after everything that reseeds them,
+    such as the start of a rollout engine."""
     storage_reader = dcp.HuggingFaceStorageReader(str(policy_folder))
     saved_metadata: dict[str, Any] = storage_reader.read_metadata().state_dict_metadata
     shapes_and_dtypes = {name: (entry.size, entry.properties.dtype) for name, entry in saved_metadata.items()}
     tensors = allocate_tensors(state, shapes_and_dtypes)
     with unwrap_checkpoint_errors():
         dcp.load(tensors, storage_reader=storage_reader, no_dist=True)
-    load_optimizer_tensors(state, tensors)
-    init_missing_weight_sets(state, tensors)
+    load_tensors(state, tensors)
     restore_json_values(state, _read_json_values(policy_folder), tensors)
 
 

@@ -54,12 +54,10 @@ class Checkpointer:
         on_saved: Callable[[int], None] | None = None,
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the folder, and clean up files that a killed process left in it.
-
-        `fingerprint` is that of the configuration, recorded in each manifest. `max_keep`: maximum number of
-        checkpoints; -1: no limit. `is_async`: whether a background thread writes them. The first rank calls
-        `on_saved` with the step after a checkpoint is complete; `send_heartbeat` is called before each file is hashed.
-        """
+        """Create the folder, and clean up files that a killed process left in it. `fingerprint` is that of the
+        configuration, recorded in each manifest. `max_keep`: maximum number of checkpoints; -1: no limit. `is_async`:
+        whether a background thread writes them. The first rank calls `on_saved` with the step after a checkpoint is
+        complete; `send_heartbeat` is called before each file is hashed."""
         self._folder, self._fingerprint, self._max_keep = checkpoint_folder, fingerprint, max_keep
         self._on_saved, self._send_heartbeat = on_saved, send_heartbeat
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if is_async else None

@@ -34,9 +34,7 @@ _8BIT_NAMES = ("codes", "scale", "qmap")
 _STATEFUL_FIELD_NAMES = ("feed", "algorithm")
 POLICY_COPY_NAMES = ("ema", "old")
 """Names of the weight sets (moving average, old policy) that are copied from the policy if a checkpoint lacks them.
-
-Other weight sets, such as `reference`, keep the weights that the stage loaded.
-"""
+Other weight sets, such as `reference`, keep the weights that the stage loaded."""
 _TENSOR_KEY = "__tensor__"
 """Key of the JSON object that is written in place of a tensor; its value is the name of the tensor."""
 
@@ -118,9 +116,10 @@ def allocate_tensors(state: TrainState, metadata: Mapping[str, tuple[torch.Size,
     return target_tensors
 
 
-def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Load the optimizer's tensors among `tensors`, which `allocate_tensors` returned and a checkpoint has filled, into
-    `state`. Moments that another kind of optimizer saved are dropped."""
+def load_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
+    """Complete `state` after a checkpoint has filled `tensors`, which `allocate_tensors` returned: load those of the
+    optimizer, without moments that another kind of optimizer saved, and copy the policy's weights into each of the
+    weight sets `POLICY_COPY_NAMES` that the checkpoint lacks."""
     parameter_groups = state.optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     index_by_parameter = {parameter: index for index, parameter in enumerate(parameters)}
@@ -140,15 +139,10 @@ def load_optimizer_tensors(state: TrainState, tensors: Mapping[str, Tensor]) -> 
     if num_dropped := len(slots_by_index) - len(optimizer_state):
         logger.warning("the checkpoint has moments of another optm_name: those of %d weights begin anew", num_dropped)
     state.optimizer.load_state_dict({"state": optimizer_state, "param_groups": parameter_groups})
-
-
-def init_missing_weight_sets(state: TrainState, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the policy's weights into each of the weight sets `POLICY_COPY_NAMES` that the loaded checkpoint lacks."""
-    parameters = dict(state.model.named_parameters())
     for weight_set in POLICY_COPY_NAMES:
         for name, tensor in state.weight_sets.get(weight_set, {}).items():
             if f"{weight_set}.{name}" not in tensors:
-                tensor.copy_(parameters[name].detach())
+                tensor.copy_(parameters_by_name[name].detach())
 
 
 def capture_rng() -> dict[str, JsonValue]:

@@ -25,8 +25,8 @@ from cosmos_core.types import Group, JsonValue, Prompt, Sampling, ScoredGroup
 
 _POLL_SECONDS = 0.5
 
-StepStatus = Literal["waiting", "stale", "whole"]
-"""Status of a step's groups: all are scored (`whole`), some are missing, or an engine has no weights (`stale`)."""
+StepStatus = Literal["waiting", "stale", "complete"]
+"""Status of a step's groups: all are scored (`complete`), some are missing, or an engine has no weights (`stale`)."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class AsyncGroupSource:
         while True:
             status, kept_groups, sampled_groups = broadcast_object(self._poll_groups(step) if is_first_rank() else None)  # type: ignore[misc]
             self.on_wait()
-            if status == "whole":
+            if status == "complete":
                 break
             if status == "stale":
                 self.send_missing_weights(step)
@@ -144,7 +144,7 @@ class AsyncGroupSource:
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_groups(self, step: int) -> tuple[StepStatus, list[ScoredGroup], list[ScoredGroup]]:
-        """Return the status of train step `step` and, if it is `whole`, its kept groups and all its sampled groups."""
+        """Return the status of train step `step` and, if it is `complete`, its kept groups and all its sampled groups."""
         with self._state_condition:
             self._state_condition.wait_for(
                 lambda: self._find_step_groups(step) or self._rollout_error or self.engine_fleet.needs_weights,
@@ -156,7 +156,7 @@ class AsyncGroupSource:
         self.engine_fleet.raise_thread_error()
         if step_groups is None:
             return "stale" if self.engine_fleet.needs_weights else "waiting", [], []
-        return "whole", *step_groups
+        return "complete", *step_groups
 
     def _find_step_groups(self, step: int) -> tuple[list[ScoredGroup], list[ScoredGroup]] | None:
         """Return the kept and the sampled groups of train step `step`; None if groups are missing."""

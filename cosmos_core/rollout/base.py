@@ -21,17 +21,13 @@ if TYPE_CHECKING:
     from cosmos_core.models.diffusion import DiffusionModel
 
 Bucket = list[tuple[str, Tensor]]
-"""Part of a model's weights: pairs of name and complete (unsharded) tensor.
-
-The memory may be reused for the next bucket, so an engine copies what it keeps.
-"""
+"""Part of a model's weights: pairs of name and complete (unsharded) tensor. The memory may be reused for the next
+bucket, so an engine copies what it keeps."""
 
 WeightFormat = Literal["checkpoint", "module", "adapter", "shared"]
-"""Format of the weights that an engine loads.
-
-`checkpoint`: names and shapes of a checkpoint; `module`: names and shapes of the transformers module; `adapter`: only
-the LoRA factors, because the engine has the base weights; `shared`: no weights, because the engine uses the trainer's.
-"""
+"""Format of the weights that an engine loads. `checkpoint`: names and shapes of a checkpoint; `module`: names and
+shapes of the transformers module; `adapter`: only the LoRA factors, because the engine has the base weights; `shared`:
+no weights, because the engine uses the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +134,10 @@ class Engine(Protocol):
 
 
 class EngineWrapper:
-    """Base class of engines that wrap another engine; methods other than `submit` and `completed` are forwarded."""
+    """Base class of engines that wrap another engine, which has all attributes that the wrapper does not define."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.name, self.weight_format = engine.name, engine.weight_format
-        self.ranks_per_engine = engine.ranks_per_engine
 
     def __getattr__(self, attribute_name: str) -> Any:
         return getattr(self._engine, attribute_name)
@@ -277,11 +271,6 @@ class WeightReceiver:
     def __init__(self) -> None:
         self._expected_names: frozenset[str] = frozenset()
         self._received_names: set[str] = set()
-
-    def tensors(self, buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of all buckets, and record their names."""
-        for bucket in self.buckets(buckets):
-            yield from bucket
 
     def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """Yield the buckets of a weight load, and record the names of their tensors."""

@@ -35,10 +35,8 @@ def find_changed_words(old_data: ByteArray, new_data: ByteArray) -> ChangedWords
         return None
     new_words = new_data.view(np.uint16)
     is_word_changed = old_data.view(np.uint16) != new_words
-    if (
-        np.count_nonzero(is_word_changed) > _MAX_CHANGED_FRACTION * new_words.size
-        or new_words.size > np.iinfo(np.uint32).max
-    ):
+    max_changed_words = _MAX_CHANGED_FRACTION * new_words.size
+    if np.count_nonzero(is_word_changed) > max_changed_words or new_words.size > np.iinfo(np.uint32).max:
         return None
     positions = np.flatnonzero(is_word_changed)
     return ChangedWords(positions.astype(np.uint32), new_words[positions])

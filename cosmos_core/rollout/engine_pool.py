@@ -91,11 +91,9 @@ class PooledEngine:
 
 
 class EnginePool:
-    """Pool of the engines of a fleet.
-
-    `max_groups`: maximum number of groups in flight in one engine. An engine is killed if it makes no forward pass for
-    `timeout_seconds`. `send_heartbeat` is called during waits to report that the stage is alive.
-    """
+    """Pool of the engines of a fleet. `max_groups`: maximum number of groups in flight in one engine. An engine is
+    killed if it makes no forward pass for `timeout_seconds`. `send_heartbeat` is called during waits to report that the
+    stage is alive."""
 
     def __init__(
         self,
@@ -284,7 +282,6 @@ class EnginePool:
         self._open_engine(engine)
 
     def _send_requests(self) -> None:
-        """Send waiting requests to the least loaded engines."""
         ready_engines = self.loaded_engines()
         self._send_to_engines(ready_engines, self._waiting_requests)
         if not self._versioned_requests or self.is_loading_weights:

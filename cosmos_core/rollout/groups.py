@@ -46,10 +46,8 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Mapping from train steps to groups, by the groups' positions in the order of the prompts.
-
-    A group belongs to the first step that needs it; its completions may extend over several steps.
-    """
+    """Mapping from train steps to groups, by the groups' positions in the order of the prompts. A group belongs to the
+    first step that needs it; its completions may extend over several steps."""
 
     completions_per_step: int
     group_size: int = 1

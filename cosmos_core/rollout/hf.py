@@ -11,13 +11,14 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
 from cosmos_core.data.sample import Sample
@@ -57,7 +58,15 @@ class HfEngine(ModuleEngine):
         uses_trainer_model = is_single_rank() and not engine_settings.is_separate
         sends_adapter = trains_only_linear_factors(engine_settings.complete_model)
         self.weight_format: WeightFormat = "shared" if uses_trainer_model else "adapter" if sends_adapter else "module"
-        self._model = engine_settings.model if uses_trainer_model else _load_replica(engine_settings)
+        self._model = engine_settings.model
+        if not uses_trainer_model:
+            # Load a replica: with an adapter it receives only the LoRA factors, otherwise all weights, merged.
+            trainer_model, revision = engine_settings.complete_model, getattr(self._model.config, "_commit_hash", None)
+            self._model = load_model(engine_settings.folder, revision=revision, dtype=trainer_model.dtype)
+            if sends_adapter:
+                add_adapter_like(self._model, trainer_model)
+            nn.Module.to(self._model, "cuda" if torch.cuda.is_available() else "cpu")
+            self._model.requires_grad_(False)
         self._tokenizer = engine_settings.tokenizer
         self._max_model_len = engine_settings.max_model_len
         self._dtype = engine_settings.dtype
@@ -111,7 +120,7 @@ class HfEngine(ModuleEngine):
             return LoadReceipt(version, 0)
         state_dict = self._model.state_dict()
         with torch.no_grad():
-            for name, tensor in self._weight_receiver.tensors(buckets):
+            for name, tensor in chain.from_iterable(self._weight_receiver.buckets(buckets)):
                 if name not in state_dict or state_dict[name].shape != tensor.shape:
                     raise StageFailed(f"weight sync: {name} of shape {tuple(tensor.shape)} is not in the replica")
                 state_dict[name].copy_(tensor)
@@ -320,17 +329,6 @@ def find_cache_argument(model_class: Any) -> str:
             f"rollout.backend = 'hf': {model_class.__name__} takes no DynamicCache of transformers; use another family"
         )
     return argument_names.pop()
-
-
-def _load_replica(settings: EngineSettings) -> PreTrainedModel:
-    """Load the complete model as a replica of the trainer's sharded model. It has an adapter if the training changes
-    only linear LoRA factors; otherwise it receives merged weights."""
-    trainer_model, revision = settings.complete_model, getattr(settings.model.config, "_commit_hash", None)
-    replica = load_model(settings.folder, revision=revision, dtype=trainer_model.dtype)
-    if trains_only_linear_factors(trainer_model):
-        add_adapter_like(replica, trainer_model)
-    nn.Module.to(replica, "cuda" if torch.cuda.is_available() else "cpu")
-    return replica.requires_grad_(False)
 
 
 def process_logits(logits_BV: Tensor, is_used_token_BV: Tensor, sampling: Sampling) -> Tensor:

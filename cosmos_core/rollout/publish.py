@@ -157,7 +157,14 @@ class _WeightBuckets:
         else:
             weight_groups = _group_weights_by_module(complete_model)
         # On a mesh a bucket has half the size, because one bucket is read while the next is gathered.
-        self._groups_by_bucket = _pack_buckets(weight_groups, bucket_bytes if full_model is None else bucket_bytes // 2)
+        max_bytes, remaining_bytes = bucket_bytes if full_model is None else bucket_bytes // 2, 0
+        self._groups_by_bucket: list[list[_WeightGroup]] = []
+        for weight_group in weight_groups:
+            if not self._groups_by_bucket or weight_group.num_bytes > remaining_bytes:
+                self._groups_by_bucket.append([])
+                remaining_bytes = max_bytes
+            self._groups_by_bucket[-1].append(weight_group)
+            remaining_bytes -= weight_group.num_bytes
         self._gatherer: FullTensorGatherer | None = None
         if full_model is not None:
             max_bucket_bytes = max(sum(group.num_bytes for group in groups) for groups in self._groups_by_bucket)
@@ -210,19 +217,6 @@ def _group_weights_by_module(full_model: PreTrainedModel) -> list[_WeightGroup]:
         if name:
             weight_group.key_by_name[name] = tied_key
     return list(group_by_parent_module.values())
-
-
-def _pack_buckets(weight_groups: Sequence[_WeightGroup], bucket_bytes: int) -> list[list[_WeightGroup]]:
-    """Distribute weight groups, in order, over buckets of at most `bucket_bytes`; a larger group is a bucket alone."""
-    buckets: list[list[_WeightGroup]] = []
-    remaining_bytes = 0
-    for weight_group in weight_groups:
-        if not buckets or weight_group.num_bytes > remaining_bytes:
-            buckets.append([])
-            remaining_bytes = bucket_bytes
-        buckets[-1].append(weight_group)
-        remaining_bytes -= weight_group.num_bytes
-    return buckets
 
 
 def _merge_layer(layer_name: str, layer: Any, gathered_tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:

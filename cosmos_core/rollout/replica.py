@@ -88,10 +88,8 @@ class EngineReplica:
         self, open_engine: Callable[[Callable[[], None]], Engine], *, should_wait_for_trainer: bool = False
     ) -> None:
         """Open the engine in a separate thread. `open_engine` gets a callback that the engine calls while it generates.
-
         With `should_wait_for_trainer`, the engine is opened when the first session begins: vLLM measures the memory
-        that the trainer leaves on a GPU, so the trainer must have its model by then.
-        """
+        that the trainer leaves on a GPU, so the trainer must have its model by then."""
         self._engine_commands: queue.Queue[Callable[[Engine], None]] = queue.Queue()
         self._group_condition = threading.Condition()
         self._finished_groups: list[Group] = []

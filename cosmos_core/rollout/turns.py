@@ -42,10 +42,6 @@ class _Conversation:
     """Tool calls of the policy's newest turn."""
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for segment in self.segments for token in segment.token_ids)
-
-    @property
     def num_tokens_left(self) -> int:
         return self.group.sampling.max_tokens - sum(len(segment.token_ids) for segment in self.segments)
 
@@ -178,7 +174,8 @@ class MultiTurnEngine(EngineWrapper):
         """Add tool results to a conversation, and return the prompt of its next turn; None: no tokens are left."""
         conversation.turns += [Turn("tool", result.text, result.is_error) for _, result in results]
         result_token_ids, group = self._tool_result_tokens.tokenise_results(results), conversation.group
-        later_token_ids = (*conversation.token_ids, *result_token_ids)
+        earlier_token_ids = [token for segment in conversation.segments for token in segment.token_ids]
+        later_token_ids = (*earlier_token_ids, *result_token_ids)
         token_ids = (*group.prompt.token_ids, *later_token_ids)
         if len(result_token_ids) >= conversation.num_tokens_left or len(token_ids) >= self._max_model_len:
             return None

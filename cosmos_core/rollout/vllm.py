@@ -102,7 +102,8 @@ class VllmEngine:
             if not torch.cuda.is_available():
                 self._llm.collective_rpc(use_uniform_sampling)
             if self._has_child_ranks:
-                vllm_ranks.end_ranks_together(self._llm)
+                self._llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
+                self._llm.collective_rpc(vllm_ranks.exit_with_parent, args=(os.getpid(),))
             elif not is_single_rank():
                 vllm_process.unlink_shared_memory()
         uses_native_transfer = settings.rollout.weight_transfer == "native" and settings.is_separate
@@ -154,7 +155,7 @@ class VllmEngine:
             if self._adapter is None:
                 self._replace_weights(buckets)
             else:
-                self._adapter.load(self._llm, self._weight_receiver.tensors(buckets))
+                self._adapter.load(self._llm, chain.from_iterable(self._weight_receiver.buckets(buckets)))
         # The KV cache is reallocated after the load, because a load needs more memory than the weights alone.
         self._reallocate_memory(_KV_CACHE_TAG)
         with vllm_process.restore_process_state():
@@ -352,7 +353,10 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if vllm_ranks.has_child_ranks(settings):
-        llm_arguments |= vllm_ranks.engine_rank_arguments(is_cpu=not has_gpu)
+        llm_arguments["distributed_executor_backend"] = "mp"
+        cpu_environment = {} if has_gpu else {"TORCHDYNAMO_DISABLE": "1"}
+        for name, value in (vllm_ranks.RANK_ENVIRONMENT | cpu_environment).items():
+            os.environ.setdefault(name, value)
     if settings.vision is not None:  # pass the image size limits with which prompts were tokenised
         size_limits = settings.custom.get("vision") or {}
         llm_arguments["mm_processor_kwargs"] = {key: size_limits[key] for key in PIXEL_LIMIT_KEYS if key in size_limits}

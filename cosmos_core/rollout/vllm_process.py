@@ -34,11 +34,9 @@ def keep_process_group() -> Iterator[None]:
 @contextmanager
 def restore_process_state() -> Iterator[None]:
     """Return a context manager that restores random states, thread count, signal handlers and environment at its end.
-
     vLLM seeds every generator at the start and advances torch's global generator in each step. vLLM also replaces
     `torch.set_num_threads` by a function that refuses calls, and adds libraries to LD_PRELOAD for its child processes,
-    which would affect the trainer's child processes. Variables named VLLM_* stay, because vLLM reads them again.
-    """
+    which would affect the trainer's child processes. Variables named VLLM_* stay, because vLLM reads them again."""
     python_rng_state, numpy_rng_state = random.getstate(), np.random.get_state()
     original_set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     signal_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -5,7 +5,6 @@ weights, bucket by bucket, unless a native link does (`vllm_link`). Ranks and en
 then starts another engine. Ranks on GPUs are untested.
 """
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,29 +14,16 @@ from cosmos_core.rollout.base import Bucket, EngineSettings
 from cosmos_core.rollout.replica import PackedBucket, pack_bucket, unpack_bucket
 from cosmos_core.rollout.vllm_process import unlink_shared_memory
 
-_VLLM_RANK_ENVIRONMENT = {
+RANK_ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child may deadlock on a lock of another thread
     "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on one machine, so loopback suffices
 }
+"""Environment variables of tensor-parallel ranks that are child processes."""
 
 
 def has_child_ranks(engine_settings: EngineSettings) -> bool:
     """Return whether a vLLM engine starts tensor-parallel ranks as child processes, not in the trainer's ranks."""
     return engine_settings.is_separate and engine_settings.rollout.parallelism.tp_size > 1 and is_single_rank()
-
-
-def engine_rank_arguments(*, is_cpu: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for an engine with ranks, and set environment variables that the ranks inherit."""
-    cpu_environment = {"TORCHDYNAMO_DISABLE": "1"} if is_cpu else {}
-    for name, value in (_VLLM_RANK_ENVIRONMENT | cpu_environment).items():
-        os.environ.setdefault(name, value)
-    return {"distributed_executor_backend": "mp"}
-
-
-def end_ranks_together(llm: Any) -> None:
-    """Make this process exit when a rank dies, and the ranks exit when this process exits."""
-    llm.llm_engine.model_executor.register_failure_callback(lambda: os._exit(1))
-    llm.collective_rpc(exit_with_parent, args=(os.getpid(),))
 
 
 def load_on_ranks(llm: Any, buckets: Iterable[Bucket]) -> None:

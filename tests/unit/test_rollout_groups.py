@@ -329,7 +329,7 @@ def test_a_receiver_notices_what_did_not_come_and_what_never_came_before() -> No
     receiver, tensor = WeightReceiver(), torch.zeros(1)
 
     def load(*names: str) -> LoadReceipt:
-        for _ in receiver.tensors([[(name, tensor) for name in names]]):
+        for _ in receiver.buckets([[(name, tensor) for name in names]]):
             pass
         return receiver.acknowledge(1)
 
