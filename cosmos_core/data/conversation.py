@@ -12,11 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from cosmos_core.data.chat import DEFAULT_RENDERING, PromptRendering
 from cosmos_core.data.learned import find_learned_spans
 from cosmos_core.data.messages import Message, SkippedRow
-from cosmos_core.data.rendering import Tools, render
+from cosmos_core.data.rendering import TemplateRenderer, Tools, render
 from cosmos_core.data.spans import Span
 from cosmos_core.errors import DataError
-
-PROMPT_TOO_LONG_REASON = "with a prompt that leaves no room for a completion in policy.model_max_length"
 
 
 def tokenise_conversation(
@@ -70,35 +68,15 @@ def truncate_tokens(tokens: tuple[list[int], list[int]], max_length: int, locati
     return ids[:max_length], mask[:max_length]
 
 
-def tokenise_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    max_length: int,
-    location: str,
-    render_settings: PromptRendering = DEFAULT_RENDERING,
-) -> tuple[list[int], str]:
-    """Return token ids and text of a prompt: the turns before the one to complete, followed by the generation prompt of
-    the chat template if `render_settings.add_generation_prompt` is set.
-
-    `max_length` is the maximum number of tokens: `policy.model_max_length` minus one token for a completion. Errors are
-    those of `render` and `tokenise_rendered_prompt`.
-    """
-    _, text = render(
-        tokenizer, messages, location, add_generation_prompt=render_settings.add_generation_prompt,
-        tools=list(render_settings.tools) or None,
-        template_kwargs=render_settings.template_kwargs,
-    )  # fmt: skip
-    return tokenise_rendered_prompt(tokenizer, text, max_length, location)
-
-
-def tokenise_rendered_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, max_length: int, location: str
-) -> tuple[list[int], str]:
-    """Return token ids and text of a rendered prompt; raise SkippedRow if it is longer than `max_length`."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if len(ids) > max_length:
-        raise SkippedRow(location, PROMPT_TOO_LONG_REASON)
-    return ids, text
+def render_prompt(
+    renderer: TemplateRenderer, messages: list[Message], location: str, settings: PromptRendering = DEFAULT_RENDERING
+) -> str:
+    """Return the text of a prompt: the turns before the one to complete, followed by the generation prompt of the chat
+    template if `settings.add_generation_prompt` is set. Errors are those of `render`."""
+    return render(
+        renderer, messages, location, add_generation_prompt=settings.add_generation_prompt,
+        tools=list(settings.tools) or None, template_kwargs=settings.template_kwargs,
+    )[1]  # fmt: skip
 
 
 def _tokenise_plain_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:

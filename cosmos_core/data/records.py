@@ -30,13 +30,13 @@ from cosmos_core.data.conversation import tokenise_conversation, truncate_tokens
 from cosmos_core.data.formats import LocatedRow
 from cosmos_core.data.images import align_images, has_image_sizes, read_image
 from cosmos_core.data.kinds.base import TokenisedKind
-from cosmos_core.data.learned import list_added_tokens
+from cosmos_core.data.learned import find_learned_spans, list_added_tokens
 from cosmos_core.data.messages import ColumnTrackingRow, Message, Row, SkippedRow, propose_merged_turns
 from cosmos_core.data.rendering import RefusedRow, Tools
 from cosmos_core.data.statistics import RowChunk, SkippedRowEntry
 from cosmos_core.data.template_limits import share_timer
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
-from cosmos_core.data.visual import tokenise_images_and_text, truncate_visual_tokens
+from cosmos_core.data.visual import expand_images
 from cosmos_core.errors import DataError
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.processor import load_processor
@@ -98,11 +98,6 @@ class RecordSpec:
         """Return the recipe's names for the columns `prompt`, `response`, `chosen` and `rejected`, by these names."""
         policy = self.recipe.train.train_policy
         return policy.column_names if isinstance(policy, SupervisedConfig) else {}
-
-    @property
-    def empty_image_cells(self) -> list[list[ImageFields]]:
-        """Return the cells of the column `images` for a row without images: one empty list, or no cell."""
-        return [] if self.image_root is None else [[]]
 
     @property
     def schema(self) -> pa.Schema:
@@ -253,17 +248,17 @@ def _load_processor(
     return processor
 
 
-_TokensT = TypeVar("_TokensT")
+T = TypeVar("T")
 
 
-def tokenise_turns(tokenise_fn: Callable[[list[Message]], _TokensT], turns: list[Message]) -> tuple[_TokensT, bool]:
-    """Return the tokens of turns, which are merged if the chat template refuses them, and whether they were merged."""
+def convert_turns(convert: Callable[[list[Message]], T], turns: list[Message]) -> tuple[T, bool]:
+    """Return the result of `convert(turns)`, and whether turns were merged because the chat template refuses them."""
     try:
-        return tokenise_fn(turns), False
+        return convert(turns), False
     except RefusedRow:
         for merged_turns in propose_merged_turns(turns):
             with suppress(RefusedRow):
-                return tokenise_fn(merged_turns), True
+                return convert(merged_turns), True
         raise
 
 
@@ -273,7 +268,8 @@ def make_text_record(
     """Return the record of one sequence of text, cut to the maximum length; errors are those of `truncate_tokens`."""
     counts["truncated_rows"] = int(len(tokens[0]) > row_spec.max_tokens)
     ids_and_mask = truncate_tokens(tokens, row_spec.max_tokens, location)
-    return Record((*ids_and_mask, *row_spec.empty_image_cells, location), has_merged_turns, counts)
+    image_cells: list[list[ImageFields]] = [] if row_spec.image_root is None else [[]]
+    return Record((*ids_and_mask, *image_cells, location), has_merged_turns, counts)
 
 
 def make_conversation_record(
@@ -281,19 +277,21 @@ def make_conversation_record(
     location: str,
 ) -> Record:  # fmt: skip
     """Return the record of one conversation, with the images of its row if the model reads images; errors are those of
-    `tokenise_conversation` and `tokenise_images_and_text`."""
+    `tokenise_conversation` and `expand_images`."""
     if row_spec.image_root is None:
-        text_tokens, has_merged_turns = tokenise_turns(
+        text_tokens, has_merged_turns = convert_turns(
             lambda turns: tokenise_conversation(tokenizer, turns, location, tools, row_spec.stop_ids), turns
         )
         return make_text_record(row_spec, text_tokens, location, has_merged_turns=has_merged_turns)
     processor = get_processor(row_spec)
     turns_with_placeholders, image_refs, images = read_images(row_spec, turns, row, location)
-    tokens, has_merged_turns = tokenise_turns(
-        lambda turns: tokenise_images_and_text(processor, turns, images, location, tools, row_spec.stop_ids),
-        turns_with_placeholders,
+    rendering, has_merged_turns = convert_turns(
+        lambda turns: find_learned_spans(processor, turns, location, tools, row_spec.stop_ids), turns_with_placeholders
     )
-    ids, mask = truncate_visual_tokens(tokens, row_spec.max_tokens, location)
+    tokens = expand_images(processor, *rendering, images, location)
+    if tokens.end_of_last_image > row_spec.max_tokens:
+        raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
+    ids, mask = truncate_tokens((tokens.ids, tokens.mask), row_spec.max_tokens, location)
     counts = {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
     counts["sized_images"] = int(has_image_sizes(turns))
     counts["truncated_rows"] = int(len(tokens.ids) > row_spec.max_tokens)

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from transformers import ProcessorMixin
 
-from cosmos_core.data.chat import PromptRendering
-from cosmos_core.data.conversation import PROMPT_TOO_LONG_REASON, make_span_token_mask, truncate_tokens
-from cosmos_core.data.learned import find_learned_spans
-from cosmos_core.data.messages import Message, SkippedRow
-from cosmos_core.data.rendering import Tools, render
+from cosmos_core.data.conversation import make_span_token_mask
 from cosmos_core.data.spans import Span
 from cosmos_core.error_handling import convert_errors
 from cosmos_core.errors import DataError, ModelError
@@ -38,53 +34,12 @@ class ImageTextTokens(NamedTuple):
     """Index after the last token of the last image; 0 if the conversation has no image."""
 
 
-def tokenise_images_and_text(
-    processor: ProcessorMixin,
-    turns: list[Message],
-    images: list[Image],
-    location: str,
-    tools: Tools = None,
-    stop_ids: tuple[int, ...] = (),
-) -> ImageTextTokens:
-    """Return token ids and loss mask of `turns`; `images` are the images in the turns, in the same order.
-
-    Raise DataError if the chat template leaves out an image or the processor refuses one, ModelError if the processor's
-    tokenizer returns no offsets of tokens, and the errors of `find_learned_spans`."""
-    rendered_text, learned_spans = find_learned_spans(processor, turns, location, tools, stop_ids)
-    return _expand_images(processor, rendered_text, learned_spans, images, location)
-
-
-def tokenise_visual_prompt(
-    processor: ProcessorMixin,
-    turns: list[Message],
-    images: list[Image],
-    max_length: int,
-    location: str,
-    render_settings: PromptRendering,
-) -> tuple[ImageTextTokens, str]:
-    """Return the tokens of a prompt whose parts show `images`, and its text with a placeholder word for each image;
-    raise SkippedRow if it is longer than `max_length`, and the errors of `tokenise_images_and_text`."""
-    _, rendered_text = render(
-        processor, turns, location, add_generation_prompt=render_settings.add_generation_prompt,
-        tools=list(render_settings.tools) or None,
-        template_kwargs=render_settings.template_kwargs,
-    )  # fmt: skip
-    tokens = _expand_images(processor, rendered_text, [], images, location)
-    if len(tokens.ids) > max_length:
-        raise SkippedRow(location, PROMPT_TOO_LONG_REASON)
-    return tokens, rendered_text
-
-
-def truncate_visual_tokens(tokens: ImageTextTokens, max_length: int, location: str) -> tuple[list[int], list[int]]:
-    """Cut ids and mask on the right; raise SkippedRow if no token to learn would be left, or an image would be cut."""
-    if tokens.end_of_last_image > max_length:
-        raise SkippedRow(location, "longer than policy.model_max_length before the end of the last image")
-    return truncate_tokens((tokens.ids, tokens.mask), max_length, location)
-
-
-def _expand_images(
+def expand_images(
     processor: ProcessorMixin, rendered_text: str, learned_spans: list[Span], images: list[Image], location: str
 ) -> ImageTextTokens:
+    """Return the tokens of a rendered text and its images, which are in the order of their placeholders, and the loss
+    mask of the spans to learn. Raise DataError if the text lacks an image or the processor refuses one, and ModelError
+    if the processor's tokenizer returns no offsets of tokens."""
     if not processor.tokenizer.is_fast:
         raise ModelError("rows with images need a fast tokenizer; save one beside the model (tokenizer.json)")
     image_placeholder = image_token_text(processor)

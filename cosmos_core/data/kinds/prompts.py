@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.config.schema.rl import RlConfig
 from cosmos_core.config.schema.supervised import SupervisedConfig
 from cosmos_core.data.columns import find_column
-from cosmos_core.data.conversation import tokenise_prompt, tokenise_rendered_prompt
+from cosmos_core.data.conversation import render_prompt
 from cosmos_core.data.images import has_image_sizes, is_pillow_image
 from cosmos_core.data.kinds.base import IDS_TYPE, VALIDATION_SPLIT, HeldOutSet, TokenisedKind
 from cosmos_core.data.kinds.registry import load_row_kind
@@ -24,6 +25,7 @@ from cosmos_core.data.messages import (
     ColumnTrackingRow,
     Message,
     Row,
+    SkippedRow,
     is_image_part,
     read_held_out_prompt,
     read_prompt,
@@ -39,11 +41,11 @@ from cosmos_core.data.prepared import (
     read_mixture,
     read_row_kind,
 )
-from cosmos_core.data.records import Record, RecordSpec, check_surrogates, get_processor, read_images, tokenise_turns
+from cosmos_core.data.records import Record, RecordSpec, check_surrogates, convert_turns, get_processor, read_images
 from cosmos_core.data.rendering import check_tools
 from cosmos_core.data.tool_calls import read_tools
 from cosmos_core.data.user_dataset import RENDERED_COLUMN
-from cosmos_core.data.visual import tokenise_visual_prompt
+from cosmos_core.data.visual import expand_images
 from cosmos_core.types import Prompt
 
 _PREPARED_COLUMNS = ("prompt_ids", "prompt_text", "reference", "metadata")
@@ -116,29 +118,25 @@ class PromptsKind(TokenisedKind):
         reward_columns.pop(RENDERED_COLUMN, None)
         prompt_column = algorithm.prompt_column_name if isinstance(algorithm, RlConfig) else ""
         reward_columns_json = serialise_row_for_rewards(reward_columns, messages, prompt_column)
-        if (rendered_prompt := row.get(RENDERED_COLUMN)) is not None:
-            ids, text = tokenise_rendered_prompt(tokenizer, rendered_prompt, row_spec.max_tokens, location)
-            record_values = (ids, text, reference_response, reward_columns_json, *row_spec.empty_image_cells, location)
-            return Record(record_values, False, {})
-        if tools:
-            render_settings = replace(render_settings, tools=tuple(tools))
-        if row_spec.image_root is not None:
-            processor, max_tokens = get_processor(row_spec), row_spec.max_tokens
-            turns_with_placeholders, image_refs, images = read_images(row_spec, messages, row, location)
-            (prompt_tokens, text), has_merged_turns = tokenise_turns(
-                lambda turns: tokenise_visual_prompt(processor, turns, images, max_tokens, location, render_settings),
-                turns_with_placeholders,
-            )
-            check_tools(tools, text, location)
-            image_counts = {"images": len(image_refs), "image_tokens": prompt_tokens.num_image_tokens}
-            image_counts["sized_images"] = int(has_image_sizes(messages))
-            record_values = (prompt_tokens.ids, text, reference_response, reward_columns_json, image_refs, location)
-            return Record(record_values, has_merged_turns, image_counts)
-        (ids, text), has_merged_turns = tokenise_turns(
-            lambda turns: tokenise_prompt(tokenizer, turns, row_spec.max_tokens, location, render_settings), messages
-        )
+        text, has_merged_turns, counts = row.get(RENDERED_COLUMN), False, dict[str, int]()
+        processor = get_processor(row_spec) if has_images and text is None else None
+        turns, image_refs, images = read_images(row_spec, messages, row, location) if processor else (messages, [], [])
+        if text is None:
+            settings = replace(render_settings, tools=tuple(tools)) if tools else render_settings
+            render_turns = partial(render_prompt, processor or tokenizer, location=location, settings=settings)
+            text, has_merged_turns = convert_turns(render_turns, turns)
+        if processor is None:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            tokens = expand_images(processor, text, [], images, location)
+            ids, counts = tokens.ids, {"images": len(image_refs), "image_tokens": tokens.num_image_tokens}
+            counts["sized_images"] = int(has_image_sizes(messages))
+        if len(ids) > row_spec.max_tokens:
+            raise SkippedRow(location, "with a prompt that leaves no room for a completion in policy.model_max_length")
         check_tools(tools, text, location)
-        return Record((ids, text, reference_response, reward_columns_json, location), has_merged_turns, {})
+        image_cells = [image_refs] if has_images else []
+        record_values = (ids, text, reference_response, reward_columns_json, *image_cells, location)
+        return Record(record_values, has_merged_turns, counts)
 
 
 def _read_prompt_row(
