@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -33,14 +33,7 @@ _LEFTOVER_AGE_SECONDS = 3600  # age at which a temporary file counts as left by 
 _TYPICAL_SHARD_ENTRIES, _MAX_SHARD_ENTRIES = 32, 128
 
 EncoderOutput = dict[str, Tensor]
-ItemT = TypeVar("ItemT")
-
-
-class KeyedItem(NamedTuple, Generic[ItemT]):
-    """An item to encode, with the digest of its content."""
-
-    key: str
-    item: ItemT
+T = TypeVar("T")
 
 
 def compute_digest(*json_values: object) -> str:
@@ -48,18 +41,19 @@ def compute_digest(*json_values: object) -> str:
     return hashlib.sha256(json.dumps(json_values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:32]
 
 
-def group_into_shards(keyed_items: Iterable[KeyedItem[ItemT]]) -> Iterator[list[KeyedItem[ItemT]]]:
-    """Group items into shards whose boundaries depend only on the keys; a repeated item is in its first shard only."""
+def group_into_shards(keyed_items: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
+    """Group items, given with their keys, into shards, which are items by key. Where a shard ends depends only on the
+    keys; a repeated item is in its first shard only."""
     seen_keys: set[str] = set()
-    shard: list[KeyedItem[ItemT]] = []
-    for keyed_item in keyed_items:
-        if keyed_item.key in seen_keys:
+    shard: dict[str, T] = {}
+    for key, item in keyed_items:
+        if key in seen_keys:
             continue
-        seen_keys.add(keyed_item.key)
-        shard.append(keyed_item)
-        if int(keyed_item.key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_SHARD_ENTRIES:
+        seen_keys.add(key)
+        shard[key] = item
+        if int(key[:8], 16) % _TYPICAL_SHARD_ENTRIES == 0 or len(shard) == _MAX_SHARD_ENTRIES:
             yield shard
-            shard = []
+            shard = {}
     if shard:
         yield shard
 

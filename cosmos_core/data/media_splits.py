@@ -34,17 +34,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Encoders:
-    """Encoders that load their weights on first use, with the properties that do not require the weights."""
+    """Encoders of a model, which loads their weights on first use."""
 
     model: DiffusionModel
     digest: str
     """Digest of the encoders' weights and of all settings that determine their output."""
-    size_multiple: int = 16
-    """Required divisor of height and width, in pixels."""
-    frame_multiple: int = 1
-    """Required divisor of the number of frames of a clip minus one."""
-    is_video: bool = False
-    """Whether the model takes video clips."""
 
 
 class MediaItemRow(NamedTuple):
@@ -88,14 +82,13 @@ class MediaSplit(NamedTuple):
 
 def make_frame_settings(recipe: Recipe, dataset: DatasetConfig, encoders: Encoders) -> FrameSettings:
     """Return the settings for decoding media to pixels; raise ConfigError for an unsupported number of frames."""
-    diffusers_config = recipe.policy.diffusers
-    num_frames = diffusers_config.train_frames if encoders.is_video else 0
-    if encoders.is_video and (num_frames - 1) % encoders.frame_multiple:
-        raise ConfigError(
-            f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {encoders.frame_multiple}"
-        )
-    frame_size, has_buckets = diffusers_config.inference_size, dataset.aspect_ratio_buckets
-    return FrameSettings(frame_size, num_frames, encoders.size_multiple, has_buckets, dataset.frame_sampling)
+    model, config = encoders.model, recipe.policy.diffusers
+    num_frames, frame_multiple = config.train_frames if model.is_video else 0, model.pixels_per_latent[0]
+    if model.is_video and (num_frames - 1) % frame_multiple:
+        problem = f"policy.diffusers.train_frames = {num_frames} must be 1 more than a multiple of {frame_multiple}"
+        raise ConfigError(problem)
+    has_buckets = dataset.aspect_ratio_buckets
+    return FrameSettings(config.inference_size, num_frames, model.size_multiple, has_buckets, dataset.frame_sampling)
 
 
 def read_splits(stage: Stage, encoders: Encoders) -> dict[str, MediaSplit]:
@@ -136,12 +129,13 @@ def _read_split(
 ) -> MediaSplit:
     """Read a data set once and compute the cache keys of its texts. If the algorithm learns from media, compute the
     cache keys of media too, and leave out rows without media if `needs_media` is set."""
-    read_items = open_media_items(config, config_key, for_clips=encoders.is_video)
+    read_items = open_media_items(config, config_key, for_clips=encoders.model.is_video)
     has_media = load_row_kind(stage.recipe.train.train_policy.rows).has_media
     frame_settings = make_frame_settings(stage.recipe, config, encoders) if has_media else None
-    max_conditional_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames if encoders.is_video else 0
-    has_rollouts = stage.recipe.train.train_policy.has_rollouts and frame_settings is not None
-    starts_from_frames = bool(has_rollouts and max_conditional_frames and encoders.model.max_conditioning_frames)
+    has_rollouts = stage.recipe.train.train_policy.has_rollouts
+    max_conditional_frames = stage.recipe.policy.diffusers.flow_rl.max_conditional_frames
+    may_start_from_frames = has_rollouts and has_media and encoders.model.is_video and max_conditional_frames
+    starts_from_frames = bool(may_start_from_frames and encoders.model.max_conditioning_frames)
     rows: list[MediaItemRow | None] = []
     skip_reasons: list[str] = []
     for item, row_or_reason in map_in_threads(
@@ -162,7 +156,6 @@ def _read_split(
     # If few rows have no media, leave these rows out, because the validation loss needs media in all rows. If many have
     # none and validation completes prompts, keep them as prompts. RL keeps all rows.
     are_few_without_media = len(no_media_reasons) <= config.max_skipped_fraction * len(rows)
-    has_rollouts = stage.recipe.train.train_policy.has_rollouts
     keeps_lone_prompts = has_rollouts or (stage.recipe.has_validation_completions and not are_few_without_media)
     if not keeps_lone_prompts and any(row and row.media_key for row in rows):
         skip_reasons += no_media_reasons
@@ -192,17 +185,13 @@ def _make_media_item_row(
     except OSError as error:
         describe_error(error)
         return f"{error.strerror}: {str(error.filename)[:_MAX_PATH_CHARACTERS]}"
-    metadata = json.dumps(item.metadata, ensure_ascii=False, default=_convert_to_text)
+    # Write null for bytes, such as those of a second image, and other values that JSON lacks as text.
+    metadata = json.dumps(item.metadata, ensure_ascii=False, default=lambda v: None if isinstance(v, bytes) else str(v))
     try:
         (item.prompt + metadata).encode()
     except UnicodeEncodeError:
         return "it has half a character (a lone surrogate)"
     return MediaItemRow(_replace_lone_surrogates(item.location), item.prompt, metadata, text_key, media_key)
-
-
-def _convert_to_text(metadata_value: object) -> str | None:
-    """Convert a value that JSON cannot represent to text; return None for bytes, such as those of a second image."""
-    return None if isinstance(metadata_value, bytes) else str(metadata_value)
 
 
 def _replace_lone_surrogates(text: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from cosmos_core.data.embeddings import read_embedding
 from cosmos_core.data.kinds.base import TRAIN_SPLIT
 from cosmos_core.data.kinds.registry import load_row_kind
-from cosmos_core.data.media_cache import EncoderOutput, KeyedItem, MediaCache, compute_digest, group_into_shards
+from cosmos_core.data.media_cache import EncoderOutput, MediaCache, compute_digest, group_into_shards
 from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media, is_upscaled, list_bucket_sizes, read_frame_rate
 from cosmos_core.data.media_rows import NULL_TEXT_KEY, TENSORS_FOLDER
@@ -133,7 +133,7 @@ def open_encoders(stage: Stage) -> Encoders:
     encoder_settings = (policy.diffusers.dtype, policy.diffusers.max_prompt_length, model.size_multiple)
     code_digests = [compute_code_digest(policy.model_class)] if policy.model_class else []
     encoders_digest = compute_digest(weights_digest, type(model).__name__, encoder_settings, *code_digests)
-    return Encoders(model, encoders_digest, model.size_multiple, model.pixels_per_latent[0], model.is_video)
+    return Encoders(model, encoders_digest)
 
 
 def prepare(stage: Stage, encoders: Encoders | None = None) -> Outcome:
@@ -222,44 +222,41 @@ class _SplitEncoder:
     def encode_null_text(self, data_folder: Path) -> dict[str, str]:
         """Encode the empty text, and return the shard and entry of its embedding."""
         key = compute_digest("text", "")
-        return {"shard": self._copy_shard([KeyedItem(key, "")], self._encode_texts, data_folder, False), "entry": key}
+        return {"shard": self._copy_shard({key: ""}, self._encode_texts, data_folder, False), "entry": key}
 
     def _encode_items(self, split: MediaSplit, *, is_media: bool, data_folder: Path) -> dict[str, _EncodedItem]:
         """Encode the texts or the media of a split shard by shard; return the location of each output by cache key."""
         encoded_items_by_key: dict[str, _EncodedItem] = {}
+        encode_fn: Any = self._encode_texts
+        keyed_items: Any = ((row.text_key, item.embedding_path or row.prompt) for row, item in split.read_rows())
         if is_media:
             frame_settings = make_frame_settings(self._stage.recipe, split.dataset_config, self._encoders)
-            encode_fn: Any = partial(self._encode_media, frame_settings=frame_settings)
-            keyed_items = (KeyedItem[Any](r.media_key, (r.media_key, item.content)) for r, item in split.read_rows())
-        else:
-            encode_fn = self._encode_texts
-            keyed_items = (KeyedItem[Any](r.text_key, item.embedding_path or r.prompt) for r, item in split.read_rows())
+            encode_fn = partial(self._encode_media, frame_settings=frame_settings)
+            keyed_items = ((row.media_key, (row.media_key, item.content)) for row, item in split.read_rows())
         for shard in group_into_shards(keyed_items):
             shard_key = self._copy_shard(shard, encode_fn, data_folder, is_media)
             skip_reasons = self._cache.read_skip_reasons(shard_key)
             latent_shapes = self._cache.read_tensor_shapes(shard_key, "mean") if is_media else {}
-            for key, _ in shard:
+            for key in shard:
                 tensor_location = {"shard": shard_key, "entry": key}
                 encoded_items_by_key[key] = skip_reasons.get(key) or (tensor_location, latent_shapes.get(key, []))
         return encoded_items_by_key
 
     def _copy_shard(
-        self, shard: Sequence[KeyedItem[T]], encode_fn: Callable[[list[T]], _EncoderOutputs], data_folder: Path,
-        is_media: bool,
-    ) -> str:  # fmt: skip
+        self, shard: dict[str, T], encode_fn: Callable[[list[T]], _EncoderOutputs], data_folder: Path, is_media: bool
+    ) -> str:
         """Copy a shard to the folder of the stage, after encoding it if it is not cached; return its key."""
         if self._stage.stop_requested:
             raise Preempted(f"stopped after {sum(self.encoded_counts)} texts and media were encoded; they stay encoded")
-        item_keys = [keyed_item.key for keyed_item in shard]
-        shard_key = self._cache.compute_shard_key(item_keys, is_media=is_media)
+        shard_key = self._cache.compute_shard_key(list(shard), is_media=is_media)
         # Retry media that could not be decoded, because a codec may have been installed since.
         undecodable_keys = self._cache.read_skip_reasons(shard_key) if is_media else {}
-        retried_items = [keyed_item.item for keyed_item in shard if keyed_item.key in undecodable_keys]
+        retried_items = [item for key, item in shard.items() if key in undecodable_keys]
         has_new_output = any(not isinstance(encoding, str) for encoding in encode_fn(retried_items))
         if has_new_output or not self._cache.has_shard(shard_key):
-            encodings = encode_fn([keyed_item.item for keyed_item in shard])
-            self._cache.write_shard(shard_key, dict(zip(item_keys, encodings, strict=True)))
-            self.encoded_counts[is_media] += len(item_keys)
+            encodings = encode_fn(list(shard.values()))
+            self._cache.write_shard(shard_key, dict(zip(shard, encodings, strict=True)))
+            self.encoded_counts[is_media] += len(shard)
         if not (target_path := data_folder / TENSORS_FOLDER / f"{shard_key}.safetensors").exists():
             copy_file(self._cache.get_shard_path(shard_key), target_path)
         self._stage.progress.beat()

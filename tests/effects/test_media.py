@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prepared(recipe: Recipe, folder: Path, *, is_video: bool = False) -> dict[str, list[tuple[object, ...]]]:
     """Shape and values of each latent of each split."""
     stage = stage_of(folder / "run" / "stages" / "stage", with_rows(recipe, "media"), kind="prepare")
-    prepare(stage, Encoders(FakeEncoders(), "encoders", size_multiple=4, is_video=is_video))
+    prepare(stage, Encoders(FakeEncoders(is_video=is_video), "encoders"))
     splits = {split: open_media(stage.path / "data", split) for split in ("train", "validation")}
     assert len(open_media_prompts(stage.path / "data", "train")) == len(splits["train"])
     return {split: [(row.mean.shape, row.mean.sum().item()) for row in rows] for split, rows in splits.items()}

@@ -24,7 +24,10 @@ class FakeEncoders:
     prompt_tokenizer = ("words", 2)
     folder = SimpleNamespace(components=("words",), load=lambda name: SimpleNamespace(encode=str.split))
 
-    def __init__(self, die_at: int = 0) -> None:
+    size_multiple = 4
+
+    def __init__(self, die_at: int = 0, *, is_video: bool = False, frame_multiple: int = 1) -> None:
+        self.is_video, self.pixels_per_latent = is_video, (frame_multiple, 4)
         self.texts: list[str] = []
         self.media = 0
         self.die_at = die_at
@@ -67,8 +70,8 @@ def prepared(path: Path, source: Path, encoders=None, **recipe):
     """Return the outcome, and the encoders."""
     encoders = encoders or FakeEncoders()
     stage = make_stage(path, source, **recipe)
-    is_video = recipe.get("diffusers", {}).get("is_video", False)
-    return prepare(stage, Encoders(encoders, "encoders", size_multiple=4, is_video=is_video)), encoders
+    encoders.is_video = recipe.get("diffusers", {}).get("is_video", False)
+    return prepare(stage, Encoders(encoders, "encoders")), encoders
 
 
 def stage_path(runs: Path, run_id: int = 1) -> Path:

@@ -27,7 +27,7 @@ __all__ = ["runs"]
 
 
 def fake_source(**given) -> Encoders:
-    return Encoders(FakeEncoders(), "encoders", size_multiple=4, **given)
+    return Encoders(FakeEncoders(**given), "encoders")
 
 
 @pytest.mark.parametrize("is_video", [False, True])

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cosmos_core.data.media_cache import KeyedItem, MediaCache, compute_digest, group_into_shards
+from cosmos_core.data.media_cache import MediaCache, compute_digest, group_into_shards
 from cosmos_core.data.media_items import MediaContent
 from cosmos_core.data.media_pixels import FrameSettings, decode_media
 from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
@@ -103,10 +103,10 @@ def test_another_caption_encodes_one_text_and_another_decoder_encodes_images_alo
 
 
 def test_a_row_in_the_middle_changes_one_shard_or_two():
-    keys = [KeyedItem(compute_digest(i), i) for i in range(1000)]
-    before = {tuple(each.key for each in shard) for shard in group_into_shards(keys)}
-    changed = [*keys[:500], KeyedItem(compute_digest("x"), -1), *keys[500:]]
-    after = {tuple(each.key for each in shard) for shard in group_into_shards(changed)}
+    keys = [(compute_digest(i), i) for i in range(1000)]
+    before = {tuple(shard) for shard in group_into_shards(keys)}
+    changed = [*keys[:500], (compute_digest("x"), -1), *keys[500:]]
+    after = {tuple(shard) for shard in group_into_shards(changed)}
     assert 10 < len(before) < 100
     assert len(after - before) <= 2
     assert sum(map(len, group_into_shards([*keys, *keys]))) == 1000
@@ -135,7 +135,7 @@ def test_a_stop_request_ends_between_shards(tmp_path, runs):
     stage = make_stage(stage_path(runs), write_pairs(tmp_path / "pairs", 3))
     stage.stop_requested = True
     with pytest.raises(Preempted, match="they stay encoded"):
-        prepare(stage, Encoders(FakeEncoders(), "encoders", size_multiple=4))
+        prepare(stage, Encoders(FakeEncoders(), "encoders"))
 
 
 def test_a_disk_that_fails_ends_the_stage_and_is_not_remembered_as_a_damaged_image(tmp_path, runs, monkeypatch):
@@ -164,7 +164,7 @@ def test_frames_that_the_vae_would_leave_out_are_refused(tmp_path, runs):
     source = write_pairs(tmp_path / "pairs", 3)
     for frames, refused in ((5, False), (8, True)):
         stage = make_stage(stage_path(runs, frames), source, diffusers={"is_video": True, "train_frames": frames})
-        found = Encoders(FakeEncoders(), "encoders", size_multiple=4, frame_multiple=4, is_video=True)
+        found = Encoders(FakeEncoders(is_video=True, frame_multiple=4), "encoders")
         match = r"policy\.diffusers\.train_frames = 8 must be 1 more than a multiple of 4"
         with pytest.raises(ConfigError, match=match) if refused else nullcontext():
             make_frame_settings(stage.recipe, stage.recipe.train.train_policy.dataset, found)
