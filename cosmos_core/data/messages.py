@@ -114,7 +114,10 @@ def read_conversation(
     Raise DataError for a row without a known column, an unknown role, or content that is not text, and SkippedRow if
     the text or conversation is empty."""
     present_column = find_column(row, (column, *_CONVERSATION_COLUMNS))
-    pair_columns = () if present_column and is_filled(row, present_column) else _find_pair_columns(row)
+    pair_columns: tuple[str, ...] = ()
+    if not (present_column and is_filled(row, present_column)):
+        present_pairs = [pair for pair in _PAIR_COLUMNS if all(has_column_value(row, name) for name in pair)]
+        pair_columns = next((pair for pair in present_pairs if is_filled(row, *pair)), next(iter(present_pairs), ()))
     if present_column and not (pair_columns and is_filled(row, *pair_columns)):
         cell = row[present_column] if present_column == "text" else decode_conversation(row[present_column], location)
         if not isinstance(cell, str):
@@ -139,11 +142,6 @@ def read_conversation(
     if None in row.values():
         remedy = f"fill the null, or {remedy}"
     raise MissingColumn(f"{location}: no conversation among the columns {describe_columns(row)}; {remedy}")
-
-
-def _find_pair_columns(row: Row) -> tuple[str, ...]:
-    present_pairs = [pair for pair in _PAIR_COLUMNS if all(has_column_value(row, name) for name in pair)]
-    return next((pair for pair in present_pairs if is_filled(row, *pair)), next(iter(present_pairs), ()))
 
 
 def omits_response(row: Row, column: str) -> bool:
