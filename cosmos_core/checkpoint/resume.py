@@ -166,7 +166,7 @@ def load_state(state: TrainState, policy_folder: Path) -> None:
 
 
 def _read_json_values(policy_folder: Path) -> dict[str, Any]:
-    """Return the JSON values of this rank; for another number of ranks, those of the first without random states."""
+    """Return this rank's JSON values; if the number of ranks has changed, the first rank's without random states."""
     num_saved_ranks, num_current_ranks = read_manifest(policy_folder).get("ranks", 1), num_ranks()
     file_name = json_file_name(rank_number() if num_saved_ranks == num_current_ranks else 0)
     # A verified digest shows that the file is undamaged, so parsing it needs no error handling.

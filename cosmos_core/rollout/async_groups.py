@@ -144,7 +144,7 @@ class AsyncGroupSource:
     # The methods below run on the first rank, the only rank that communicates with the engines.
 
     def _poll_groups(self, step: int) -> tuple[StepStatus, list[ScoredGroup], list[ScoredGroup]]:
-        """Return the status of train step `step` and, if it is `complete`, its kept groups and all its sampled groups."""
+        """Return the status of train step `step` and, if `complete`, its kept groups and all its sampled groups."""
         with self._state_condition:
             self._state_condition.wait_for(
                 lambda: self._find_step_groups(step) or self._rollout_error or self.engine_fleet.needs_weights,
@@ -181,7 +181,7 @@ class AsyncGroupSource:
         return kept_groups, sampled_groups
 
     def _request_outdated_groups(self, step: int, positions: Sequence[int]) -> None:
-        """Request groups whose weights are too old for train step `step` again, once the engines' are new enough."""
+        """Request groups again whose weights are too old for train step `step`, once the engines have newer weights."""
         if self.engine_fleet.version + self.max_lag < step:
             return
         # Each urgent request goes to the front of the queue, so the group that is needed first is requested last.

@@ -38,7 +38,7 @@ class EngineDenoiser:
     predict_velocity: Callable[..., Tensor]
     """Function `(latents, sigma_B, text, num_conditioning_B)` that returns the velocity, 0 in conditioning frames."""
     use_weights: Callable[[str], AbstractContextManager[None]]
-    """Function from a name, such as `policy`, to a context manager with its weights, no dropout and no gradients."""
+    """Function whose context manager gives the denoiser the weights of a name, such as `policy`, for inference."""
     device: torch.device
     mesh: Mesh | None = None
     null_text: dict[str, Tensor] = field(default_factory=dict)
