@@ -48,11 +48,11 @@ class _LayoutNode:
 
 def compute_layout(run: RunRecord) -> StageGraphLayout | None:
     """Return the positions of the boxes and edges of the graph of a run's stages; None if the run has no stages."""
-    layout_nodes = _build_layout_nodes(run.stages)
-    if not layout_nodes:
+    nodes = _build_layout_nodes(run.stages)
+    if not nodes:
         return None
-    nodes_by_column: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in layout_nodes))]
-    for node in layout_nodes:
+    nodes_by_column: list[list[_LayoutNode]] = [[] for _ in range(1 + max(node.column for node in nodes))]
+    for node in nodes:
         nodes_by_column[node.column].append(node)
     height = max(sum(node.height + _VERTICAL_GAP for node in column) - _VERTICAL_GAP for column in nodes_by_column)
     for column in nodes_by_column:
@@ -60,10 +60,8 @@ def compute_layout(run: RunRecord) -> StageGraphLayout | None:
     return StageGraphLayout(
         width=2 * _PAGE_MARGIN + len(nodes_by_column) * (_BOX_WIDTH + _HORIZONTAL_GAP) - _HORIZONTAL_GAP,
         height=height + 2 * _PAGE_MARGIN,
-        boxes=[(node.left_edge, node.y, node.stage) for node in layout_nodes if node.stage],
-        edges=[
-            (_draw_edge(other, node), node.stage is not None) for node in layout_nodes for other in node.predecessors
-        ],
+        boxes=[(node.left_edge, node.y, node.stage) for node in nodes if node.stage],
+        edges=[(_draw_edge(other, node), node.stage is not None) for node in nodes for other in node.predecessors],
     )
 
 

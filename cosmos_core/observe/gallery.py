@@ -74,11 +74,9 @@ def save_samples(target_folder: Path, rows: Sequence[Sequence[GeneratedSample]])
     from PIL import Image
 
     with replace_folder(target_folder) as folder:
-        names_by_prompt = [
-            [_write_sample(folder, f"{p}-{k}", x) for k, x in enumerate(row)] for p, row in enumerate(rows)
-        ]
+        file_names = [[_write_sample(folder, f"{p}-{k}", x) for k, x in enumerate(row)] for p, row in enumerate(rows)]
         Image.fromarray(draw_grid(rows)).save(folder / GRID_FILE)
-    return names_by_prompt
+    return file_names
 
 
 def collect_samples(

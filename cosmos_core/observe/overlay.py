@@ -15,11 +15,9 @@ from cosmos_core.observe.report import open_template_environment
 
 def build_comparison_page(run_paths: Sequence[Path]) -> str:
     """Return the HTML page that compares 2 to 8 different runs, stage by stage; otherwise raise ConfigError."""
-    run_names = [path.name for path in run_paths]
-    if len(set(run_names)) < len(run_names) or not 2 <= len(run_names) <= MAX_CURVES:
-        raise ConfigError(
-            f"cosmos compare --html takes 2 to {MAX_CURVES} different runs; these are {', '.join(run_names)}"
-        )
+    names = [path.name for path in run_paths]
+    if len(set(names)) < len(names) or not 2 <= len(names) <= MAX_CURVES:
+        raise ConfigError(f"cosmos compare --html takes 2 to {MAX_CURVES} different runs; these are {', '.join(names)}")
     runs = [read_run(path) for path in run_paths]
     stage_names = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
     curves_by_stage = []

@@ -61,11 +61,9 @@ def _describe_detectable_effect(
     items_folder = next(find_published_item_folders(published_record, metric, stage.after), None)
     if items_folder is None:
         return
-    smallest_effect = compute_detectable_effect(
-        metric, published_record["metrics"][metric], items_folder, stage.confidence
-    )
-    if smallest_effect is None:
+    effect = compute_detectable_effect(metric, published_record["metrics"][metric], items_folder, stage.confidence)
+    if effect is None:
         return
-    (num_items, difference), required = smallest_effect, abs(condition.published_offset)
+    (num_items, difference), required = effect, abs(condition.published_offset)
     text = f"{stage.name}: {num_items:,} items of {metric} show a difference of {difference:.2g} in 80 of 100 cases"
     yield text + (f"; {required:g} needs {compute_sample_size(num_items, difference, required):,}" if required else "")

@@ -37,8 +37,7 @@ def run(stage: Stage) -> Outcome:
 def build_report(run_path: Path, page_folder: Path | None = None) -> str:
     """Return the report of a run as HTML; links are relative to `page_folder`, by default the folder of the run."""
     run_record = read_run(run_path)
-    page_template = open_template_environment().get_template(REPORT_FILE)
-    return page_template.render(
+    return open_template_environment().get_template(REPORT_FILE).render(
         root="" if page_folder in {None, run_path} else f"{os.path.relpath(run_path, page_folder)}/",
         run=run_record, graph=compute_layout(run_record), cards=sections.make_summary_cards(run_record),
         trained=list_training_properties(run_record), sample_rows=decode_sample_rows(run_record),

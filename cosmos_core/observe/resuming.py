@@ -52,10 +52,8 @@ def _describe_killed_run(run: RunRecord) -> str:
     stage_state, last_step = last_dead_stage.state, _get_last_step(last_dead_stage)
     host_text = f" on {stage_state.launcher_host}" if stage_state.launcher_host and not stage_state.is_local else ""
     progress_text = f" after step {last_step}" if last_step else f" in {last_dead_stage.name}"
-    return (
-        f"died at {format_time(last_dead_stage.died_at)}{host_text}{progress_text}, "
-        f"{resume_hint}{_describe_resume_steps([last_dead_stage])}"
-    )
+    death_text = f"died at {format_time(last_dead_stage.died_at)}{host_text}{progress_text}"
+    return f"{death_text}, {resume_hint}{_describe_resume_steps([last_dead_stage])}"
 
 
 def change_to_run_folder(run_path: Path) -> list[str]:

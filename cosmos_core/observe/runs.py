@@ -74,14 +74,11 @@ def _format_metric(metric_value: object) -> str:
 
 def is_run_inactive(run: RunRecord) -> bool:
     """Return True if no stage of a run is active or about to start, and no Python flow of the run executes code."""
-    if is_flow_running(run.path):
-        return False
-    if any(stage.status in ACTIVE_STATES for stage in run.stages):
+    if is_flow_running(run.path) or any(stage.status in ACTIVE_STATES for stage in run.stages):
         return False
     finished_stages = {stage.name for stage in run.stages if stage.status in FINISHED_STATES}
     waiting_stages = [stage for stage in run.stages if stage.status == "waiting"]
-    has_startable_stage = any(finished_stages.issuperset(stage.after) for stage in waiting_stages)
-    if not has_startable_stage or run.outcome == "stopped":
+    if not any(finished_stages.issuperset(stage.after) for stage in waiting_stages) or run.outcome == "stopped":
         return True
     run_lock_holder = read_holder(run.path)
     if run_lock_holder and not run_lock_holder.flow_state and run_lock_holder.is_local:

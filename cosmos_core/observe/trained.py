@@ -151,10 +151,8 @@ def _list_rewards(settings: dict[str, Any]) -> list[str]:
     if settings.get(f"{policy_prefix}use_remote_reward"):
         reward_functions = settings.get(f"{policy_prefix}remote_reward.reward_fns", ())
         return [f"{each['name']} x {each['weight']:g} of a reward service" for each in reward_functions]
-    reward_prefix = f"{policy_prefix}reward_function."
-    default_weights = {
-        key.removeprefix(reward_prefix): weight for key, weight in settings.items() if key.startswith(reward_prefix)
-    }
+    prefix = f"{policy_prefix}reward_function."
+    default_weights = {key.removeprefix(prefix): weight for key, weight in settings.items() if key.startswith(prefix)}
     dataset_tables = settings.get(f"{policy_prefix}datasets") or [{}]
     weights_by_dataset = [dataset.get("reward_function") or default_weights for dataset in dataset_tables]
     return list(dict.fromkeys(f"{name} x {weight:g}" for each in weights_by_dataset for name, weight in each.items()))

@@ -345,7 +345,6 @@ def translate_errors(url: str, error_class: type[CosmosError] = UploadError, mes
 
 
 def _call_or_none(error_codes: set[str], function: Callable[..., Any], *arguments: Any, **keyword_args: Any) -> Any:
-    """Return the result of a call; None if the store responds with one of `error_codes`."""
     from botocore.exceptions import ClientError
 
     try:

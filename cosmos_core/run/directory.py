@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -370,12 +371,10 @@ def _find_changed_values(pipeline: Pipeline, saved_settings: dict[str, Any]) -> 
 
 
 def _flatten_settings(settings: Any, key_prefix: str = "") -> dict[str, Any]:
-    if isinstance(settings, dict):
-        return {
-            k: v for key, item in settings.items() for k, v in _flatten_settings(item, f"{key_prefix}{key}.").items()
-        }
     if isinstance(settings, list) and settings and isinstance(settings[0], dict):
         names = [item.get("name", "") for item in settings]  # number equal names, as of two data sets in a mixture
-        items_by_name = {f"{name}[{i}]" if names.count(name) > 1 else name: settings[i] for i, name in enumerate(names)}
-        return _flatten_settings(items_by_name, key_prefix)
-    return {key_prefix.rstrip("."): settings}
+        settings = {f"{name}[{i}]" if names.count(name) > 1 else name: settings[i] for i, name in enumerate(names)}
+    if not isinstance(settings, dict):
+        return {key_prefix.rstrip("."): settings}
+    nested_items = (_flatten_settings(item, f"{key_prefix}{key}.").items() for key, item in settings.items())
+    return dict(chain.from_iterable(nested_items))

@@ -34,10 +34,8 @@ def make_disk_full_error(error: BaseException | None, path: Path) -> DiskFull | 
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    problem_text, remedy_text = (
-        ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
-    )
-    return DiskFull(f"{problem_text}: {error.strerror}: {error.filename or path}; {remedy_text} and resume")
+    problem, remedy = ("read-only", "make it writable") if error.errno == errno.EROFS else ("disk full", "free space")
+    return DiskFull(f"{problem}: {error.strerror}: {error.filename or path}; {remedy} and resume")
 
 
 def find_disk_error(folder: Path) -> DiskFull | None:

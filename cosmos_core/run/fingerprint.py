@@ -4,8 +4,6 @@ The hash leaves out paths (the content of the files is hashed), the git commit (
 that changes results raises the kind's `result_version`), and fields marked `ResultNeutral` in the schema.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,12 +58,12 @@ class Fingerprint:
         """Return the hash of what a training depends on; stages with the same hash share checkpoints."""
         return _hash_ingredients({name: value for name, value in self.ingredients.items() if name != COPIED_FILES_KEY})
 
-    def describe_difference(self, older_fingerprint: Fingerprint) -> list[str]:
+    def describe_difference(self, older_fingerprint: "Fingerprint") -> list[str]:
         """Return what differs from an older fingerprint: settings as `key old -> new`, inputs as `NAME changed`."""
         can_compare_inputs = bool(self.inputs and older_fingerprint.inputs)
         old_values = flatten_nonempty_tables(older_fingerprint.ingredients)
         new_values = flatten_nonempty_tables(self.ingredients)
-        change_texts = []
+        changes = []
         for key in sorted({*old_values, *new_values}):
             is_input_digest = key.partition(".")[0] in _INPUT_ROLES and not is_at_or_below(key, ("entry.arguments",))
             old_value, new_value = old_values.get(key), new_values.get(key)
@@ -74,12 +72,10 @@ class Fingerprint:
             is_upstream = key.startswith("inputs.")
             shortened_values = (_shorten_value(mask_settings(value, key)) for value in (old_value, new_value))
             change_text = f"{key.removeprefix('config.')} {' -> '.join(shortened_values)}"
-            change_texts.append(
-                f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text
-            )
+            changes.append(f"result of stage {key.removeprefix('inputs.')} changed" if is_upstream else change_text)
         if can_compare_inputs:
-            change_texts += _describe_input_changes(older_fingerprint.inputs, self.inputs)
-        return list(dict.fromkeys(change_texts))
+            changes += _describe_input_changes(older_fingerprint.inputs, self.inputs)
+        return list(dict.fromkeys(changes))
 
 
 def _describe_input_changes(old_inputs: Sequence[InputEntry], new_inputs: Sequence[InputEntry]) -> Iterator[str]:
@@ -166,7 +162,6 @@ def _input_affects_result(stage_input: StageInput, stage_kind: StageKind, is_key
 
 
 def _computes_rewards(stage_input: StageInput, stage_kind: StageKind) -> bool:
-    """Return True if a stage of this kind computes the rewards to which `stage_input` refers."""
     return stage_kind.scores or stage_kind.trains_model or stage_input.key == EVALUATION_REWARDS_KEY
 
 

@@ -70,8 +70,14 @@ def resolve_commit(repository: Repository, timeout_seconds: float = _HUB_TIMEOUT
             failure_reason = str(error)
             failed_hub_requests[hub_url] = (time.monotonic(), failure_reason)
     cache_folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo_name.replace('/', '--')}"
-    if commit := _read_cached_commit(cache_folder, revision):
-        return commit
+    branch_ref_file = cache_folder / "refs" / revision
+    if os.path.isfile(branch_ref_file):  # Path.is_file would raise an error for a name that is too long
+        cached_commits = [branch_ref_file.read_text(encoding="utf-8").strip()]
+    else:  # `datasets` stores no branch names, so take the only commit as that of the default branch
+        snapshot_folders = (cache_folder / "snapshots").glob("*") if revision == _DEFAULT_BRANCH else ()
+        cached_commits = [path.name for path in snapshot_folders]
+    if len(cached_commits) == 1 and cached_commits[0]:
+        return cached_commits[0]
     failure_reason = f"the Hub {hub_url} cannot be asked ({failure_reason}), and {cache_folder} does not say"
     raise _unknown_commit_error(repository, failure_reason)
 
@@ -86,16 +92,6 @@ def call_with_timeout(timeout_seconds: float, function: Callable[[], Any]) -> An
         return future.result(timeout_seconds)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no response within {timeout_seconds:g} s") from error
-
-
-def _read_cached_commit(cache_folder: Path, revision: str) -> str | None:
-    """Return the commit of a revision in the cache of the Hub; `datasets` stores no branch names there, so for a data
-    set return its only commit. Return None if there is no such commit."""
-    branch_ref_file = cache_folder / "refs" / revision
-    if os.path.isfile(branch_ref_file):  # Path.is_file would raise an error for a name that is too long
-        return branch_ref_file.read_text(encoding="utf-8").strip()
-    cached_commits = [path.name for path in (cache_folder / "snapshots").glob("*")]
-    return cached_commits[0] if len(cached_commits) == 1 and revision == _DEFAULT_BRANCH else None
 
 
 def _unknown_commit_error(repository: Repository, failure_reason: str) -> CosmosError:

@@ -65,10 +65,8 @@ def check_inputs(pipeline: Pipeline) -> None:
                     _check_compiler(recipe, pipeline.config.python)
             unused_packages = {} if stage_kind.trains_model else kernel_packages(recipe)
             for package, key in _list_required_packages(recipe).items():
-                is_required = package not in unused_packages and (
-                    key not in _PACKAGE_REQUIRING_KEYS or stage_kind.reads_key(key)
-                )
-                if is_required and package in missing_packages:
+                is_key_used = key not in _PACKAGE_REQUIRING_KEYS or stage_kind.reads_key(key)
+                if is_key_used and package in missing_packages and package not in unused_packages:
                     extra_name = _EXTRA_BY_PACKAGE.get(package, package)
                     remedy_text = f"pip install 'cosmos-posttrain[{extra_name}]' or leave it out"
                     raise ConfigError(f"{key}: the package {package} is not installed; {remedy_text}")
@@ -152,7 +150,6 @@ def _check_code_location(stage_input: StageInput, error_class: type[CosmosError]
 
 
 def _check_arguments(stage: StageConfig) -> None:
-    """Raise ConfigError if the arguments of a user's function do not fit its signature."""
     if (signature := read_signature(stage.entry)) is None:
         return
     try:
@@ -181,10 +178,8 @@ def kernel_packages(recipe: Recipe) -> dict[str, str]:
 
 def _list_required_packages(recipe: Recipe) -> dict[str, str]:
     """Return the optional packages that a recipe requires, each with the setting that requires it."""
-    sink_names = [name for name in recipe.logging.logger if name != CONSOLE_SINK and not is_import_path(name)]
-    setting_by_package = {
-        load_class(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sink_names
-    }
+    sinks = [name for name in recipe.logging.logger if name != CONSOLE_SINK and not is_import_path(name)]
+    setting_by_package = {load_class(name, SINKS_FOLDER, "Sink").package: f"logging.logger {name!r}" for name in sinks}
     if recipe.evaluate.tasks:
         setting_by_package["lm-eval"] = "evaluate.tasks"
     if recipe.sample.endpoint:

@@ -54,8 +54,7 @@ def trace_lineage(path: Path) -> list[LineageEntry]:
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     content_status = _find_changed_file(path, files) or _find_replaced_model(stage_path, files) or "verified"
     published_entry = LineageEntry(0, path.resolve().name, "published", digest, str(path), content_status)
-    upstream_entries = collect_lineage(stage_path)
-    return [published_entry, *(replace(entry, depth=entry.depth + 1) for entry in upstream_entries)]
+    return [published_entry, *(replace(entry, depth=entry.depth + 1) for entry in collect_lineage(stage_path))]
 
 
 def _find_changed_file(folder: Path, digest_by_file: dict[str, str]) -> str:
@@ -160,8 +159,7 @@ def describe_base_model(stage: Stage) -> str:
     source_name = stage.config.model or stage.recipe.policy.model_name_or_path
     if (upstream_name := referenced_stage(source_name)) is not None:
         return f"{stage.run_path.name}/{upstream_name}"
-    # If the stage read several models, take the digest of the first one.
-    digest = {source.kind: source.digest for source in reversed(stage.sources)}.get("model", "")
+    digest = next((source.digest for source in stage.sources if source.kind == "model"), "")
     name = strip_local_path(source_name)
     return name if name in {source_name, ""} or not digest or "/" in name else f"{name} (sha256 {digest[:12]})"
 

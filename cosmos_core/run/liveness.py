@@ -111,22 +111,18 @@ def record_stop(run_path: Path, stage_names: Iterable[str]) -> None:
 
 def is_flow_running(run_path: Path) -> bool:
     """Return True if a Python flow executes a run, also between stages, and its process is not known to have ended."""
-    run_holder = read_holder(run_path)
-    has_running_flow = run_holder is not None and run_holder.flow_state == "running"
-    return has_running_flow and find_dead_holder_start_time(run_path) is None
+    return _read_flow_state(run_path) == "running" and find_dead_holder_start_time(run_path) is None
 
 
 def has_flow_completed(run_path: Path) -> bool:
     """Return True if the last execution of a Python flow has completed, even if it caught the failure of a stage."""
-    run_holder = read_holder(run_path)
-    return run_holder is not None and run_holder.flow_state == "completed"
+    return _read_flow_state(run_path) == "completed"
 
 
 def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", "running", "died"]:
     """Return the outcome of a run whose stages are finished. It is `done` unless the run belongs to a Python flow: the
     flow's own code may still run after the last stage, may have failed or been stopped, or its process has died."""
-    run_holder = read_holder(run_path)
-    match run_holder.flow_state if run_holder else "":
+    match _read_flow_state(run_path):
         case "failed" | "stopped" as flow_state:
             return flow_state
         case "running":
@@ -136,10 +132,14 @@ def derive_flow_outcome(run_path: Path) -> Literal["done", "failed", "stopped", 
 
 def derive_inactive_run_outcome(run_path: Path) -> Literal["running", "stopped", "died"]:
     """Return the outcome of a run of which no stage is active and at least one is still to run."""
-    run_holder = read_holder(run_path)
-    if run_holder is not None and run_holder.flow_state == "stopped":
+    if _read_flow_state(run_path) == "stopped":
         return "stopped"
     return "running" if find_dead_holder_start_time(run_path) is None else "died"
+
+
+def _read_flow_state(run_path: Path) -> Literal["", "running", "completed", "failed", "stopped"]:
+    run_holder = read_holder(run_path)
+    return run_holder.flow_state if run_holder else ""
 
 
 def find_dead_holder_start_time(run_path: Path) -> float | None:
@@ -159,7 +159,5 @@ def is_stage_dead(stage_state: StageState, current_time: float) -> bool:
         return False
     if stage_state.launcher_pid is not None and stage_state.is_local:
         return has_lost_launcher(stage_state) and not is_alive(stage_state.pid, stage_state.pid_started)
-    is_attempt_unfinished = bool(stage_state.spans) and stage_state.spans[-1][1] is None
-    return (
-        is_attempt_unfinished and stage_state.renewed is not None and current_time - stage_state.renewed > LEASE_SECONDS
-    )
+    is_unfinished = bool(stage_state.spans) and stage_state.spans[-1][1] is None
+    return is_unfinished and stage_state.renewed is not None and current_time - stage_state.renewed > LEASE_SECONDS

@@ -1,7 +1,5 @@
 """Lock files and locked folders on one machine; the kernel releases an `flock` when its process ends."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -54,22 +52,20 @@ class FileLock:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def __enter__(self) -> FileLock:
+    def __enter__(self) -> "FileLock":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
 
-def open_stage_lock(run_path: Path, stage_name: str) -> FileLock:
-    """Open the lock of a stage in a run directory; raise StageFailed if the lock file cannot be created."""
-    path = run_path / "locks" / f"{stage_name}.lock"
+def open_stage_lock(run_path: Path, name: str) -> FileLock:
+    """Open the lock of the stage `name` in a run directory; raise StageFailed if the lock file cannot be created."""
+    path = run_path / "locks" / f"{name}.lock"
     try:
         return FileLock(path)
     except OSError as error:
-        raise make_disk_full_error(error, path) or StageFailed(
-            f"stage {stage_name!r}: {path}: {error.strerror}"
-        ) from error
+        raise make_disk_full_error(error, path) or StageFailed(f"stage {name!r}: {path}: {error.strerror}") from error
 
 
 def create_locked_folder(folder: Path, parent_setting_text: str = "TMPDIR = ") -> int:

@@ -199,7 +199,6 @@ def adopt_result(source_path: Path, target_path: Path, result: Result) -> Result
 
 
 def _list_folder_links(path: Path) -> list[Path]:
-    """Return the links to folders at or below a path."""
     return [each for each in (path, *path.rglob("*")) if each.is_symlink() and each.is_dir()]
 
 

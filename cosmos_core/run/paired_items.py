@@ -3,8 +3,6 @@
 Most items are as hard for one model as for the other, so that the differences per item vary less than the two means do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,15 +93,13 @@ def find_published_item_folders(
             yield file.parent
 
 
-def compute_detectable_effect(
-    metric: str, expected_mean: float, folder: Path, confidence: float
-) -> tuple[int, float] | None:
+def compute_detectable_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
-    differences. Return None if the evaluation kept no items, or if the mean of its items is not `expected_mean`."""
+    differences. Return None if the evaluation kept no items, or if their mean is not `value`, that of the model."""
     scores = list(_read_item_values(metric, folder / ITEMS_FILE).values())
     num_items = len(scores)
-    if num_items < 2 or not abs(math.fsum(scores) / num_items - expected_mean) <= 1e-6:
+    if num_items < 2 or not abs(math.fsum(scores) / num_items - value) <= 1e-6:
         return None
     stddev = pstdev([*scores, min(scores), max(scores)]) if len({*scores}) > 1 else 1.0 / math.sqrt(num_items)
     return num_items, _compute_detection_factor(confidence) * stddev * math.sqrt(2 / num_items)

@@ -96,13 +96,10 @@ def plan_stages(
             continue
         current_fingerprint = compute_fingerprint(pipeline, stage, stage_kind, upstream_digests, digest_cache)
         decision: StageDecision | None = None
-        candidate_fingerprints = [current_fingerprint]
+        candidates = [current_fingerprint]
         if stage.work_pool:
-            candidate_fingerprints = [
-                *find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint),
-                *candidate_fingerprints,
-            ]
-        for candidate in candidate_fingerprints:
+            candidates = [*find_pool_fingerprints(output_dir, pipeline, stage, current_fingerprint), *candidates]
+        for candidate in candidates:
             if decision is None or decision.action == "run":
                 decision = decide_reuse(output_dir, None, candidate, ignores_cache=ignores_cache)
             if (decision is None or decision.action == "run") and (result := find_stored_result(candidate.value)):

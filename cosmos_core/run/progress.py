@@ -167,12 +167,10 @@ class MetricsWriter:
         have a metric whose name begins with `prefix`."""
         if not self.path.exists():
             return
-        kept_lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
+        lines = [line for line in read_metrics(self.path) if step > 0 and line["step"] <= step]
         if prefix:
-            kept_lines = [
-                line for line in kept_lines if line["step"] < step or not any(name.startswith(prefix) for name in line)
-            ]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept_lines))
+            lines = [line for line in lines if line["step"] < step or not any(name.startswith(prefix) for name in line)]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def has_step(line: dict[str, Any]) -> bool:

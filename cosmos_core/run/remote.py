@@ -11,9 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from cosmos_core.config.compose import Pipeline
 from cosmos_core.config.inputs import is_s3_url
@@ -24,7 +22,7 @@ from cosmos_core.config.schema.table import convert_references
 from cosmos_core.errors import DataError
 from cosmos_core.run.bucket import Bucket, StoredObject, split_s3_url, thread_map, translate_errors
 from cosmos_core.run.content import is_outside_folder
-from cosmos_core.run.files import SHARED_FOLDER
+from cosmos_core.run.files import SHARED_FOLDER, parse_json_objects
 from cosmos_core.run.lock import FileLock
 
 DOWNLOADS_FOLDER = "fetched"
@@ -83,9 +81,7 @@ def download_url(location: str, output_dir: Path) -> str:
     """Download the present content of an S3 URL to the shared folder of the runs in `output_dir`, and return its local
     path; return any other name unchanged. For errors see `download_inputs`."""
     downloads_folder = output_dir.expanduser().absolute() / SHARED_FOLDER / DOWNLOADS_FOLDER
-    return (
-        str(download_pinned_url(append_content_digest(location), downloads_folder)) if is_s3_url(location) else location
-    )
+    return str(download_pinned_url(location, downloads_folder)) if is_s3_url(location) else location
 
 
 def download_pinned_url(url: str, downloads_folder: Path, on_file: Callable[[], None] = lambda: None) -> Path:
@@ -119,10 +115,8 @@ def _resolve_latest_pointer(url: str) -> str:
     latest_pointer_bytes = Bucket(bucket_name).read(f"{key_prefix}/{_LATEST_FOLDER}.json".lstrip("/"))
     if latest_pointer_bytes is None:
         return url.rstrip("/")
-    latest_pointer: Any = None
-    with suppress(ValueError):
-        latest_pointer = json.loads(latest_pointer_bytes)
-    version_name = latest_pointer.get("version") if isinstance(latest_pointer, dict) else None
+    [latest_pointer] = parse_json_objects([latest_pointer_bytes.decode(errors="replace")]) or [{}]
+    version_name = latest_pointer.get("version")
     if not version_name or not isinstance(version_name, str):
         raise DataError(f"{parent_url}/{_LATEST_FOLDER}.json is damaged; publish again, or name a version")
     return f"{parent_url}/{version_name}"
@@ -156,10 +150,8 @@ def _download_objects(url: str, objects: list[StoredObject], folder: Path, on_fi
     folder.mkdir(parents=True, exist_ok=True)
     for temporary_file in folder.rglob(".*.tmp"):  # remove files of killed processes, as the caller holds the lock
         temporary_file.unlink()
-    objects_and_paths = [(each, folder / _get_relative_path(url, each)) for each in objects]
-    missing_files = [
-        (each, path) for each, path in objects_and_paths if not (path.is_file() and path.stat().st_size == each.size)
-    ]
+    files = [(each, folder / _get_relative_path(url, each)) for each in objects]
+    missing_files = [(each, path) for each, path in files if not path.is_file() or path.stat().st_size != each.size]
     total_bytes = sum(each.size for each, _ in missing_files)
     if total_bytes > shutil.disk_usage(folder).free:
         raise DataError(f"{url} has {total_bytes} bytes, more than are free in {folder.parent}; make room")

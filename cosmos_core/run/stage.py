@@ -132,11 +132,9 @@ def load_stage(path: Path) -> Stage:
             sources=tuple(map(ExternalSource.model_validate, stage_table.get("sources", ()))),
         )
     except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
-        remedy_text = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
-        problem_text = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(
-            f"another machine or version made stage {path.name!r} ({problem_text}): {remedy_text}"
-        ) from error
+        remedy = f"cosmos resume {shlex.quote(str(path.parent.parent))} --from-stage {path.name}"
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"another machine or version made stage {path.name!r} ({problem}): {remedy}") from error
 
 
 def mask_stage_secrets(stage: Stage) -> None:

@@ -141,8 +141,7 @@ class _SinkThread:
         sink = self._find_sink_opener(self._sink_name)(self._stage, first_line["step"])
         # First send the lines of earlier attempts that the metric sink lacks. The line of a step that this attempt
         # repeats is not sent, unless the new line has only validation metrics and lacks the training metrics.
-        logged_lines = read_metrics(self._stage.metrics.path)
-        for line in takewhile(lambda line: line["time"] != first_line["time"], logged_lines):
+        for line in takewhile(lambda line: line["time"] != first_line["time"], read_metrics(self._stage.metrics.path)):
             is_repeated_step = line["step"] >= first_line["step"] and len(line.keys() & first_line.keys()) > 2
             if line["step"] >= sink.starting_step and not is_repeated_step:
                 sink.log(line)
