@@ -35,11 +35,11 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
 from cosmos_core.models.compiled import compile_blocks, report_compilations
-from cosmos_core.models.hf import iter_checkpoint_weights
 from cosmos_core.models.kernels import enable_flash_attention_3, enable_fp8_if_supported
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
+from tests.unit.tiny_model import iter_checkpoint_weights
 
 WARM_UP, MOST_WARM_UP = 2, 12
 DATA_SHEET = 989e12

@@ -37,14 +37,10 @@ def advantages(
     num_tokens: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[float | None]], float]:
     """Return the advantage of each reward, and the fraction of groups that have two or more valid rewards, all equal.
+    Raise RewardError if the rule, the key `algo` of `ADVANTAGE_RULES`, does not support negative rewards.
 
-    Args:
-        reward_groups: rewards of the completions of each group.
-        algo: name of the advantage rule, a key of `ADVANTAGE_RULES`.
-        normalise_std: whether the rule `grpo` divides by the standard deviation; False: it only subtracts the mean.
-        num_tokens: number of trained tokens of each completion, its weight in REINFORCE++; None: 1 per completion.
-
-    Raise RewardError if the rule does not support negative rewards."""
+    `normalise_std`: whether the rule `grpo` divides by the standard deviation. `num_tokens`: number of trained tokens
+    of each completion, its weight in REINFORCE++; None: 1 per completion."""
     valid_rewards = [list(filter(_is_finite, rewards)) for rewards in reward_groups]
     advantage_rule = _mean_centred_advantages if algo == "grpo" and not normalise_std else ADVANTAGE_RULES[algo]
     group_advantages = advantage_rule([np.asarray(rewards, dtype=np.float64) for rewards in valid_rewards])
@@ -66,8 +62,8 @@ def _is_finite(reward: float | None) -> TypeGuard[float]:
 
 def whiten(values_N: np.ndarray, token_counts_N: np.ndarray) -> np.ndarray:
     """Return (value - mean) / sqrt(sample variance + 1e-8), with mean and variance weighted by `token_counts_N`, as in
-    REINFORCE++ (arXiv 2501.03262, equation 10, with verl's variance). If all values with a positive count are equal,
-    return zeros."""
+    REINFORCE++ (arXiv 2501.03262, equation 10, with verl's variance); 0 if all values with a positive count are equal.
+    """
     if _all_equal(values_N[token_counts_N > 0]):
         return np.zeros_like(values_N)
     mean = np.average(values_N, weights=token_counts_N)

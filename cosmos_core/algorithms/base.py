@@ -35,8 +35,7 @@ class Loss:
     """Loss and metrics of one micro-batch."""
 
     value: Tensor
-    """Loss of the micro-batch, already divided by the denominator of the optimizer step: the losses of micro-batches
-    are summed, never averaged."""
+    """Loss of the micro-batch, divided by the denominator of the optimizer step: micro-batches are summed."""
     metrics: Metrics
     """Metrics as `[sum, count]`, or as numbers, whose mean over micro-batches is reported."""
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -87,8 +86,7 @@ class TrainerView(Protocol):
         """
 
     def reset(self, weights: str, *, optimizer: bool = False) -> None:
-        """Set the weight set named `weights` to the policy's weights; with `optimizer`, reset the moments of the
-        optimizer."""
+        """Set the weight set named `weights` to the policy's weights; with `optimizer`, also reset its moments."""
 
     def move_towards_policy(self, weights: str, fraction: float) -> None:
         """Move the weight set W named `weights` towards the policy: W + `fraction` * (policy - W)."""
@@ -115,13 +113,8 @@ class Algorithm:
     None: no such loss. Text models use `data_term.DataTermAlgorithm` instead."""
 
     def __init__(self, config: Any, custom: Mapping[str, Any] = {}, sampling: Sampling | None = None) -> None:
-        """Store the settings of the algorithm.
-
-        Args:
-            config: parameters of the algorithm.
-            custom: the recipe's `[custom]` table, for user-defined algorithms.
-            sampling: sampling settings of completions; None: the training has no rollouts.
-        """
+        """Store the parameters of the algorithm, the recipe's `[custom]` table, for user-defined algorithms, and the
+        sampling settings of completions (None: the training has no rollouts)."""
         self.config: AlgorithmConfig = config
         self.custom, self.sampling = custom, sampling
 
@@ -130,8 +123,7 @@ class Algorithm:
         raise AssertionError(f"{type(self).__name__} does not learn from rollouts")
 
     def updates(self, samples: Sequence[Any], view: TrainerView) -> Iterator[Update]:
-        """Yield the optimizer steps of one train step. `view` evaluates samples under the current weights, which the
-        steps yielded before have already changed."""
+        """Yield the optimizer steps of one train step; `view` evaluates samples under the weights that they change."""
         raise AssertionError(f"{type(self).__name__} has no updates")
 
     def after_train_step(self, step: int, view: TrainerView) -> None:

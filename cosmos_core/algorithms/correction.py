@@ -44,8 +44,7 @@ class ImportanceWeightRule:
     min_weight: float = 0.0
     max_weight: float = 2.0
     geometric_mean_range: tuple[float, float] | None = None
-    """Range of the geometric mean of w over a sequence, such as (0.99, 1.01), outside which the sequence gets weight 0;
-    None: no limit."""
+    """Range of the geometric mean of w, such as (0.99, 1.01); a sequence outside gets weight 0; None: no limit."""
     max_mean_k3_kl: float | None = None
     """Upper bound of the mean of w - 1 - log w, the k3 estimate of KL(mu || pi_old), over a sequence, above which the
     sequence gets weight 0; None: no bound."""

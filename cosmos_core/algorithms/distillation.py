@@ -56,14 +56,9 @@ def teacher_loss(
 ) -> TeacherLoss:
     """Return the contribution of a teacher model to the loss of a micro-batch.
 
-    Args:
-        config: weight, divergence and discount of the distillation.
-        policy_logprobs_BS: the policy's log-probabilities of the sampled tokens before the train step; with `top_k`,
-            its current log-probabilities of the selected token ids, shape BSK, with gradient.
-        teacher_logprobs_BS: the teacher's log-probabilities, of the same shape as `policy_logprobs_BS`.
-        mask_BS: 1 at trained tokens.
-        is_sampled_BS: 1 where the policy sampled the token; other tokens get no penalties of later tokens.
-    """
+    `policy_logprobs_BS` are the policy's log-probabilities of the sampled tokens before the train step; with `top_k`,
+    its current log-probabilities of the selected token ids, shape BSK, with gradient. The mask `mask_BS` is 1 at
+    trained tokens, `is_sampled_BS` where the policy sampled them; other tokens get no penalties of later tokens."""
     kl_coef, discount = config.kl_penalty_coef, config.kl_discount_factor
     if not config.top_k:
         penalty_BS = apply_mask(policy_logprobs_BS.detach() - teacher_logprobs_BS, mask_BS)
@@ -136,8 +131,7 @@ def score_with_teacher(
 
 
 def unmask_prompt(sample: Sample, num_prompt_tokens: int) -> Sample:
-    """Return the sample with its prompt tokens also in the loss mask, except the first. The policy did not sample
-    prompt tokens, so their rollout log-probabilities are NaN."""
+    """Return the sample with all prompt tokens but the first in the loss mask; their rollout log-probability is NaN."""
     loss_mask = sample.loss_mask.copy()
     loss_mask[1:num_prompt_tokens] = 1
     assert sample.rollout_logprobs is not None

@@ -67,9 +67,8 @@ def preference_loss(
 def source_losses(
     pairs: PairLogprobs, sources: Sequence[str], config: DpoLossConfig, mean_chosen_tokens: float
 ) -> Metrics:
-    """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`; `sources` has the data set of each
-    pair. The mean of these losses, weighted by numbers of pairs, is the loss of the optimizer step, in which chosen
-    responses have `mean_chosen_tokens` tokens on average."""
+    """Return the mean loss of the pairs of each data set, as metric `loss/SOURCE`. Their mean, weighted by numbers of
+    pairs, is the loss of the optimizer step. `mean_chosen_tokens`: number of tokens per chosen response of the step."""
     metrics = {}
     for name, mask_P in source_masks(sources):
         source_pairs = PairLogprobs(*(values_P.detach()[mask_P] for values_P in pairs))

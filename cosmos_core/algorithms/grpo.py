@@ -90,8 +90,7 @@ class Grpo(Algorithm):
         )  # fmt: skip
 
     def credit(self, groups: Sequence[ScoredGroup]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the completions with a valid reward as samples, and metrics; the other completions affect no
-        advantage."""
+        """Return the completions with a valid reward as samples, and metrics; other completions affect no advantage."""
         config = self.config
         rewards = [[score.value for score in group.scores] for group in groups]
         prefix_lengths = [[0] * len(group.scores) for group in groups]
@@ -222,7 +221,6 @@ class Grpo(Algorithm):
         return Update(samples, loss, output_request, has_constant_gradient=self._has_constant_gradient(inputs))
 
     def _has_constant_gradient(self, inputs: _UpdateInputs) -> bool:
-        """Return True if the derivative of the loss with respect to the log-probabilities is independent of them."""
         policy_settings = self._policy_settings
         nonlinear_terms = (inputs.old_logprobs, inputs.reference_logprobs, inputs.teacher_logprobs, inputs.weight_rule,
                            policy_settings.off_policy_masking_delta, policy_settings.entropy_coeff or None)  # fmt: skip

@@ -31,14 +31,9 @@ class LabelledLogprobs(NamedTuple):
 def unpaired_loss(
     responses: LabelledLogprobs, kl: Tensor, config: KtoLossConfig, num_responses: int
 ) -> tuple[Tensor, Metrics]:
-    """Return the loss of the responses, and metrics that are summed over micro-batches.
-
-    Args:
-        responses: responses of a micro-batch.
-        kl: estimate of the KL divergence of the policy from the reference policy, a scalar.
-        config: loss settings.
-        num_responses: number of responses of the whole optimizer step, the denominator.
-    """
+    """Return the loss of the responses of a micro-batch, and metrics that are summed over micro-batches. `kl` is the
+    estimate of the KL divergence of the policy from the reference policy, a scalar; `num_responses` is the number of
+    responses of the whole optimizer step, the denominator."""
     rewards_B = config.beta * (responses.logps_B - responses.reference_logps_B)
     is_desirable_B = responses.is_desirable_B
     sigmoid_sign_B = torch.where(is_desirable_B, -1.0, 1.0).to(rewards_B)

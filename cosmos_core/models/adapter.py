@@ -36,13 +36,9 @@ _INITS_CHANGING_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq")
 
 
 def load_adapter_config(lora: LoraConfig, tied_module_names: Sequence[str] = ()) -> peft.LoraConfig:
-    """Return the settings of the saved adapter in the folder `lora_path`. A recipe may change only the dropout.
-    `tied_module_names` are the names of the modules of the model that share one weight.
-
-    Raises:
-        ModelError: the adapter is missing, of an unsupported kind, or separates modules that share one weight.
-        ConfigError: a setting of the recipe differs from that of the saved adapter.
-    """
+    """Return the settings of the saved adapter in the folder `lora_path`. A recipe may change only the dropout; raise
+    ConfigError if it changes another setting. Raise ModelError if the adapter is missing, of an unsupported kind, or
+    separates modules that share one weight, which have the names `tied_module_names`."""
     adapter_folder = _resolve_adapter_folder(lora)
     error_prefix = f"{_LORA_PATH_KEY} = '{adapter_folder}'"
     try:

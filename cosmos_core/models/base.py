@@ -44,8 +44,7 @@ class MicroBatch:
     mask: Tensor
     """Mask of the values that count in the loss, 1 or 0, of shape BS (token models) or broadcastable to latents."""
     model_loss: Tensor | None = None
-    """Auxiliary loss of the model (load balancing of experts), summed over samples and weighted by their tokens; None:
-    the model has no auxiliary loss."""
+    """Auxiliary loss of the model (load balancing of experts), summed over samples, weighted by tokens; None: none."""
 
     @property
     def mask_BS(self) -> Tensor:
@@ -94,12 +93,9 @@ class MicroBatchRunner(Protocol):
     def run(
         self, batch_builders: Sequence[Callable[[], Any]], loss_fn: LossFn, output_request: OutputSpec, max_rows: int
     ) -> None:
-        """Run the forward pass of micro-batches and, if gradients are enabled, the backward pass.
-
-        `batch_builders` are functions that build the micro-batches. `output_request` says which outputs are computed.
-        On ranks that have the last layer, `loss_fn` is called with each batch and its outputs. `max_rows` is the
-        maximum number of rows in the model at the same time.
-        """
+        """Run the forward pass of the micro-batches that `batch_builders` build and, if gradients are enabled, the
+        backward pass. On ranks that have the last layer, `loss_fn` is called with each batch and the outputs in
+        `output_request`. `max_rows` is the maximum number of rows in the model at the same time."""
 
     def train(self, is_training: bool) -> None:
         """Switch the model to training mode (with dropout) if `is_training` is True, otherwise to evaluation mode."""
@@ -149,8 +145,8 @@ class ModelAdapter(Protocol):
 
     def export(self, export_folder: Path) -> ExportResult | None:
         """Write the model to a folder in its training dtype, and verify that the written model has the same outputs;
-        raise StageFailed if the disk is full, or if the outputs differ. All ranks must call this method. The first rank
-        writes and returns the result; other ranks return None."""
+        raise StageFailed if the disk is full or outputs differ. All ranks must call this method; only the first one
+        writes and returns a result."""
 
     def prestart_verification(self) -> None:
         """Start the process that verifies the export, which takes seconds to import its libraries."""
@@ -169,14 +165,9 @@ class ModelAdapter(Protocol):
         self, samples: Sequence[Any], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Return an arrangement of samples in micro-batches, as lists of indices of samples, that needs less
-        computation than batches of `max_rows` samples of similar cost; None: use such batches instead.
-
-        Args:
-            samples: All samples of the update.
-            sorted_indices: Indices of the samples to arrange, which have equal batching keys, by descending cost.
-            max_rows: Number of samples of a default micro-batch.
-            num_ranks: Number of data-parallel ranks, which get the micro-batches in turn.
-        """
+        computation than batches of `max_rows` samples of similar cost; None: use such batches instead. Of all `samples`
+        of the update, those at `sorted_indices` are arranged, which have equal batching keys, by descending cost. The
+        `num_ranks` data-parallel ranks get the micro-batches in turn."""
         return None
 
     def collate(self, samples: Sequence[Any], indices: Sequence[int], padding_sample: Any) -> Any:

@@ -88,8 +88,7 @@ def make_input_processing(
     image_reader: ImageReader | None = None,
     processor_files: Mapping[str, bytes] = {},
 ) -> InputProcessing:
-    """Return the `InputProcessing` of a model. The tokenizer must have a pad token; if the model has no embedding for
-    it, the token with id 0 is used for padding."""
+    """Return the `InputProcessing` of a model; the id 0 pads if the model has no embedding of the pad token."""
     pad_id, num_token_ids = int(tokenizer.pad_token_id), int(max(tokenizer.get_vocab().values())) + 1
     pad_id = pad_id if pad_id < model.config.get_text_config().vocab_size else 0
     return InputProcessing(pad_id, image_reader, tokenizer, processor_files, num_token_ids)
@@ -142,11 +141,9 @@ class CausalLM(ModelAdapter):
         prestart_interpreter(verify_export.__module__)
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of a sample, which is used as its cost in the arrangement of micro-batches."""
         return len(sample.input_ids)
 
     def batching_key(self, sample: Sample) -> int:
-        """Return a key that separates samples with images from samples without images."""
         return self.image_reader.batching_key(sample) if self.image_reader else 0
 
     def assigned_batch_id(self, sample: Sample) -> Hashable | None:
@@ -156,11 +153,7 @@ class CausalLM(ModelAdapter):
         self, samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
     ) -> list[list[int]] | None:
         """Put completions of one prompt into one micro-batch if packed rows can share prompts; otherwise group padded
-        rows by length.
-
-        Samples without rollout log-probabilities (SFT) are not rearranged, because another order of summation would
-        round gradients differently.
-        """
+        rows by length. SFT samples are not rearranged: another order of summation would round gradients differently."""
         if any(samples[i].rollout_logprobs is None for i in sorted_indices):
             return None
         if self._has_merged_prompts:
@@ -170,7 +163,11 @@ class CausalLM(ModelAdapter):
         return split_by_length(samples, sorted_indices, max_rows, num_ranks, self._padded_row_length)
 
     def collate(self, samples: Sequence[Sample], indices: Sequence[int], padding_sample: Sample) -> TokenBatch:
-        collated_samples, device, pad_id = samples or [_mask_all_tokens(padding_sample)], self.device, self._pad_id
+        collated_samples, device, pad_id = samples, self.device, self._pad_id
+        if not samples:
+            loss_mask = np.zeros_like(padding_sample.loss_mask)
+            top_ids = None if padding_sample.top_ids is None else padding_sample.top_ids[:0]
+            collated_samples = [replace(padding_sample, loss_mask=loss_mask, rollout_logprobs=None, top_ids=top_ids)]
         token_ids = [sample.input_ids for sample in collated_samples]
         has_rollout_logprobs = all(sample.rollout_logprobs is not None for sample in samples)
         prompt_groups = group_by_prompt(collated_samples) if self._has_merged_prompts and has_rollout_logprobs else []
@@ -195,7 +192,9 @@ class CausalLM(ModelAdapter):
             inputs |= to_device(sequence_index_inputs(rows.inputs, list(map(len, token_ids))), device)
         scored_index_N = torch.from_numpy(np.concatenate(scored_indices_by_row)).to(device)
         is_local_N: Tensor | None = None
-        top_ids_NK = _concatenate_top_ids(collated_samples, device)
+        top_id_arrays = [sample.top_ids for sample in collated_samples if sample.top_ids is not None]
+        assert len(top_id_arrays) in {0, len(collated_samples)}, "all samples of a micro-batch name ids, or none does"
+        top_ids_NK = torch.from_numpy(np.concatenate(top_id_arrays)).to(device) if top_id_arrays else None
         if self.mesh and self.mesh.cp:
             inputs, scored_index_N, is_local_N = shard_rows(inputs, scored_index_N, self.mesh.cp)
             top_ids_NK = None if top_ids_NK is None else top_ids_NK[is_local_N]
@@ -246,7 +245,6 @@ class CausalLM(ModelAdapter):
             self.runner.reshard()
 
     def _parallelize(self) -> MicroBatchRunner:
-        """Parallelise the model over the mesh, load this rank's weights, and return the runner of micro-batches."""
         mesh, model = self.mesh, self.model
         if mesh and mesh.pp:
             apply_pp(model, mesh.parallelism, mesh.pp.get_local_rank())
@@ -258,7 +256,8 @@ class CausalLM(ModelAdapter):
             runner: MicroBatchRunner = PipelineRunner(model, self._train_config, mesh, self._logprob_dtype)
         else:
             scorer = LogprobScorer(model)
-            runner = SequentialRunner(scorer, partial(self._score_batch, scorer), self._train_config, self.device)
+            score_batch = partial(scorer.score_batch, dtype=self._logprob_dtype)
+            runner = SequentialRunner(scorer, score_batch, self._train_config, self.device)
         if mesh:
             for root_module in runner.root_modules:
                 stage_module: Any = root_module
@@ -273,14 +272,8 @@ class CausalLM(ModelAdapter):
             apply_cp(model, mesh.cp, PACKED_ATTENTION, mesh.parallelism.tp_size)
         return runner
 
-    def _score_batch(
-        self, scorer: LogprobScorer, batch: TokenBatch, output_request: RequestedOutputs
-    ) -> dict[str, Tensor]:
-        return scorer.score_batch(batch, output_request, self._logprob_dtype)
-
     def _enable_packed_rows(self, runner: MicroBatchRunner) -> None:
-        """Enable packed rows, or use padded rows if the model does not support packing; raise ModelError if context
-        parallelism needs packing."""
+        """Enable packed rows if the model supports them; raise ModelError if it does not and cp_size > 1 needs them."""
         mesh = self.mesh
         compute_dtype = getattr(torch, self._train_config.param_dtype)
         fsdp_roots = runner.root_modules if mesh else ()
@@ -303,22 +296,8 @@ class CausalLM(ModelAdapter):
 
     @property
     def _should_autocast_blocks(self) -> bool:
-        """Return True if FSDP gathers weights in `param_dtype`, so that blocks need autocast to this dtype."""
         return bool(self.mesh and self.mesh.fsdp) and gathers_in_param_dtype(self._train_config)
 
     def _padded_row_length(self, length: int) -> int:
-        """Return the length to which rows of `length` tokens are padded, for kernels and context parallelism."""
         length = kernel_padded_length(length, self.device, getattr(torch, self._train_config.param_dtype))
         return length + -length % (self.mesh.cp.size() if self.mesh and self.mesh.cp else 1)
-
-
-def _mask_all_tokens(sample: Sample) -> Sample:
-    empty_top_ids = None if sample.top_ids is None else sample.top_ids[:0]
-    return replace(sample, loss_mask=np.zeros_like(sample.loss_mask), rollout_logprobs=None, top_ids=empty_top_ids)
-
-
-def _concatenate_top_ids(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """Return the concatenated `top_ids` of the samples; None if the samples have no `top_ids`."""
-    top_id_arrays = [sample.top_ids for sample in samples if sample.top_ids is not None]
-    assert len(top_id_arrays) in {0, len(samples)}, "all samples of a micro-batch name ids, or none does"
-    return torch.from_numpy(np.concatenate(top_id_arrays)).to(device) if top_id_arrays else None

@@ -40,8 +40,7 @@ class CheckResult(NamedTuple):
 
 
 def check_model(model: str, model_class: str | None = None) -> Iterator[CheckResult]:
-    """Yield the results of the checks of a pipeline. A check that raises an error has failed. If no family supports the
-    pipeline, all further checks are skipped."""
+    """Yield the results of the checks of a pipeline, of which only the first is made if no family supports it."""
     config = DiffusersConfig(max_prompt_length=64)
     policy_config = PolicyConfig(is_diffusers=True, model_name_or_path=model, model_class=model_class, diffusers=config)
     try:
@@ -177,12 +176,11 @@ def main() -> int:
     argument_parser.add_argument("--class", dest="model_class")
     parsed_arguments = argument_parser.parse_args()
     result_table = Table("check", "", "found", title=parsed_arguments.model)
-    are_all_passed = True
-    for check_result in check_model(parsed_arguments.model, parsed_arguments.model_class):
-        result_table.add_row(check_result.name, "ok" if check_result.is_passed else "FAILED", check_result.message)
-        are_all_passed &= check_result.is_passed
+    check_results = list(check_model(parsed_arguments.model, parsed_arguments.model_class))
+    for name, is_passed, message in check_results:
+        result_table.add_row(name, "ok" if is_passed else "FAILED", message)
     make_console().print(result_table)
-    return EXIT_OK if are_all_passed else EXIT_REFUSED
+    return EXIT_OK if all(result.is_passed for result in check_results) else EXIT_REFUSED
 
 
 if __name__ == "__main__":

@@ -45,13 +45,14 @@ class FlowBatch(Batch):
 class Denoiser(ModelAdapter):
     """Adapter of the denoiser of a diffusion pipeline, which is replicated or sharded over the mesh."""
 
-    model_class: str | None = None
-    """Import path of a user-defined model family that the recipe names; None: a built-in family."""
     default_outputs: RequestedOutputs = RequestedOutputs()
 
-    def __init__(self, model: Any, family: DiffusionModel, train_config: TrainConfig, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, model: Any, family: DiffusionModel, train_config: TrainConfig, mesh: Mesh | None = None,
+        model_class: str | None = None,
+    ) -> None:  # fmt: skip
         """Shard the denoiser `model`, including a LoRA adapter, over the mesh and prepare the model for training."""
-        self.model, self.family, self.mesh = model, family, mesh
+        self.model, self.family, self.mesh, self._model_class = model, family, mesh, model_class
         self.device = torch.device(mesh.dp.device_type) if mesh else next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.meta_copy = copy_without_weights(model) if mesh else None
@@ -95,7 +96,7 @@ class Denoiser(ModelAdapter):
         if model is None:
             return None
         export_pipeline(self.family, model, export_folder)
-        passed_checks = verify_pipeline(self.family, model, export_folder, model_class=self.model_class)
+        passed_checks = verify_pipeline(self.family, model, export_folder, model_class=self._model_class)
         return ExportResult(tuple(passed_checks), ADAPTER_FOLDER if has_lora_adapter(model) else "")
 
     def prestart_verification(self) -> None:

@@ -95,9 +95,8 @@ class DiffusionModel:
         """Return the `num_steps` + 1 noise levels of the pipeline's scheduler, from noise to 0, in float64; raise
         ConfigError if the scheduler is not that of a rectified flow, or its levels do not fall from at most 1 to 0.
 
-        The levels are computed in float64 instead of from integer timesteps. If they differ from the scheduler's own
-        float32 table, that table is returned.
-        """
+        Levels are computed without the rounding of integer timesteps. The scheduler's own float32 table is returned if
+        it differs from them."""
         if self.schedule == "karras":
             # Use 1 if the scheduler has no sigma range: the computed levels then differ, so its own table is returned.
             max_sigma, min_sigma = (float(self.scheduler.get(name) or 1) for name in ("sigma_max", "sigma_min"))
@@ -146,11 +145,8 @@ class DiffusionModel:
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return the velocity (noise minus clean latents) that the denoiser predicts, in the dtype of the latents.
-
-        Conditioning frames are clean in `latents` and have velocity 0. `dtype` is the dtype of the denoiser's weights;
-        None: the dtype of the latents.
-        """
+        """Return the velocity (noise minus clean latents) that the denoiser predicts, in the dtype of the latents. The
+        velocity of conditioning frames is 0. `dtype` is that of the denoiser's weights; None: that of the latents."""
         sigma_B = sigma_B.to(latents.device, torch.float32)
         denoiser_arguments = self.nft_prepare_transformer_input(latents, sigma_B, text, num_conditioning_B)
         dtype = dtype or latents.dtype
@@ -182,8 +178,7 @@ class DiffusionModel:
         )
 
     def shard_tokens(self, denoiser: Any, mesh: DeviceMesh) -> None:
-        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser. Every rank calls the denoiser
-        with whole clips, and gets the velocities of whole clips."""
+        """Divide the tokens of each clip among the ranks of a mesh inside the denoiser, whose calls get whole clips."""
         raise NotImplementedError(type(self).__name__)
 
     def pipeline_with_logprob(self, sample: Callable[..., Any], predict: VelocityFn, *args: Any, **kwargs: Any) -> Any:
@@ -241,8 +236,7 @@ class DiffusionModel:
         return math.lcm(self.pixels_per_latent[1] * patch_length, self.pipeline_multiple)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of the latents of one image or clip from its size in pixels and frames; raise ConfigError if
-        the network does not support the size."""
+        """Return the shape of the latents of one image or clip; raise ConfigError for a size without support."""
         temporal_factor, pixels_per_position = self.pixels_per_latent
         for name, pixel_size in (("height", height), ("width", width)):
             if pixel_size % self.size_multiple:
@@ -329,8 +323,8 @@ class DiffusionModel:
                 "max_sequence_length": self.config.max_prompt_length, **frame_settings}  # fmt: skip
 
     def load_denoiser(self, dtype: torch.dtype) -> Any:
-        """Return the denoiser with all weights on the CPU in `dtype`. FSDP needs weights of one dtype, but in half
-        precision diffusers leaves some weights in float32."""
+        """Return the denoiser with all weights on the CPU in `dtype`."""
+        # In half precision, diffusers leaves some weights in float32, but FSDP needs weights of one dtype.
         return torch.nn.Module.to(self.folder.load(self.denoiser_name, dtype), dtype)
 
     def _config_error(self, problem: str) -> ConfigError:

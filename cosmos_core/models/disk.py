@@ -24,7 +24,10 @@ def translate_disk_errors(name: str, describe_intact_files: Callable[[], str]) -
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if (error_number := _find_errno(error)) is None:
+        # `SafetensorError`, which is raised by Rust code, and `shutil.Error` have the error number only in their texts.
+        errno_match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
+        error_number = getattr(error, "errno", None) or (int(errno_match[1]) if errno_match else None)
+        if error_number is None:
             raise
         reason, remedy = os.strerror(error_number), "mend that"
         if error_number in _DISK_FULL_ERRORS:
@@ -51,11 +54,3 @@ def unwrap_checkpoint_errors() -> Iterator[None]:
         yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
-
-
-def _find_errno(error: BaseException) -> int | None:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    # `SafetensorError`, which is raised by Rust code, and `shutil.Error` have the error number only in their texts.
-    errno_match = re.search(r"(?:\(os error |\[Errno )(\d+)", str(error))
-    return int(errno_match[1]) if errno_match else None

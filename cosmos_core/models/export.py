@@ -1,7 +1,6 @@
 """Write a causal language model as a folder in Hugging Face format.
 
-A LoRA adapter is written twice: merged into the model, and separately in the subfolder `lora/`. `verify_export.py`
-verifies the written folder.
+A LoRA adapter is written twice: merged into the model, and separately in `lora/`. `verify_export.py` verifies both.
 """
 
 import copy
@@ -32,9 +31,7 @@ def export_model(
 
     Floating-point weights are cast to `dtype` (None: unchanged), except for those of `find_float32_weights`, without
     changing the model itself. As in transformers, tied weights are written once, and several weight files get an index.
-    `extra_files` has the contents of further files by path in the folder. Raise StageFailed if the disk is full or
-    broken.
-    """
+    `extra_files` has further files by path in the folder. Raise StageFailed if the disk is full or broken."""
     with write_export(export_folder, extra_files) as staging_folder:
         with merge_adapter(model), use_default_generation_config(model), disable_requantization(model):
             model.save_pretrained(staging_folder, state_dict=_cast_weights(model, dtype), max_shard_size=max_shard_size)

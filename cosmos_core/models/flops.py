@@ -28,10 +28,14 @@ class TrainFlops:
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         num_experts = getattr(text_config, "num_experts", 0) or getattr(text_config, "num_local_experts", 0) or 1
         active_expert_fraction = getattr(text_config, "num_experts_per_tok", 1) / num_experts
-        lookup_only_embedding = _find_lookup_only_embedding(model)
+        language_model: Any = model
+        embedding = language_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        output_head = language_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        # An embedding that shares no weight with the output head is used only for lookups.
         self.flops_per_token = 0.0
         for parameter in model.parameters():
-            if parameter.ndim < 2 or parameter is lookup_only_embedding:
+            is_embedding, is_head = (parameter is getattr(m, "weight", None) for m in (embedding, output_head))
+            if parameter.ndim < 2 or (is_embedding and not is_head):
                 continue
             used_fraction = active_expert_fraction if parameter.ndim == 3 else 1.0
             self.flops_per_token += used_fraction * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
@@ -43,16 +47,6 @@ class TrainFlops:
     def total_flops(self, token_counts: Sequence[int]) -> float:
         """Return the FLOPs of the forward and backward pass of samples; `token_counts` are their numbers of tokens."""
         return sum(self.flops_per_token * count + self._flops_per_token_pair * count * count for count in token_counts)
-
-
-def _find_lookup_only_embedding(model: nn.Module) -> nn.Parameter | None:
-    """Return the embedding weight if it is used only for lookups; None if it is tied to the head, or missing."""
-    language_model: Any = model
-    if not hasattr(model, "get_input_embeddings"):
-        return None
-    embedding: nn.Parameter | None = getattr(language_model.get_input_embeddings(), "weight", None)
-    output_head = language_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return None if output_head is not None and getattr(output_head, "weight", None) is embedding else embedding
 
 
 @torch.no_grad()

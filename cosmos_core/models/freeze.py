@@ -20,12 +20,9 @@ def mark_trained_weights(model: nn.Module, policy: PolicyConfig, default_targets
 
     The settings are `lora`, which adds an adapter, or `freeze_pattern`, `trainable_pattern` and `trainable_map`. If
     none is set, all weights are trained. A tied weight matches under each of its names. `default_targets` are the
-    modules to adapt if the recipe names none; empty: the default modules of PEFT.
-
-    Raises:
-        ConfigError: a name or pattern matches no weight, no weight remains to train, `lora` is combined with another
-            of these settings, or the weights are quantized in a format that is not dequantized.
-    """
+    modules to adapt if the recipe names none; empty: the default modules of PEFT. Raise ConfigError if a name or
+    pattern matches no weight, no weight remains to train, `lora` is combined with another of these settings, or the
+    weights are quantized in a format that is not dequantized."""
     keys = [key for key in ("freeze_pattern", "trainable_pattern", "trainable_map") if getattr(policy, key)]
     quant_format = quantization_method(model.config) if isinstance(model, PreTrainedModel) else None
     # Quantized weights cannot be trained. They all stay untrained only if `trainable_pattern` names other weights.

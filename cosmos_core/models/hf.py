@@ -1,12 +1,11 @@
 """Loading of language models in Hugging Face format, with checks of all loaded tensors and of prepared rows.
 
-This is the only module that selects model classes of transformers. Adapters, meshes, log-probabilities and diffusion
-models are in other modules.
+This is the only module that selects model classes of transformers.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import meta_device_safe_creation_ops, no_init_weights
 from transformers.quantizers.auto import get_hf_quantizer
 
@@ -31,7 +29,6 @@ from cosmos_core.data.prepared import check_token_ids, find_longest_row_length
 from cosmos_core.errors import DataError, ModelError
 from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.generation_config import load_generation_config
-from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.models.model_files import check_weights, locate_model, model_error, read_json, translate_load_errors
 from cosmos_core.models.quantized_base import DEQUANTIZED_FORMATS, MXFP4, make_dequantize_options, quantization_method
 from cosmos_core.models.recompute import RecomputeMode, recompute_activations
@@ -105,12 +102,9 @@ def load_model(
     device: torch.device | None = None,
     gradient_checkpointing: RecomputeMode = False,
 ) -> PreTrainedModel:
-    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU), and check its tensors.
-
-    Raises:
-        ModelError: the model does not exist, a file is damaged, a tensor is missing, unexpected, of the wrong shape or
-            not finite, or the architecture does not generate text.
-    """
+    """Load the model of a folder or Hub id in evaluation mode on `device` (None: CPU). Raise ModelError if the model
+    does not exist, a file is damaged, a tensor is missing, unexpected, of the wrong shape or not finite, or if the
+    architecture does not generate text."""
     model_source, load_options = locate_model(model, revision)
     config = load_config(model, revision)
     check_weights(model)
@@ -171,15 +165,10 @@ def check_rows(
     config: PretrainedConfig, prepared_folder: Path, build_model: Callable[[], PreTrainedModel],
     *, splits_to_complete: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Raise an error if a model cannot process the rows in `prepared_folder`. Return a warning if a row has more tokens
-    than the model has positions, otherwise an empty string. `build_model` is called only if shapes of weights are
-    needed. `splits_to_complete` are the splits whose prompts an engine completes.
-
-    Raises:
-        DataError: a token has no embedding.
-        ModelError: a row has more tokens than the model has learned position embeddings, or a prompt to complete
-            leaves no position of the model for a completion.
-    """
+    """Return a warning if a row in `prepared_folder` has more tokens than the model has positions, otherwise an empty
+    string. Raise DataError if a token has no embedding; raise ModelError if a row has more tokens than the model has
+    learned position embeddings, or if a prompt to complete leaves no position for a completion. `build_model` is called
+    only if shapes of weights are needed. `splits_to_complete` are the splits whose prompts an engine completes."""
     text_config = config.get_text_config()
     try:
         check_token_ids(prepared_folder, getattr(text_config, "vocab_size", 0))
@@ -204,13 +193,6 @@ def check_rows(
     if not embedding_sizes.isdisjoint({max_positions, max_positions + 2}):
         raise ModelError(f"{problem}; {remedy}")
     return f"{problem} (max_position_embeddings), so it learns positions that it never saw; {remedy}"
-
-
-def iter_checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name in a checkpoint and the tensor of every weight; tied weights appear under each of their names.
-    Tensors are not copied, except for weights that an adapter changes, which are merged."""
-    with merge_adapter(model):
-        yield from revert_weight_conversion(model, merged_state_dict(model)).items()
 
 
 def _build_empty_model(config: PretrainedConfig, model: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,9 +1,8 @@
 """Kernels of other packages that replace those of torch: Liger's norms, rotary embedding and activation functions, and
 torchao's fp8 matrix products of linear layers.
 
-The kernels need an NVIDIA GPU. Tests cover the conversion to fp8, its reversal and, in emulation, its numerical
-results, but not the kernels on a GPU. Importing this module also makes transformers' experts run in the dtype of
-autocast on a GPU.
+The kernels need an NVIDIA GPU. Tests cover the conversion to fp8 and back, and its emulated results. Importing this
+module also makes transformers' experts run in the dtype of autocast on a GPU.
 """
 
 import importlib
@@ -20,6 +19,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from cosmos_core.config.schema.precision import FP8Config
 from cosmos_core.errors import ConfigError
+from cosmos_core.models.length_rounding import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ def enable_fp8_if_supported(model: PreTrainedModel, fp8_config: FP8Config) -> No
 
 
 def convert_to_fp8(model: PreTrainedModel, fp8_config: FP8Config, *, emulate: bool = False) -> None:
-    """Convert the linear layers in the blocks of a model to fp8 products, on any machine; `emulate` computes the same
-    numbers as an fp8 GPU in higher precision, slowly."""
+    """Make the linear layers in a model's blocks compute fp8 products; `emulate` computes them without an fp8 GPU."""
     float8: Any = importlib.import_module("torchao.float8")
     # Pad inner dimensions, because fp8 products need multiples of 16, and micro-batches have any number of tokens.
     config = float8.Float8LinearConfig.from_recipe_name(fp8_config.quant_recipe)
@@ -116,10 +115,9 @@ def enable_flash_attention_3() -> bool:
 def autocast_experts(experts: Any, hidden_states: Tensor, *routing_arguments: Tensor) -> Tensor:
     """Return the output of experts, computed by the grouped matrix product of transformers. On a GPU, the weights are
     cast to the dtype of autocast first: autocast does not cover this product, which is fast only in half precision."""
-    device_type = hidden_states.device.type
-    if device_type != "cuda" or not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(hidden_states.device)
+    if dtype is None or not hidden_states.is_cuda:
         return grouped_mm_experts_forward(experts, hidden_states, *routing_arguments)
-    dtype = torch.get_autocast_dtype(device_type)
     autocast_weights = {name: weight.to(dtype) for name, weight in experts._parameters.items() if weight is not None}
     experts.__dict__.update(autocast_weights)  # entries of `__dict__` precede parameters, so experts use cast weights
     try:

@@ -22,10 +22,14 @@ def kernel_padded_length(length: int, device: torch.device, dtype: torch.dtype) 
     return round_up_length(length) if device.type == "cpu" and dtype in _HALF_PRECISION_DTYPES else length
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device; None: autocast is disabled."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def pad_for_kernel(tensor: Tensor, dim: int) -> Tensor:
     """Pad a tensor with zeros at the end of the negative dimension `dim`, up to its `kernel_padded_length`. The
     computation is in the dtype of autocast if autocast is enabled, otherwise in that of the tensor."""
-    device_type, length = tensor.device.type, tensor.shape[dim]
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
+    length, dtype = tensor.shape[dim], autocast_dtype(tensor.device) or tensor.dtype
     padding_length = kernel_padded_length(length, tensor.device, dtype) - length
     return pad(tensor, [0, 0] * (-dim - 1) + [0, padding_length]) if padding_length else tensor

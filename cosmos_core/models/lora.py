@@ -1,8 +1,6 @@
-"""LoRA (arXiv 2106.09685) through PEFT: adapters are injected into a model, so that the rest of the program keeps using
-the same model object.
+"""LoRA (arXiv 2106.09685) through PEFT, which injects an adapter into a model without replacing the model object.
 
-A model has at most one adapter. Rollout engines, exports and checks get merged weights through `merge_adapter`. Base
-weights and adapters have the dtype of the model.
+A model has at most one adapter, in the dtype of its base weights. `merge_adapter` makes merged weights.
 """
 
 import copy
@@ -59,12 +57,8 @@ def add_adapter(model: Any, lora: LoraConfig, targets: Sequence[str] = ()) -> No
     """Add a new adapter, or the saved adapter in `lora_path`, to a model, and freeze all other weights.
 
     The initialisation uses torch's global random generator. `targets` are the modules to adapt if the recipe names
-    none; empty: the default modules of PEFT.
-
-    Raises:
-        ConfigError: a name matches no module, or PEFT cannot adapt the model with these settings.
-        ModelError: the adapter in `lora_path` is missing, or belongs to another model.
-    """
+    none; empty: the default modules of PEFT. Raise ConfigError if a name matches no module, or if PEFT cannot adapt the
+    model so; raise ModelError if the adapter in `lora_path` is missing, or belongs to another model."""
     if lora.target_modules is None and lora.lora_path is None and targets:
         lora = lora.copy_with(target_modules=tuple(targets))
     targets = lora.target_modules if isinstance(lora.target_modules, tuple) else ()
@@ -206,8 +200,7 @@ def split_factor_key(key: str) -> tuple[str, str]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter of a model to a folder in PEFT's format. `PeftModel.from_pretrained(base, folder)` then loads
-    the adapter onto the original base model."""
+    """Write the adapter of a model to a folder, from which `PeftModel.from_pretrained(base, folder)` loads it."""
     config = make_portable_config(model.peft_config[_ADAPTER_NAME], model)
     config.inference_mode = True
     # Sets of names are sorted before they are saved, because the order of a set differs between processes.

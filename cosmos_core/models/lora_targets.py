@@ -1,9 +1,8 @@
 """Select the layers of a LoRA adapter: linear layers by name, and stacked matrices of mixtures of experts.
 
 transformers stores the experts of a layer as one (stacked) parameter with three dimensions, which PEFT adapts through
-`target_parameters`. This module selects such a parameter, in every model family, by the names of its projections in
-checkpoints. PEFT itself translates these names in some families only, and then skips shared experts and dense layers of
-the same names.
+`target_parameters`. This module selects such a parameter by the names of its projections in checkpoints. PEFT itself
+translates these names in some model families only, and then skips shared experts and dense layers of the same names.
 """
 
 import copy
@@ -98,7 +97,10 @@ def find_lora_targets(model: nn.Module, target_modules: Sequence[str] | str | No
                 double_rank_names |= {_shorten_parameter_name(name, matching_names)} if len(projections) > 1 else set()
     module_names = []
     for name, module in model.named_modules():
-        if not _can_adapt_only_weight(module):
+        weight = module._parameters.get("weight")
+        is_adaptable_module = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
+        # PEFT can adapt only the weight of other modules with a matrix, such as a router.
+        if weight is None or weight.ndim not in {2, 3} or is_adaptable_module:
             module_names.append(name)
         elif matching_names := find_matching_targets(name):
             target_parameters.add(f"{_shorten_parameter_name(name, matching_names)}.weight")
@@ -214,7 +216,12 @@ def describe_adapter(model: Any, target_modules: Sequence[str] | str | None) -> 
     """Return a text about the adapter of a model: the number of adapted layers by name. For the setting `all-linear`,
     the text also lists the layers that the adapter does not change."""
     layers = adapted_layers(model)
-    num_adapted_by_type = Counter(map(_describe_layer, layers.values(), layers))
+    num_adapted_by_type: Counter[str] = Counter()
+    for name, layer in layers.items():
+        parameter_text = f".{layer.parameter_name}" if isinstance(layer, ParamWrapper) else ""
+        if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
+            parameter_text += f" of {layer.num_experts} experts"
+        num_adapted_by_type[name_within_layer(name) + parameter_text] += 1
     adapter_text = "LoRA on " + ", ".join(f"{count} {layer_type}" for layer_type, count in num_adapted_by_type.items())
     if target_modules != ALL_LINEAR:  # the user chose layers by name, so unadapted layers are not listed
         return adapter_text
@@ -274,15 +281,7 @@ def _read_source(module_class: type[nn.Module]) -> str:
         return ""
 
 
-def _describe_layer(layer: LoraLayer, name: str) -> str:
-    if not isinstance(layer, ParamWrapper):
-        return name_within_layer(name)
-    expert_count_text = f" of {layer.num_experts} experts" if layer.num_experts > 1 else ""
-    return f"{name_within_layer(name)}.{layer.parameter_name}{expert_count_text}"
-
-
 def _find_stacked_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that stack the matrices of all experts of a layer."""
     return [
         f"{module_name}.{parameter_name}"
         for module_name, module in model.named_modules()
@@ -295,13 +294,6 @@ def _shorten_parameter_name(name: str, targets: Sequence[str]) -> str:
     """Return the part of a parameter name after the layer number; return the whole name if a target is longer."""
     name_in_layer = name_within_layer(name)
     return name_in_layer if all(len(target) <= len(name_in_layer) for target in targets) else name
-
-
-def _can_adapt_only_weight(module: nn.Module) -> bool:
-    """Return True if PEFT can adapt only the weight of a module and not the module itself, for example a router."""
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    is_adaptable_module = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | Conv1D)
-    return weight is not None and weight.ndim in {2, 3} and not is_adaptable_module
 
 
 def _has_name_suffix(name: str, target: str) -> bool:

@@ -27,15 +27,8 @@ def split_by_length(
     padded_length_fn: Callable[[int], int] = lambda length: length,
 ) -> list[list[int]] | None:
     """Return micro-batches of at most `max_rows` padded rows with the fewest tokens, padding included; None if batches
-    of equal numbers of rows need hardly more tokens.
-
-    Args:
-        samples: all samples.
-        sorted_indices: indices of the samples to arrange, the longest first.
-        max_rows: maximum number of rows of a micro-batch.
-        num_ranks: number of data-parallel ranks, which get the micro-batches in turn.
-        padded_length_fn: function from the length of the longest row of a micro-batch to the padded length.
-    """
+    of equal numbers of rows need hardly more tokens. `padded_length_fn` returns the padded length of the rows of a
+    micro-batch from that of its longest row; for the other arguments see `ModelAdapter.arrange_micro_batches`."""
     # The ranks run rows of similar length in parallel, so only the longest of each `num_ranks` rows counts.
     lengths = [padded_length_fn(len(samples[i].input_ids)) for i in sorted_indices[::num_ranks]]
     num_default_tokens = sum(lengths[i] * len(lengths[i : i + max_rows]) for i in range(0, len(lengths), max_rows))
@@ -85,11 +78,8 @@ def merge_prompts(
     samples: Sequence[Sample], sorted_indices: Sequence[int], max_rows: int, num_ranks: int
 ) -> list[list[int]] | None:
     """Return micro-batches, as lists of indices of samples, in which the completions of a prompt share one copy of the
-    prompt; None if this would save too few tokens per rank.
-
-    A micro-batch has at most as many tokens as `max_rows` samples of the largest length. For the arguments, see
-    `split_by_length`.
-    """
+    prompt; None if this would save too few tokens per rank. A micro-batch has at most as many tokens as `max_rows`
+    samples of the largest length. For the arguments see `ModelAdapter.arrange_micro_batches`."""
     sorted_samples = [samples[i] for i in sorted_indices]
     prompt_groups = [[sorted_indices[k] for k in group] for group in group_by_prompt(sorted_samples)]
     tokens_by_group = [num_tokens_sharing_prompt([samples[i] for i in group]) for group in prompt_groups]

@@ -77,8 +77,16 @@ def check_weights(model: str) -> None:
     for weights_file in _find_local_files(folder, model):
         if not weights_file.is_file():
             raise model_error(model, f"{weights_file} is no file, or a link to none; copy it again")
-        check_file = _check_safetensors if weights_file.suffix == ".safetensors" else _check_pickled_weights
-        check_file(weights_file, model)
+        if weights_file.suffix != ".safetensors":
+            _check_pickled_weights(weights_file, model)
+            continue
+        try:
+            with safe_open(weights_file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            if is_machine_error(error):
+                raise
+            raise model_error(model, f"{weights_file} is damaged ({error}); copy it again") from error
 
 
 def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
@@ -98,7 +106,6 @@ def weight_files(model: str, revision: str | None) -> tuple[list[str], str]:
 
 
 def _find_local_files(folder: Path, model: str) -> list[Path]:
-    """Return the weight files in a model's folder that transformers would read."""
     for weights_file, index_file in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if os.path.lexists(folder / weights_file):  # lexists is true for a broken link, which must be reported
             return [folder / weights_file]
@@ -119,16 +126,6 @@ def _weight_files_in_index(index_file: Path, model: str) -> list[Path]:
         if is_outside_folder(name):
             raise model_error(model, f"{index_file} names {name!r}, which lies outside of its folder; copy it there")
     return [index_file.parent / name for name in sorted(set(weight_map.values()))]
-
-
-def _check_safetensors(weights_file: Path, model: str) -> None:
-    try:
-        with safe_open(weights_file, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        if is_machine_error(error):
-            raise
-        raise model_error(model, f"{weights_file} is damaged ({error}); copy it again") from error
 
 
 def _check_pickled_weights(weights_file: Path, model: str) -> None:

@@ -25,12 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_model(stage: Stage) -> CausalLM:
-    """Seed torch and load the model of a stage, sharded over the mesh, with a tokenizer that has a pad token.
-
-    Raises:
-        ModelError: the model, its tokenizer or its processor cannot be loaded.
-        ConfigError: the model does not support a setting of the recipe.
-    """
+    """Seed torch and load the model of a stage, sharded over the mesh, with a tokenizer that has a pad token. Raise
+    ModelError if model, tokenizer or processor cannot be loaded, ConfigError if the model supports no such recipe."""
     train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)

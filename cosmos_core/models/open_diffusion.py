@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 def open_model(stage: Stage) -> Denoiser:
     """Seed torch and load the denoiser of a stage's pipeline, sharded over the mesh, without text encoders and VAE.
-
-    Raises:
-        ModelError: the model is not a pipeline of a supported family, or cannot be loaded.
-        ConfigError: the model does not support a setting of the recipe.
-    """
+    Raise ModelError if no family supports it or it cannot be loaded, ConfigError if it supports no such recipe."""
     train_config, policy_config = stage.recipe.train, stage.recipe.policy
     stage.progress.phase("load")
     torch.manual_seed(stage.seed)
@@ -43,6 +39,4 @@ def open_model(stage: Stage) -> Denoiser:
     if stage.recipe.should_compile_blocks(device.type):
         report_compilations(stage.progress)
         compile_blocks(model)
-    adapter = Denoiser(model, family, train_config, mesh)
-    adapter.model_class = policy_config.model_class
-    return adapter
+    return Denoiser(model, family, train_config, mesh, policy_config.model_class)

@@ -29,7 +29,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from cosmos_core.data.batch import SequenceBounds, collate_rows, collate_shared_prompts, to_device
 from cosmos_core.models.base import has_dropout
-from cosmos_core.models.length_rounding import round_up_length
+from cosmos_core.models.length_rounding import autocast_dtype, round_up_length
 from cosmos_core.models.scorer import is_without_weight_data
 from cosmos_core.parallel.mesh import all_reduce_any
 
@@ -58,14 +58,10 @@ def enable_packing(
 ) -> str:
     """Enable packed rows for `model`, with the inputs of `data.batch.make_packed_attention_kwargs` and `position_ids`
     that restart in each sequence. Return an empty string, or the reason why the model does not support packed rows; it
-    is then unchanged. If the model is sharded, all ranks must call this function.
+    is then unchanged. If it is sharded, all ranks must call this function, and `root_modules` are called in its place.
 
-    Args:
-        model: model whose attention is replaced.
-        root_modules: modules to call instead of a sharded model.
-        compute_dtype: autocast dtype of training, which determines the kernel; None: the dtype of the weights.
-        gathers_in_compute_dtype: whether FSDP gathers weights in `compute_dtype`, so that no other dtype can be tested.
-    """
+    `compute_dtype` is the autocast dtype of training, which determines the kernel; None: the dtype of the weights.
+    `gathers_in_compute_dtype`: whether FSDP gathers weights in that dtype, so that no other dtype can be tested."""
     text_config = model.config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     if not layer_types <= _PACKABLE_LAYER_TYPES or getattr(text_config, "attention_chunk_size", None):
@@ -127,7 +123,9 @@ def packed_attention(
     dropout_rate, attention_scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
     is_gqa = query.shape[1] != key.shape[1]
     if sequence_bounds is not None and query.device.type == _VARLEN_DEVICE:
-        qkv_states = _cast_to_autocast(query), _cast_to_autocast(key), _cast_to_autocast(value)
+        # Autocast does not cast the inputs of `varlen_attn`: a norm of queries may return the dtype of its weights.
+        dtype = autocast_dtype(query.device)
+        qkv_states = query.to(dtype or query.dtype), key.to(dtype or key.dtype), value.to(dtype or value.dtype)
         unsupported_reason = unsupported_varlen_reason(*qkv_states, dropout_rate)
         if not unsupported_reason:
             return _varlen_attention(qkv_states, kwargs), None
@@ -167,13 +165,6 @@ def unsupported_varlen_reason(query: Tensor, key: Tensor, value: Tensor, dropout
 @cache
 def _log_fallback_once(fallback_reason: str) -> None:
     logger.info("packed attention runs over groups of sequences, because %s", fallback_reason)
-
-
-def _cast_to_autocast(qkv_state: Tensor) -> Tensor:
-    """Cast queries, keys or values to the dtype of autocast, which casts the inputs of `sdpa` but not of `varlen_attn`.
-    The cast is needed because a norm of queries or keys returns them in the dtype of its weights."""
-    device_type = qkv_state.device.type
-    return qkv_state.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else qkv_state
 
 
 def _varlen_attention(qkv_states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
@@ -247,8 +238,7 @@ def _per_sequence_attention(
 
 
 def _pad_and_stack(sequence_states: Sequence[Tensor], length: int) -> Tensor:
-    """Pad queries, keys or values (heads, tokens, features) of sequences to `length`, and stack them. Sorted sequences
-    of equal length are stacked at once."""
+    """Pad queries, keys or values (heads, tokens, features) of sequences to `length`, and stack them."""
     stacks = [torch.stack(list(group)) for _, group in groupby(sequence_states, key=lambda state: state.shape[1])]
     stacks = [pad(stack, [0, 0, 0, length - stack.shape[2]]) if stack.shape[2] < length else stack for stack in stacks]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
@@ -269,11 +259,9 @@ def _set_attention_function(model: PreTrainedModel, attention_name: str) -> None
 
 @contextmanager
 def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make sliding windows shorter than the rows of the probe during the block. The probe thus detects model families
-    whose packed attention ignores the window."""
+    """Make sliding windows shorter than the rows of the probe during the block, so that the probe tests windows."""
     config_and_modules: list[Any] = [model.config.get_text_config(), *model.modules()]
-    windowed_modules = [(module, getattr(module, "sliding_window", None)) for module in config_and_modules]
-    windowed_modules = [(module, original_size) for module, original_size in windowed_modules if original_size]
+    windowed_modules = [(m, m.sliding_window) for m in config_and_modules if getattr(m, "sliding_window", None)]
     try:
         for module, _ in windowed_modules:
             module.sliding_window = _PROBE_SLIDING_WINDOW
@@ -285,7 +273,6 @@ def _shorten_sliding_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _evaluation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Disable dropout in the block, and compute in `dtype`."""
     was_training = model.training
     model.eval()
     try:
@@ -310,11 +297,8 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
 def _is_packing_exact(
     model: PreTrainedModel, root_modules: Sequence[Any], attention_name: str, dtype: torch.dtype
 ) -> bool:
-    """Return True if packed rows have the same outputs (see `_compute_probe_outputs`) as separate rows.
-
-    Separate rows use the attention `attention_name`, and all rows are computed in `dtype`. The function leaves packed
-    attention enabled.
-    """
+    """Return True if packed rows have the same outputs in `dtype` as separate rows with the attention `attention_name`;
+    packed attention is left enabled."""
     id_rows = _random_rows(model, _PROBE_LENGTHS)
 
     def compute_outputs(id_rows: Sequence[Any], *, is_packed: bool) -> Tensor:

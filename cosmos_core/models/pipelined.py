@@ -22,7 +22,7 @@ from cosmos_core.models.sequential import forward_context
 from cosmos_core.parallel.mesh import Mesh
 from cosmos_core.parallel.pipeline import extract_pipeline_stage, num_stages, stages_of_rank
 
-_SINGLE_STAGE_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+_SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe, "Interleaved1F1B": ScheduleInterleaved1F1B}
 
 
 class StageModule(nn.Module):
@@ -105,28 +105,8 @@ class PipelineRunner(MicroBatchRunner):
             outputs_by_name = dict(zip(self.root_modules[-1].output_names, output_tensors, strict=True))
             return loss_fn(micro_batches[int(batch_index)], outputs_by_name)
 
-        for stage_module in self.root_modules:
-            stage_module.batches, stage_module.output_request = micro_batches, output_request
-            stage_module.num_tokens = num_tokens
-        # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
-        schedule = self._build_schedule(num_batches_per_pass, num_tokens, compute_loss)
-        run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        for batch_indices in torch.arange(len(micro_batches)).split(num_batches_per_pass):
-            run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
-        for stage_module in self.root_modules:
-            stage_module.batches = ()
-
-    def _num_pipeline_passes(self, num_batches: int, max_rows: int) -> int:
-        return -(-num_batches // self._round_up_to_ranks(-(-max_rows // self.rows_per_micro_batch(max_rows))))
-
-    def _round_up_to_ranks(self, num_batches: int) -> int:
-        """Return `num_batches` rounded up to the next multiple of the number of pipeline ranks."""
-        return num_batches + -num_batches % self._pipeline_group.size()
-
-    def _build_schedule(
-        self, num_batches: int, num_tokens: int, loss_fn: Callable[[Any, Tensor], Tensor | None]
-    ) -> Any:
-        """Return torch's pipeline schedule for `num_batches` micro-batches of at most `num_tokens` tokens."""
+        for module in self.root_modules:
+            module.batches, module.output_request, module.num_tokens = micro_batches, output_request, num_tokens
         hidden_dtype, hidden_size = self.root_modules[0].hidden_dtype, self._model.config.hidden_size
         meta_hidden_PH = torch.empty(num_tokens, hidden_size, dtype=hidden_dtype, device="meta", requires_grad=True)
         pipeline_stages: list[Any] = [
@@ -137,7 +117,21 @@ class PipelineRunner(MicroBatchRunner):
             )
             for stage_module in self.root_modules
         ]  # fmt: skip
-        schedule_options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss_fn, "scale_grads": False}
-        if self._parallelism.pp_schedule == "Interleaved1F1B":
-            return ScheduleInterleaved1F1B(pipeline_stages, **schedule_options)
-        return _SINGLE_STAGE_SCHEDULES[self._parallelism.pp_schedule](pipeline_stages[0], **schedule_options)
+        schedule_class: Any = _SCHEDULES[self._parallelism.pp_schedule]
+        is_interleaved = schedule_class is ScheduleInterleaved1F1B
+        # All passes use the same schedule, because the first step of a new schedule discards existing gradients.
+        schedule = schedule_class(
+            pipeline_stages if is_interleaved else pipeline_stages[0], num_batches_per_pass, loss_fn=compute_loss,
+            scale_grads=False,
+        )  # fmt: skip
+        run_step = schedule.step if torch.is_grad_enabled() else schedule.eval
+        for batch_indices in torch.arange(len(micro_batches)).split(num_batches_per_pass):
+            run_step(batch_index=batch_indices, target=batch_indices, return_outputs=False)
+        for stage_module in self.root_modules:
+            stage_module.batches = ()
+
+    def _num_pipeline_passes(self, num_batches: int, max_rows: int) -> int:
+        return -(-num_batches // self._round_up_to_ranks(-(-max_rows // self.rows_per_micro_batch(max_rows))))
+
+    def _round_up_to_ranks(self, num_batches: int) -> int:
+        return num_batches + -num_batches % self._pipeline_group.size()

@@ -64,12 +64,8 @@ def processor_files(
 
 
 def load_processor(model: str, revision: str | None = None, pixel_limits: PixelLimits = ()) -> ProcessorMixin | None:
-    """Load the processor of a model folder or Hub id; return None for a text-only model.
-
-    Raises:
-        ModelError: a file is damaged, or the processor needs a library that is not installed.
-        ConfigError: the processor does not support a setting in `pixel_limits`.
-    """
+    """Load the processor of a model folder or Hub id; return None for a text-only model. Raise ModelError if a file is
+    damaged or a library is missing, and ConfigError if the processor does not support a setting in `pixel_limits`."""
     if not processor_files(model, revision):
         return None
     cls: Any = PROCESSOR_MAPPING.get(type(load_config(model, revision)), None)
@@ -164,7 +160,6 @@ class ImageReader:
         return inputs
 
     def _mark_image_tokens(self, token_ids_BT: Tensor) -> Tensor:
-        """Return an integer mask BT with 1 for image tokens and 0 for other tokens."""
         # The method of the base class is called, because the override in Idefics3 needs the lengths of images.
         token_types = ProcessorMixin.create_mm_token_type_ids(self._processor, token_ids_BT.tolist())
         return torch.as_tensor(token_types, dtype=torch.int64)

@@ -28,8 +28,6 @@ class Sana(DiffusionModel):
     pipeline_multiple = 32
 
     def text_embedding(self, prompts: Sequence[str]) -> TextInputs:
-        """Encode prompts to text inputs of the denoiser. As in a call of the pipeline, an instruction is put before
-        each prompt, except before an empty prompt."""
         call_parameters = inspect.signature(type(self.pipeline).__call__).parameters
         prompt_instruction = call_parameters["complex_human_instruction"].default
         encoded_prompts = []

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from cosmos_core.models import balance
-from cosmos_core.models.length_rounding import pad_for_kernel
+from cosmos_core.models.length_rounding import autocast_dtype, pad_for_kernel
 
 NUM_PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-4
@@ -75,8 +75,7 @@ class LogprobScorer(nn.Module):
         self._are_logits_plain_head_output: bool | None = None
         """Whether head(body(x)) equals the model's own logits; None: not tested before the first call."""
         self.num_token_ids: int | None = None
-        """Number of token ids among which the most likely tokens are selected; None: all rows of the head, which may
-        exceed the ids of the tokenizer."""
+        """Number of token ids among which the most likely tokens are selected; None: all rows of the head."""
         self.load_balancing: balance.LoadBalancingSettings | None = None
         """Settings of the load-balancing loss, the output `balance` if gradients are enabled; None: no loss."""
 
@@ -101,10 +100,8 @@ class LogprobScorer(nn.Module):
                 token s + 1 of row b, conditioned on the tokens before it.
             output_request: the outputs and their temperature.
             dtype: dtype of the log-softmax.
-            loss_gradient_N: derivative of the loss with respect to each log-probability, if known. A wrong value costs
-                time, but changes no result.
-            top_ids_NK: ids whose `top_logprobs` are computed instead of the model's own `output_request.top_k`, such
-                as the most likely ids of a teacher.
+            loss_gradient_N: derivative of the loss for each log-probability, if known; a wrong one only costs time.
+            top_ids_NK: ids, such as those of a teacher, whose `top_logprobs` are computed instead of the model's own.
         """
         has_shifted_labels = "shift_labels" in inputs
         labels_BS = inputs["shift_labels"] if has_shifted_labels else inputs["input_ids"][:, 1:]
@@ -161,11 +158,8 @@ class LogprobScorer(nn.Module):
             auxiliary_loss = {balance.LOAD_BALANCING_OUTPUT: loss}
         if not self._are_logits_plain_head_output:
             return model_output.logits, _OutputHead(None, lambda logits: logits), auxiliary_loss
-        return model_output.last_hidden_state, self._output_head, auxiliary_loss
-
-    @property
-    def _output_head(self) -> _OutputHead:
-        return _OutputHead(self.model.get_output_embeddings(), self._scale_logits)
+        output_head = _OutputHead(self.model.get_output_embeddings(), self._scale_logits)
+        return model_output.last_hidden_state, output_head, auxiliary_loss
 
     def _scale_logits(self, logits_MV: Tensor) -> Tensor:
         """Apply the scaling or soft cap that some model families apply to logits."""
@@ -180,7 +174,6 @@ class LogprobScorer(nn.Module):
 
     @torch.no_grad()
     def _test_head_matches_logits(self, device: torch.device) -> bool:
-        """Return True if head(body(x)) equals the model's own logits for a few tokens on `device`."""
         output_head = self.model.get_output_embeddings()
         if output_head is None or self.model.base_model is self.model:
             return False
@@ -190,14 +183,14 @@ class LogprobScorer(nn.Module):
         self.model.eval()  # disable dropout, which would change the logits
         token_ids = torch.arange(1, NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0) % self.vocab_size
         # The autocast cache is disabled, because a recomputation in a later pass would not find the cached casts.
-        with _open_autocast(device, _autocast_dtype(device)):
+        with _open_autocast(device, autocast_dtype(device)):
             expected_logits = self.model(input_ids=token_ids, use_cache=False).logits
             model_output = self.model.base_model(input_ids=token_ids, use_cache=False)
             hidden_states = getattr(model_output, "last_hidden_state", None)
             self.model.train(was_training)
             if hidden_states is None or hidden_states.shape[-1] != output_head.weight.shape[-1]:
                 return False
-            logits = self._output_head(hidden_states, {})
+            logits = self._scale_logits(output_head(hidden_states))
         is_same_shape = expected_logits.shape == logits.shape
         return is_same_shape and torch.allclose(expected_logits, logits, atol=_PROBE_TOLERANCE, rtol=_PROBE_TOLERANCE)
 
@@ -228,8 +221,8 @@ class _OutputHead:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad] if self.module else []
 
     def make_autocast_weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the matrices of the head by name, cast to the dtype of autocast; empty if no cast is needed. They are
-        cast once for all chunks, as leaves of the autograd graph."""
+        """Return the head's matrices by name, cast to the dtype of autocast once for all chunks, as autograd leaves;
+        empty if no cast is needed."""
         if self.module is None or dtype is None:
             return {}
         return {
@@ -358,7 +351,7 @@ class _ChunkedScoring(torch.autograd.Function):
         *head_weights: Tensor,
     ) -> Any:
         ctx.chunk_scorer, ctx.head_weights = chunk_scorer, head_weights
-        ctx.compute_dtype = _autocast_dtype(hidden_NH.device)
+        ctx.compute_dtype = autocast_dtype(hidden_NH.device)
         grad_accumulator, output_names = None, chunk_scorer.output_names
         is_derivative_known = loss_gradient_N is not None and chunk_scorer.differentiable_outputs == {"logprobs"}
         if is_derivative_known and any(ctx.needs_input_grad):
@@ -459,15 +452,10 @@ class _GradientAccumulator:
 
 
 def _concatenate_chunks(chunks: Sequence[Tensor], name: str, chunk_scorer: _ChunkScorer, hidden_NH: Tensor) -> Tensor:
-    """Concatenate one output of all chunks; if there are no chunks, return an empty tensor."""
     if chunks:
         return torch.cat(list(chunks))
     empty_shape = (0, chunk_scorer.num_top_ids) if name.startswith("top_") else (0,)
     return hidden_NH.new_zeros(empty_shape, dtype=torch.int64 if name == "top_ids" else chunk_scorer.dtype)
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _open_autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

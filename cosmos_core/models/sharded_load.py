@@ -29,7 +29,6 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
-    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
@@ -37,6 +36,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictInfo, str_to_torch_dtype
 
 from cosmos_core.errors import ModelError
+from cosmos_core.models.export import make_float32_predicate
 from cosmos_core.models.generation_config import load_generation_config
 from cosmos_core.models.hf import check_loaded_tensors, describe_nonfinite_values, load_model, model_without_weights
 from cosmos_core.models.model_files import model_error, translate_load_errors, unmergeable_tensors_error, weight_files
@@ -71,8 +71,6 @@ class _TensorGroup:
 
 @dataclass(frozen=True)
 class _LoadingPlan:
-    """Plan for reading the weights of a model that is still on the meta device."""
-
     model: str
     device: torch.device
     tensor_groups: Sequence[_TensorGroup]
@@ -92,11 +90,8 @@ def init_on_meta(
     """Return the same model as `load_model`, but with parameters on the meta device until `load_shards` reads them.
 
     If the files cannot be read in slices, the whole model is loaded in host memory instead, from which `apply_fsdp`
-    moves it to the device block by block: a GPU may not hold the whole model.
-
-    Raises:
-        ModelError: an error of `load_model`, except for values that are not finite, which `load_shards` reports.
-    """
+    moves it to the device block by block: a GPU may not hold the whole model. Errors are those of `load_model`, except
+    for values that are not finite, which `load_shards` reports."""
     weight_file_paths, slicing_error = weight_files(model, revision)
     if not slicing_error:
         with torch.device("meta"), meta_device_safe_creation_ops():
@@ -185,11 +180,10 @@ def _plan_loading(
     cannot be read in slices, or an empty string; raise ModelError if files or tensors are wrong."""
     if getattr(network.config, "quantization_config", None):
         return "its weights are quantized"
-    if float32_names := list(network._get_dtype_plan(dtype)):
-        find_float32_name = build_glob_alternation(float32_names)[0].search
-        for name, tensor in network.state_dict(keep_vars=True).items():
-            if tensor.is_floating_point() and find_float32_name(name):
-                tensor.data = tensor.data.float()
+    is_float32 = make_float32_predicate(network, dtype)
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and is_float32(name):
+            tensor.data = tensor.data.float()
     with translate_load_errors("weights", model):
         open_weight_files = [safe_open(file, framework="pt") for file in weight_file_paths]
         tensor_slices = {key: file.get_slice(key) for file in open_weight_files for key in file.keys()}  # noqa: SIM118
@@ -305,13 +299,11 @@ def _is_expert_stack(tensor_group: _TensorGroup) -> bool:
         return False
     (shape,) = tensor_group.shapes.values()
     num_tensors_by_pattern = Counter(pattern for _, pattern, _ in tensor_group.file_tensors)
-    return all(map(_keeps_first_dim, operations[1:])) and set(num_tensors_by_pattern.values()) == {shape[0]}
-
-
-def _keeps_first_dim(operation: Any) -> bool:
-    if isinstance(operation, Concatenate):
-        return operation.dim > 0
-    return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
+    return set(num_tensors_by_pattern.values()) == {shape[0]} and all(
+        (isinstance(operation, Concatenate) and operation.dim > 0)
+        or (isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0)
+        for operation in operations[1:]
+    )  # fmt: skip
 
 
 def _copy_shard(name: str, tensor: Tensor, full_tensor: Any, first_row: int, should_compare: bool) -> None:

@@ -1,7 +1,6 @@
 """Teacher of a distillation: a causal language model that scores the policy's samples and is not trained.
 
-The weights of the teacher are sharded over the policy's mesh. Its architecture may differ from the policy's, but its
-token ids must be the same.
+Its weights are sharded over the policy's mesh. Its architecture may differ from the policy's, its token ids may not.
 """
 
 from collections.abc import Iterator
@@ -32,12 +31,8 @@ _TEACHER_TRAIN_SETTINGS = (
 
 
 def open_teacher(distillation_config: DistillationConfig, recipe: Recipe, policy_adapter: ModelAdapter) -> CausalLM:
-    """Load the teacher model of a distillation, sharded over the mesh of the policy.
-
-    Raises:
-        ModelError: the teacher cannot be loaded, or its token ids differ from the policy's.
-        ConfigError: rows of the recipe are longer than the teacher supports.
-    """
+    """Load the teacher model of a distillation, sharded over the mesh of the policy. Raise ModelError if the teacher
+    cannot be loaded, has other token ids than the policy, or does not support rows as long as the recipe's."""
     tokenizer = policy_adapter.tokenizer
     check_vocabulary(distillation_config, tokenizer)
     teacher_train_config = make_teacher_train_config(distillation_config, recipe.train)

@@ -123,7 +123,6 @@ def select_dtype(device: torch.device) -> torch.dtype:
 
 
 def _is_pipeline(model: str) -> bool:
-    """Return True if a folder or Hub id is a diffusers pipeline; raise ModelError if it cannot be read."""
     model_source, load_options = locate_model(model, None)
     with translate_load_errors(MODEL_INDEX_FILE, model):
         load_options["_raise_exceptions_for_missing_entries"] = False

@@ -19,6 +19,7 @@ import torch
 from pebble import ProcessPool
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -83,17 +84,11 @@ def verify_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     memory_bytes: int | None = None,
 ) -> list[str]:
-    """Compare the export in `folder` with the model in memory, and return the names of the checks that passed. A model
-    with an adapter is compared in merged form, and the adapter is compared separately.
+    """Compare the export in `folder` with the model in memory, and return the names of the checks that passed; raise
+    StageFailed if a check failed. A model with an adapter is compared in merged form, and the adapter separately.
 
-    Args:
-        dtype: Dtype of the exported weights; None: their own dtype.
-        tokenizer: Tokenizer whose ids and chat template the export must have; None: not checked.
-        memory_bytes: Number of bytes that copies of the model may use; None: the free memory of this machine.
-
-    Raises:
-        StageFailed: a check failed; the message names the tensors or the difference.
-    """
+    `dtype` is that of the exported weights; None: their own. The export must have the ids and the chat template of
+    `tokenizer`; None: not checked. Copies of the model may use `memory_bytes` bytes; None: the free memory."""
     with open_interpreter_pool() as pool:
         with merge_adapter(model):
             with disable_requantization(model):
@@ -134,10 +129,7 @@ def check_export_possible(
 
 
 def _check_files(
-    expected_tensors: dict[str, torch.Tensor],
-    export_folder: Path,
-    dtype: torch.dtype | None,
-    float32_addresses: set[int],
+    expected_tensors: dict[str, Tensor], export_folder: Path, dtype: torch.dtype | None, float32_addresses: set[int]
 ) -> list[str]:
     """Check that the weight files and their index contain exactly `expected_tensors`, cast to `dtype`, bit for bit.
     Tensors at `float32_addresses` are not cast. Of the keys of a tied weight, one suffices."""
@@ -171,7 +163,7 @@ def _check_files(
     return ["keys", "bytes"]
 
 
-def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
     """Yield file, key and tensor of all safetensors files in a folder; raise StageFailed if a file is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -183,10 +175,9 @@ def iterate_tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
 
 
 def _check_adapter(
-    model: PreTrainedModel, merged_BTV: torch.Tensor, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
+    model: PreTrainedModel, merged_BTV: Tensor, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
 ) -> list[str]:
-    """Check that merging the adapter changes the logits only by rounding, and that PEFT computes the same logits from
-    the base model and the exported adapter."""
+    """Check that merging changes the logits only by rounding, and that PEFT computes them from base and adapter."""
     adapted_logits_BTV, merge_tolerance = _compute_trainer_logits(model, None), _MERGE_TOLERANCE_BY_DTYPE[model.dtype]
     tolerance = merge_tolerance if has_changed_base(model) else _LOGIT_TOLERANCE
     adapter_folder = folder / ADAPTER_FOLDER
@@ -199,9 +190,8 @@ def _check_adapter(
 
 def _compute_reloaded_logits(
     model: PreTrainedModel, folder: Path, first_layers: FirstLayers | None, pool: ProcessPool
-) -> tuple[torch.Tensor, list[object]]:
-    """Return the logits BTV that a fresh interpreter computes from an export with the attention of transformers instead
-    of packed attention, and a description of its tokenizer."""
+) -> tuple[Tensor, list[object]]:
+    """Return the logits BTV that a fresh interpreter computes, without packed attention, and its tokenizer's values."""
     attention_name = (model.config._attn_implementation or "sdpa").removeprefix("packed_")
     buffer_dtypes = {
         name: buffer.dtype
@@ -215,7 +205,7 @@ def _compute_reloaded_logits(
     return torch.from_numpy(logits_BTV), tokenizer
 
 
-def _make_probe_ids(model: PreTrainedModel) -> torch.Tensor:
+def _make_probe_ids(model: PreTrainedModel) -> Tensor:
     """Return random token ids BT, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.get_text_config().vocab_size, _PROBE_INPUT_SHAPE, generator=generator)
@@ -223,14 +213,13 @@ def _make_probe_ids(model: PreTrainedModel) -> torch.Tensor:
 
 def _compare_logits(
     check_name: str,
-    trainer_logits_BTV: torch.Tensor,
-    reloaded_logits_BTV: torch.Tensor,
+    trainer_logits_BTV: Tensor,
+    reloaded_logits_BTV: Tensor,
     export_folder: Path,
     first_layers: FirstLayers | None,
     logit_tolerance: float = _LOGIT_TOLERANCE,
 ) -> str:
-    """Return a text about a check that passed; raise an error if the logits differ by more than `logit_tolerance`
-    times the largest logit."""
+    """Return a text about a passed check; raise an error for a difference above `logit_tolerance` x largest logit."""
     layer_text = f" (first {first_layers.num_first_layers} of {first_layers.num_layers} layers)" if first_layers else ""
     if are_bits_equal(trainer_logits_BTV, reloaded_logits_BTV):
         return f"{check_name}{layer_text}: bit-identical"
@@ -247,7 +236,7 @@ def _compare_logits(
 
 
 @torch.no_grad()
-def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> torch.Tensor:
+def _compute_trainer_logits(model: PreTrainedModel, dtype: torch.dtype | None) -> Tensor:
     """Return the logits BTV that the model computes in float32 with weights rounded to `dtype`, as in the export."""
     float32_weight_addresses = find_float32_weights(model, dtype)
     float32_weights = {
@@ -324,9 +313,8 @@ def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[object]:
     return [tokenizer.encode(_PROBE_TEXT), tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def are_bits_equal(first_tensor: torch.Tensor, second_tensor: torch.Tensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits. Unlike in torch.equal, NaN equals the same NaN,
-    and 0.0 does not equal -0.0."""
+def are_bits_equal(first_tensor: Tensor, second_tensor: Tensor) -> bool:
+    """Return True if two tensors have the same dtype, shape and bits: NaN equals NaN, and 0.0 does not equal -0.0."""
     if first_tensor.dtype != second_tensor.dtype or first_tensor.shape != second_tensor.shape:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (first_tensor, second_tensor)))

@@ -1,8 +1,7 @@
 """Verify that an exported pipeline is the trained one: its files, its tensors, and images from a fresh interpreter.
 
-The fresh interpreter loads the folder as a user would, with `DiffusionPipeline.from_pretrained` and
-`load_lora_weights`, and generates a small image from a seed on the CPU. The image must equal that of the policy
-in memory, bit for bit.
+The fresh interpreter loads the folder with `DiffusionPipeline.from_pretrained` and `load_lora_weights`, and generates a
+small image from a seed on the CPU, which must equal that of the policy in memory, bit for bit.
 """
 
 import filecmp
@@ -50,15 +49,9 @@ def verify_pipeline(
     dtype: torch.dtype | None = None,
     model_class: str | None = None,
 ) -> list[str]:
-    """Compare the pipeline in `folder` with the policy in memory, and return the names of the checks that passed.
-
-    Args:
-        dtype: Dtype of the exported denoiser; None: its own dtype.
-        model_class: Import path of a user-defined model family; None: a built-in family.
-
-    Raises:
-        StageFailed: a check failed.
-    """
+    """Compare the pipeline in `folder` with the policy in memory, and return the names of the checks that passed; raise
+    StageFailed if a check failed. `dtype` is that of the exported denoiser; None: its own. `model_class` is the import
+    path of a user-defined model family; None: a built-in family."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval().to("cpu")
     family = type(family)(family.folder, family.config)
@@ -107,8 +100,9 @@ def _check_images(
         policy_images["adapter"] = _generate_with_rounded_weights(family, model, model.dtype)
         folders = family.folder.path, folder / ADAPTER_FOLDER
         image_requests.append(ImageRequest(*folders, probe_settings, model.dtype, model_class, num_threads))
-    exported_images = _generate_in_interpreter(image_requests)
-    for (check_name, expected), image in zip(policy_images.items(), exported_images, strict=True):
+    with open_interpreter_pool() as pool:
+        images = call_in_interpreter(pool, generate_images, (image_requests,), _IMAGE_TIMEOUT_SECONDS, folder)
+    for (check_name, expected), image in zip(policy_images.items(), map(torch.from_numpy, images), strict=True):
         if not are_bits_equal(expected, image):
             max_difference = float((expected - image).abs().max()) if expected.shape == image.shape else float("inf")
             raise StageFailed(
@@ -167,14 +161,6 @@ def _generate_images(pipeline: Any, call_settings: dict[str, Any], **text_inputs
     generator = torch.Generator().manual_seed(0)
     images = pipeline(**text_inputs, **call_settings, generator=generator, output_type="pt", return_dict=False)[0]
     return images.float().cpu()  # type: ignore[no-any-return]
-
-
-def _generate_in_interpreter(image_requests: Sequence[ImageRequest]) -> list[Tensor]:
-    """Return the images of the requests, generated in a fresh interpreter."""
-    export_folder = image_requests[0].folder
-    with open_interpreter_pool() as pool:
-        images = call_in_interpreter(pool, generate_images, (image_requests,), _IMAGE_TIMEOUT_SECONDS, export_folder)
-    return [torch.from_numpy(image) for image in images]
 
 
 @torch.no_grad()

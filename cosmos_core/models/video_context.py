@@ -90,15 +90,11 @@ def shard_blocks(
     prepare_arguments: Callable[[dict[str, Any]], None],
     token_dims_by_layer: Mapping[str, TokenDimByArgument],
 ) -> None:
-    """Make the blocks of a denoiser process only this rank's tokens.
+    """Make the blocks of a denoiser, which has `transformer_blocks` and as its last layer `proj_out`, process only this
+    rank's tokens. `prepare_arguments` changes the arguments of a block, by name, and sets `clip_sharding`.
 
-    Args:
-        denoiser: module with `transformer_blocks`, and `proj_out` as its last layer.
-        clip_sharding: distribution of tokens over ranks, which `prepare_arguments` sets.
-        token_dims: token dimension of each argument of a block, except `hidden_states`.
-        prepare_arguments: function that changes the arguments of a block, by name, before they are sharded.
-        token_dims_by_layer: token dimension of each sharded argument of layers after the blocks, by name of the layer.
-    """
+    `token_dims` has the token dimension of each argument of a block, except `hidden_states`; `token_dims_by_layer` has
+    that of each sharded argument of layers after the blocks, by name of the layer."""
 
     def shard_arguments(arguments: dict[str, Any], token_dims: TokenDimByArgument) -> None:
         for name, dim in token_dims.items():

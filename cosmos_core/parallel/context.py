@@ -7,7 +7,7 @@ rank all heads of its tokens. Scored tokens are the tokens whose outputs the los
 Shape legend: P packed tokens, N scored tokens, K heads, D head size.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,10 @@ from cosmos_core.parallel.plan import check_head_split
 ULYSSES_ATTENTION = "ulysses"
 
 
-class RowShard(NamedTuple):
-    """Shard of packed rows on one context-parallel rank."""
-
-    inputs: dict[str, Any]
-    """Model inputs of the shard, including `shift_labels`; sequence bounds are those of the whole packed rows."""
-    scored_positions: Tensor
-    """Indices in the shard of the tokens whose outputs the loss needs."""
-    is_local_N: Tensor
-    """Mask over the scored tokens of the whole packed rows: True for tokens in the shard of this rank."""
-
-
 def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_size: int) -> None:
     """Make the attention of a model exchange tokens and heads over the ranks of `mesh`. `attention_name` is the name
     under which transformers has registered the attention function for packed rows; tensor parallelism has split the
-    heads over `tp_size` ranks.
-
-    Raises:
-        ModelError: the model uses other attention, or its number of heads is not divisible by the number of ranks.
-    """
+    heads over `tp_size` ranks. Raise ModelError if the model uses other attention, or heads do not divide by ranks."""
     check_head_split(model, "cp_size", mesh.size(), tp_size)
     if model.config.get_text_config()._attn_implementation != attention_name:
         raise ModelError(
@@ -65,19 +50,20 @@ def apply_cp(model: PreTrainedModel, mesh: DeviceMesh, attention_name: str, tp_s
     model.set_attn_implementation(ULYSSES_ATTENTION)
 
 
-def shard_rows(inputs: dict[str, Any], scored_index_N: Tensor, mesh: DeviceMesh) -> RowShard:
-    """Return this rank's shard of packed rows, whose length in tokens must be divisible by the number of ranks.
-    `inputs` are the model inputs of the packed rows, `scored_index_N` the indices of the tokens that the loss needs."""
+def shard_rows(
+    inputs: dict[str, Any], scored_index_N: Tensor, mesh: DeviceMesh
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return this rank's shard of the inputs of packed rows, with `shift_labels`; the indices of its scored tokens in
+    the shard; and a mask that is True for these tokens among all scored tokens, whose indices are `scored_index_N`.
+    Sequence bounds stay those of the whole packed rows, whose length must be divisible by the number of ranks."""
     ids_1P = inputs["input_ids"]
     shard_length, num_remaining_tokens = divmod(ids_1P.shape[1], mesh.size())
     assert not num_remaining_tokens, "packed rows are as long as `collate_rows` was told to fill them"
     shard_start = mesh.get_local_rank() * shard_length
     is_local_N = (scored_index_N >= shard_start) & (scored_index_N < shard_start + shard_length)
     inputs_1P = {"input_ids": ids_1P, "position_ids": inputs["position_ids"], "shift_labels": ids_1P.roll(-1, dims=1)}
-    input_shards = {
-        name: values_1P[:, shard_start : shard_start + shard_length] for name, values_1P in inputs_1P.items()
-    }
-    return RowShard({**inputs, **input_shards}, scored_index_N[is_local_N] - shard_start, is_local_N)
+    input_shards = {name: values[:, shard_start : shard_start + shard_length] for name, values in inputs_1P.items()}
+    return {**inputs, **input_shards}, scored_index_N[is_local_N] - shard_start, is_local_N
 
 
 def gather_scored_tokens(local_values: Tensor, is_local_N: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -45,11 +45,8 @@ def apply_ep(model: PreTrainedModel, mesh: Mesh, train_config: TrainConfig) -> N
 
 def find_split_experts(model: PreTrainedModel, num_ranks: int, *, allows_no_experts: bool = False) -> list[Any]:
     """Return the modules with the experts of each layer, which expert parallelism distributes over `num_ranks` ranks.
-
-    Raises:
-        ModelError: the model has no plan that dispatches tokens; it has no experts, unless `allows_no_experts`; an
-            adapter wraps the experts; or their number is not divisible by the number of ranks.
-    """
+    Raise ModelError if no plan dispatches tokens; the model has no experts, unless `allows_no_experts`; an adapter
+    wraps the experts; or their number is not divisible by the number of ranks."""
     expert_patterns = [pattern for pattern, style in model.ep_plan.items() if style == _TOKEN_DISPATCH_STYLE]
     expert_modules = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     error_prefix = f"policy.parallelism.ep_size = {num_ranks}: {type(model).__name__}"

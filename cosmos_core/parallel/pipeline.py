@@ -93,11 +93,8 @@ def stages_of_rank(model: PreTrainedModel, parallelism: ParallelismConfig, pipel
 
 def apply_pp(model: PreTrainedModel, parallelism: ParallelismConfig, pipeline_rank: int) -> None:
     """Keep the pipeline stages of one rank in the model, whose weights may be on the meta device, and free all others.
-    If embedding and head are tied, the first and the last rank keep both.
-
-    Raises:
-        ModelError: the model has no pipeline plan, or computes something outside its plan.
-    """
+    If embedding and head are tied, the first and the last rank keep both. Raise ModelError if the model has no pipeline
+    plan, or computes something outside its plan."""
     _check_pipeline_support(model, f"policy.parallelism.pp_size = {parallelism.pp_size}: {type(model).__name__}")
     stage_indices, num_model_stages = stages_of_rank(model, parallelism, pipeline_rank), num_stages(model, parallelism)
     _replace_other_stages(model, model.base_model, stage_indices, num_model_stages, lambda module: module.to("meta"))

@@ -98,11 +98,8 @@ def apply_tp(model: PreTrainedModel, mesh: DeviceMesh, *, shards_experts: bool) 
 def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_experts: bool) -> list[tuple[nn.Module, str]]:
     """Return the modules that the model's tensor-parallel plan splits over `num_ranks` ranks, with their styles; a tied
     embedding and head stay whole. `shards_experts`: whether to distribute experts over the ranks too; False: expert
-    parallelism shards them.
-
-    Raises:
-        ModelError: the plan is missing or has an unsupported style, or a size is not divisible by the number of ranks.
-    """
+    parallelism shards them. Raise ModelError if the plan is missing or has an unsupported style, or if a size is not
+    divisible by the number of ranks."""
     tp_plan = {name: style for name, style in (model.tp_plan or {}).items() if shards_experts or style != _MOE_TP_STYLE}
     tp_size_setting, model_name = f"policy.parallelism.tp_size = {num_ranks}", type(model).__name__
     if not tp_plan:
@@ -129,12 +126,8 @@ def find_split_matrices(model: PreTrainedModel, num_ranks: int, *, shards_expert
 
 def check_tp_plan(model: PreTrainedModel, root_modules: Sequence[Any], mesh: DeviceMesh) -> None:
     """Check that the tensor-parallel plan covers all operations of a model, by a forward and backward pass of
-    `probe_hidden_states` of `root_modules`. If an operation is missing in the plan, ranks have different gradients of
-    an unsplit weight, because each rank applies the weight only to its own heads or features.
-
-    Raises:
-        ModelError: gradients differ between ranks, or the model raises an error.
-    """
+    `probe_hidden_states` of `root_modules`. Raise ModelError if the model fails, or if ranks have different gradients
+    of an unsplit weight, which each rank applies only to its own heads or features if the plan lacks an operation."""
     device = torch.device(mesh.device_type)
     ids_BT = torch.arange(1, _NUM_PROBE_TOKENS + 1, device=device).unsqueeze(0)
     example_inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT), "position_ids": ids_BT - 1}

@@ -23,12 +23,13 @@ from cosmos_core.config.schema.parallelism import ParallelismConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.errors import ModelError
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.hf import iter_checkpoint_weights, load_model
+from cosmos_core.models.hf import load_model
 from cosmos_core.models.sharded_load import init_on_meta
 from cosmos_core.parallel.mesh import open_mesh
 from cosmos_core.run.progress import ProgressWriter
 from cosmos_core.train.trainer import Trainer
 from tests.distributed.matrix import Case, recipe, samples
+from tests.unit.tiny_model import iter_checkpoint_weights
 from tests.unit.trainers import logprobs, trainer_of
 
 CPU = torch.device("cpu")

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_core.models.hf import iter_checkpoint_weights, load_model
+from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from cosmos_core.rollout import publish
 from tests.distributed.loading import split, trained
+from tests.unit.tiny_model import iter_checkpoint_weights
 
 BUCKET_BYTES = 20_000
 

@@ -4,7 +4,6 @@ called with."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -345,11 +344,9 @@ def test_kernels_that_round_differently_refuse_no_export(
     name: str, lora: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They depend on the alignment of weights, and on whether weights have gradients."""
-
-    def generate_here(probes: Sequence[ImageRequest]) -> list[Tensor]:
-        return [torch.from_numpy(image) for image in generate_images(probes)]
-
-    monkeypatch.setattr(verify_pipeline_export, "_generate_in_interpreter", generate_here)
+    monkeypatch.setattr(
+        verify_pipeline_export, "call_in_interpreter", lambda pool, function, arguments, *_: function(*arguments)
+    )
     family = opened(tiny_pipelines.save(name, tmp_path / name))
     network = family.load_denoiser(torch.float32)
     torch.manual_seed(0)

@@ -25,14 +25,14 @@ from cosmos_core.data.sample import Sample
 from cosmos_core.errors import ConfigError, StageFailed
 from cosmos_core.models.export import export_model
 from cosmos_core.models.freeze import mark_trained_weights
-from cosmos_core.models.hf import iter_checkpoint_weights, load_model, load_tokenizer
+from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import add_adapter, merge_adapter, merged_state_dict, needs_base_weights, save_adapter
 from cosmos_core.models.verify_export import verify_export
 from cosmos_core.run.progress import ProgressWriter, read_metrics
 from cosmos_core.train.setup import run, train
 from tests.unit.test_train import GRPO, SFT, make_stage, recipe
 from tests.unit.tiny_families import save_family
-from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_model import iter_checkpoint_weights, save_tiny_model
 from tests.unit.trainers import NoView, curve, score_in, sft, train_until, trainer_of
 
 IDS = torch.arange(3, 27).reshape(2, 12) % 250

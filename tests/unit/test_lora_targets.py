@@ -12,12 +12,12 @@ import transformers
 
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.errors import ConfigError, ModelError
-from cosmos_core.models.hf import iter_checkpoint_weights, load_model
+from cosmos_core.models.hf import load_model
 from cosmos_core.models.lora import add_adapter, save_adapter
 from cosmos_core.models.lora_targets import adapted_layers, describe_adapter
 from tests.unit.test_lora import disturb, logits, ours
 from tests.unit.tiny_families import save_family
-from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_model import iter_checkpoint_weights, save_tiny_model
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FAMILIES = [

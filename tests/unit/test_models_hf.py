@@ -38,7 +38,6 @@ from cosmos_core.models.chat_templates import set_chat_template
 from cosmos_core.models.hf import (
     check_row_length,
     describe_nonfinite_values,
-    iter_checkpoint_weights,
     load_config,
     load_model,
     load_tokenizer,
@@ -46,7 +45,7 @@ from cosmos_core.models.hf import (
 from cosmos_core.models.recompute import RecomputeMode
 from cosmos_core.models.sharded_load import init_on_meta
 from tests.unit.data_tokenizers import byte_tokenizer
-from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_model import iter_checkpoint_weights, save_tiny_model
 
 
 @pytest.fixture(scope="module")

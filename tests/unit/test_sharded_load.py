@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GenerationConfig
 
-from cosmos_core.models.hf import iter_checkpoint_weights, load_model
+from cosmos_core.models.hf import load_model
 from cosmos_core.models.sharded_load import _allocate_shards, init_on_meta, load_shards
 from cosmos_core.parallel.fsdp import reshard
 from tests.unit.test_model_families import ALIKE
 from tests.unit.tiny_families import FAMILIES, save_family
-from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_model import iter_checkpoint_weights, save_tiny_model
 
 CPU = torch.device("cpu")
 

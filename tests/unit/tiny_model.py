@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
+from cosmos_core.models.lora import merge_adapter, merged_state_dict
 from tests.written_once import write_once
 
 
@@ -33,3 +37,10 @@ def _write(folder: Path, tied: bool, head_dim: int) -> None:
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def iter_checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name in a checkpoint and the tensor of every weight; tied weights appear under each of their names.
+    Tensors are not copied, except for weights that an adapter changes, which are merged."""
+    with merge_adapter(model):
+        yield from revert_weight_conversion(model, merged_state_dict(model)).items()

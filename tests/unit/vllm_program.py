@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from cosmos_core.config.schema.lora import LoraConfig
 from cosmos_core.config.schema.rollout import RolloutConfig
 from cosmos_core.errors import ConfigError, DataError, StageFailed
-from cosmos_core.models.hf import iter_checkpoint_weights, load_model, load_tokenizer
+from cosmos_core.models.hf import load_model, load_tokenizer
 from cosmos_core.models.lora import add_adapter
 from cosmos_core.rollout import vllm
 from cosmos_core.rollout.base import Bucket, Engine, EngineSettings, LoadReceipt, generate
@@ -32,7 +32,7 @@ from cosmos_core.rollout.vllm_adapter import open_adapter
 from cosmos_core.train import check
 from cosmos_core.types import Group, Prompt, Sampling
 from tests.effects.change import GRPO, SFT, recipe, stage_of
-from tests.unit.tiny_model import save_tiny_model
+from tests.unit.tiny_model import iter_checkpoint_weights, save_tiny_model
 from tests.unit.trainers import sequence_logprobs
 
 LENGTHS = (5, 9, 3, 140, 21)  # one is longer than a block of the prefix cache on CPU

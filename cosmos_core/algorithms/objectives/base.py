@@ -46,8 +46,7 @@ class ObjectiveInputs:
     log_ratio_BT: Tensor
     """Log-ratios of the policy to the old policy, log pi - log pi_old, with gradient."""
     rollout_log_ratio_BT: Tensor | None
-    """Log-ratios log pi - log mu without gradient, where mu is the distribution that was sampled from; None:
-    unknown."""
+    """Log-ratios log pi - log mu without gradient, where mu is the sampled distribution; None: unknown."""
     advantages_B1: Tensor
     """Advantage of each sequence; shape BT if it differs between tokens of a sequence."""
     mask_BT: Tensor

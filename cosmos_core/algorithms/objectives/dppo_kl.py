@@ -1,5 +1,4 @@
-"""DPPO (divergence proximal policy optimization, arXiv 2602.04879) with the KL divergence of binary
-distributions: the sampled token, or any other token."""
+"""Divergence proximal policy optimization (DPPO, arXiv 2602.04879) with the KL of sampled versus other tokens."""
 
 import torch
 from torch import Tensor
