@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,11 @@ class ToolResultTokens:
         call_fields = {"name": expected_call.name, "arguments": expected_call.arguments}
         tool_calls = [{"type": "function", "id": "call00000", "function": call_fields}]
         unparsable_call = ""
-        for encoded_calls in (tool_calls, encode_arguments(tool_calls)):
+        # The template of DeepSeek-R1 writes the calls only of a turn whose content is None.
+        for encoded_calls, content in product((tool_calls, encode_arguments(tool_calls)), ("", None)):
             with suppress(TemplateError, ValueError, TypeError):
                 rendered_prompt = self._render_template([_EXAMPLE_USER_TURN], add_generation_prompt=False)
-                assistant_turn = {"role": "assistant", "content": "", "tool_calls": encoded_calls}
+                assistant_turn = {"role": "assistant", "content": content, "tool_calls": encoded_calls}
                 rendered_call = self._render_template([_EXAMPLE_USER_TURN, assistant_turn], add_generation_prompt=False)
                 rendered_call = rendered_call[common_prefix_length(rendered_prompt, rendered_call) :]
                 if parse_tool_calls(rendered_call) == [expected_call]:

@@ -54,6 +54,7 @@ def test_calls_that_are_read_are_taken(call: str, tokenizer: PreTrainedTokenizer
         "<tool_call>\n<function={{ c.function.name }}>\n<parameter=word>\nforty-two\n</parameter></tool_call>",
         "<tool_call>{{ c.function.name }}\n<arg_key>word</arg_key></tool_call>",  # GLM
         "to=functions.{{ c.function.name }} {{ c.function.arguments | tojson }}",
+        "{% if m.content is none %}<tool_sep>{{ c.function.name }}\n```json{% endif %}",  # DeepSeek-R1
     ],
 )
 def test_another_form_is_refused_with_what_one_call_looks_like(call: str, tokenizer: PreTrainedTokenizerBase) -> None:
