@@ -24,7 +24,7 @@ from cosmos_core.run.files import write_json
 from cosmos_core.run.fingerprint import compute_fingerprint, count_worker_threads
 from cosmos_core.run.manifest import Result
 from cosmos_core.run.plan import fingerprint_folder
-from cosmos_core.run.remote import download_inputs
+from cosmos_core.run.remote import download_inputs, download_url
 from cosmos_core.run.stage import CHECKED_PROMPTS_FILE, Stage
 from cosmos_core.types import JsonValue
 
@@ -146,9 +146,10 @@ def run_check(  # noqa: PLR0913 - a stage, and the inputs that differ between ca
 ) -> Result:
     """Run a check program for a stage in a worker with a temporary folder, and return its result. `prompts` holds the
     first prompts of the rows if another stage prepares these rows. Raises the errors of `check_stages_in_worker`."""
-    stage, stage_recipe = download_inputs(pipeline, stage, pipeline.output_dir, lambda: None)
-    recipe = recipe or stage_recipe
-    data = stage.data if is_s3_url(data) else data
+    if recipe is not None:
+        pipeline = replace(pipeline, recipes=pipeline.recipes | {stage.name: recipe})
+    stage, recipe = download_inputs(pipeline, stage, pipeline.output_dir, lambda: None)
+    data, model = download_url(data, pipeline.output_dir), download_url(model, pipeline.output_dir)
     stage_kind = pipeline.stage_kind(stage)
     remove_orphans()
     with register_active_run(), make_check_folder() as temporary_folder:

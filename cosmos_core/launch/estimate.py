@@ -18,6 +18,7 @@ from cosmos_core.launch.check import run_check
 from cosmos_core.launch.machine import BYTES_PER_GIB
 from cosmos_core.run.hub import replace_setting
 from cosmos_core.run.plan import StageDecision
+from cosmos_core.run.remote import download_inputs
 
 _ESTIMATE_PROGRAM = "cosmos_core.train.estimate:run"
 
@@ -126,9 +127,9 @@ def _use_prepared_dataset(pipeline: Pipeline, stage: StageConfig, decisions: Map
     """Return the recipe of a stage with the data set of the `prepare` stage from which it reads rows."""
     recipe = pipeline.recipes[stage.name]
     prepare_stage = pipeline.stage(referenced_stage(stage.data) or stage.name)
-    prepare_recipe = pipeline.recipes[prepare_stage.name]
+    prepare_stage, prepare_recipe = download_inputs(pipeline, prepare_stage, pipeline.output_dir, lambda: None)
     dataset, datasets = prepare_recipe.train.train_policy.dataset, prepare_recipe.train.train_policy.datasets
-    if prepare_stage is not stage and prepare_stage.data:
+    if prepare_stage.name != stage.name and prepare_stage.data:
         data_folder = _find_output_path(prepare_stage.data, "data", decisions)
         dataset, datasets = DatasetConfig(name=data_folder, test_size=dataset.test_size), ()
     recipe = replace_setting(recipe, "train.train_policy.dataset", dataset)

@@ -9,6 +9,7 @@ import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,11 +17,14 @@ import pytest
 from cosmos_core import cli_train
 from cosmos_core.config.compose import load_pipeline
 from cosmos_core.errors import Cancelled, ConfigError, DataError, UploadError
+from cosmos_core.launch.estimate import estimate_stages_in_worker
+from cosmos_core.launch.worker import AttemptSettings
 from cosmos_core.run.bucket import Bucket, translate_errors
 from cosmos_core.run.directory import create_run, open_or_create_run, open_run
 from cosmos_core.run.files import sha256
 from cosmos_core.run.manifest import read_result
-from cosmos_core.run.remote import append_content_digest, download_pinned_url
+from cosmos_core.run.remote import append_content_digest, download_pinned_url, pin_urls
+from cosmos_core.run.stage import Stage, load_stage
 from cosmos_core.upload.bundle import encode_document, read_document
 from cosmos_core.upload.transfer import FileTransfer, UploadJournal
 from tasks.kinds import all_kinds
@@ -55,6 +59,28 @@ def test_the_same_content_is_fetched_once_wherever_it_lies(tmp_path: Path, proxy
     assert download_pinned_url(append_content_digest(f"{one}/rows"), tmp_path).read_text() == "1", (
         "an object alone is a file"
     )
+
+
+def test_an_estimate_reads_the_models_and_rows_that_lie_in_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rows = put("estimate-model", config="{}"), f"{put('estimate-rows', rows='1')}/rows"
+    (tmp_path / "sft.toml").write_text(
+        f'[policy]\nmodel_name_or_path = "{model}"\n[train.train_policy]\ntype = "sft"\ndataset.name = "{rows}"\n'
+    )
+    stages: list[Stage] = []
+
+    def estimate_nothing(settings: AttemptSettings) -> Any:
+        stages.append(load_stage(settings.stage_path))
+        return {"info": {"estimate": "nothing"}}
+
+    monkeypatch.setattr("cosmos_core.launch.check.run_attempt", estimate_nothing)
+    unpinned = load_pipeline(tmp_path / "sft.toml", ["pipeline.threads=1"], all_kinds())
+    for pipeline in (unpinned, pin_urls(unpinned)):
+        assert dict(estimate_stages_in_worker(pipeline, {})) == {"sft": "nothing"}
+    for stage in stages:
+        assert (Path(stage.model) / "config").read_text() == "{}"
+        assert Path(stage.recipe.train.train_policy.dataset.name).read_text() == "1"
 
 
 def test_a_whole_bucket_is_a_folder(tmp_path: Path) -> None:
