@@ -58,9 +58,10 @@ def find_learned_spans(
             if render_messages(reduced_turns, False) == rendered_text:
                 raise SkippedRow(location, "without an assistant turn to learn")
     spans: list[Span] | None = None
-    if (tagged_template := _get_tagged_template(renderer, tools)) is not None:
+    template = renderer.chat_template if renderer is not tokenizer else tokenizer.get_chat_template(tools=tools)
+    if isinstance(template, str) and _has_generation_tags(template):
         with limit_resources(f"{location}: the chat template"):
-            spans = _find_marked_spans(tagged_template, tokenizer, turns, rendered_text, tools)
+            spans = _find_marked_spans(template, tokenizer, turns, rendered_text, tools)
     has_generation_tags, assistant_turns = spans is not None, [turn for turn in turns if turn["role"] == "assistant"]
     if spans is None or not all(map(is_trained_turn, assistant_turns)):
         turn_spans = _find_turn_spans(render_messages, turns, rendered_text, added_tokens)
@@ -156,14 +157,6 @@ def _make_missing_turns_error(turns: list[Message], location: str) -> DataError:
     )
 
 
-def _get_tagged_template(renderer: TemplateRenderer, tools: Tools) -> str | None:
-    """Return the chat template of the renderer if it has {% generation %} tags."""
-    template = renderer.chat_template
-    if not isinstance(renderer, ProcessorMixin):
-        template = renderer.get_chat_template(tools=tools)
-    return template if isinstance(template, str) and _has_generation_tags(template) else None
-
-
 @lru_cache(maxsize=4)
 def _has_generation_tags(template: str) -> bool:
     return _GENERATION_TAG_REGEX.search(_TEMPLATE_COMMENT_REGEX.sub("", template)) is not None
@@ -177,7 +170,11 @@ def _find_marked_spans(
     extended to render a marker character, because transformers' positions are wrong for tags in a macro or a `set`
     block."""
     template_arguments = {"conversations": [turns], "tools": tools, **tokenizer.special_tokens_map}
-    marked_template = _GENERATION_TAG_REGEX.sub(_append_generation_span_marker, template)
+
+    def append_marker(tag: re.Match[str]) -> str:  # the empty `if` strips the same whitespace as the tag
+        return f"{tag[0]}{{{{ '{_END_MARKER if tag[1] else _START_MARKER}' }}}}{{% if 1 %}}{{% endif {tag[2]}%}}"
+
+    marked_template = _GENERATION_TAG_REGEX.sub(append_marker, template)
     [marked_text], _ = cast(Any, render_jinja_template)(chat_template=marked_template, **template_arguments)
     text_parts = re.split(f"([{_START_MARKER}{_END_MARKER}])", marked_text)
     if "".join(text_parts[::2]) == rendered_text:
@@ -191,12 +188,6 @@ def _find_marked_spans(
     if rendered_texts[0] != rendered_text:
         return None
     return [(start, end) for start, end in spans_by_conversation[0]]
-
-
-def _append_generation_span_marker(match: re.Match[str]) -> str:
-    """Return the matched `{% generation %}` or `{% endgeneration %}` tag, followed by the character that marks the
-    start or end of a span in the rendering, and by an empty tag that strips the same whitespace as the matched tag."""
-    return f"{match[0]}{{{{ '{_END_MARKER if match[1] else _START_MARKER}' }}}}{{% if 1 %}}{{% endif {match[2]}%}}"
 
 
 @lru_cache(maxsize=4)  # cached: every row needs the tokens, and listing them is slow

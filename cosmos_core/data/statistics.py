@@ -127,27 +127,18 @@ class SplitCounts:
             if num_other_rows := self.num_skipped - sum(each.count for each in first_reasons.values()):
                 reasons.append(f"{num_other_rows} for other reasons")
             lines.append(f"{self.num_skipped} of {self.num_rows + self.num_skipped} rows skipped: {', '.join(reasons)}")
-        if count := self._row_counts["other_column"]:
-            lines.append(
-                f"{count} of {self.num_rows} rows have no column {self._conversation_column!r}, which "
-                "train.train_policy.conversation_column_name names: they were read from another known column"
-            )
-        if count := self._row_counts["text_alone"]:
-            lines.append(
-                f"{count} of {self.num_rows} rows are learned as the text of column {self._conversation_column!r} "
-                "alone, and have a response in another column; leave train.train_policy.conversation_column_name out "
-                "to learn that"
-            )
-        if count := self._row_counts["rendered_texts"]:
-            lines.append(
-                f"{count} of {self.num_rows} rows have the token that ends a turn in a text, which the chat template "
-                "renders once more; give turns, or the words of one turn alone"
-            )
-        if count := self._row_counts["sized_images"]:
-            lines.append(
-                f"{count} of {self.num_rows} rows give the size of an image (max_pixels or another key of its part), "
-                "which has no effect: custom.vision.min_pixels and max_pixels are those of all images"
-            )
+        text_by_count_name = {
+            "other_column": f"have no column {self._conversation_column!r}, which "
+            "train.train_policy.conversation_column_name names: they were read from another known column",
+            "text_alone": f"are learned as the text of column {self._conversation_column!r} alone, and have a response "
+            "in another column; leave train.train_policy.conversation_column_name out to learn that",
+            "rendered_texts": "have the token that ends a turn in a text, which the chat template renders once more; "
+            "give turns, or the words of one turn alone",
+            "sized_images": "give the size of an image (max_pixels or another key of its part), which has no effect: "
+            "custom.vision.min_pixels and max_pixels are those of all images",
+        }
+        counted_texts = [(self._row_counts[name], text) for name, text in text_by_count_name.items()]
+        lines += [f"{count} of {self.num_rows} rows {text}" for count, text in counted_texts if count]
         if count := sum(int((lengths > self._max_prompt_tokens).sum()) for lengths in self._row_lengths):
             lines.append(
                 f"{count} of {self.num_rows} prompts leave less room in policy.model_max_length than the "

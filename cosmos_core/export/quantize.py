@@ -129,7 +129,13 @@ def quantize_folder(
         elif other_file.suffix != ".safetensors" and other_file.name != _INDEX_FILE:
             shutil.copyfile(other_file, target / other_file.name)
     if (source_folder / _INDEX_FILE).exists():
-        write_json(target / _INDEX_FILE, _build_weight_index([target / Path(file).name for file in weight_paths]))
+        target_files, weight_map = [target / Path(file).name for file in weight_paths], dict[str, str]()
+        for target_file in target_files:
+            with safe_open(target_file, framework="pt") as reader:
+                weight_map |= dict.fromkeys(reader.keys(), target_file.name)
+        total_size = sum(target_file.stat().st_size for target_file in target_files)
+        weight_index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(target / _INDEX_FILE, weight_index)
     quantization_config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=str(scheme.format), ignore=linear_layers.ignored_modules,
         quantization_status=QuantizationStatus.COMPRESSED,
@@ -178,13 +184,3 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, Ten
         packed_chunks.append({**compressor.compress(unpacked_tensors, scheme), "weight_scale": weight_scale})
     packed_tensors = {name: torch.cat([chunk[name] for chunk in packed_chunks]) for name in packed_chunks[0]}
     return packed_tensors | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in packed_tensors else {})
-
-
-def _build_weight_index(weight_paths: list[Path]) -> dict[str, Any]:
-    """Return the content of `model.safetensors.index.json` for several weight files."""
-    weight_map: dict[str, str] = {}
-    for weight_file in weight_paths:
-        with safe_open(weight_file, framework="pt") as reader:
-            weight_map |= dict.fromkeys(reader.keys(), weight_file.name)
-    total_size = sum(weight_file.stat().st_size for weight_file in weight_paths)
-    return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -68,11 +68,18 @@ class EndpointClient:
 
     def _request_completion(self, prompt: Prompt, turns: Sequence[Mapping[str, Any]], seed: int) -> Completion:
         sampling, messages = self._sampling, cast(Any, encode_arguments_in_turns(turns))
+        # The OpenAI chat API has the description of a tool under the key `function`.
+        prompt_tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or ()
+        tools = [each if "function" in each else {"type": "function", "function": each} for each in prompt_tools]
+        # Leave out what only vLLM's API has if it has its default value: other servers may refuse it.
+        extra_body: dict[str, Any] = {"tools": tools} if tools else {}
+        extra_body |= {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
+        extra_body |= {"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {}
         try:
             reply = self._openai_client.chat.completions.create(
                 model=self._sample_config.endpoint_model, messages=messages,
                 temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens,
-                seed=seed % (1 << 31), extra_body=_make_vllm_sampling_settings(sampling) | _make_tools_argument(prompt),
+                seed=seed % (1 << 31), extra_body=extra_body,
             )  # fmt: skip
         except ValueError as error:  # the Content-Type of the reply is JSON, but the reply is not
             raise StageFailed(f"sample.endpoint = {self.url!r}: the reply is no JSON: {first_line(error)}") from error
@@ -88,13 +95,6 @@ class EndpointClient:
         return Completion((segment,), "stop" if is_finished else "length", reply_text)
 
 
-def _make_tools_argument(prompt: Prompt) -> dict[str, Any]:
-    """Return the argument `tools` of the OpenAI chat API, whose key `function` describes each tool of a prompt."""
-    tools = read_tools(prompt.metadata, f"prompt {prompt.id}") or ()
-    api_tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    return {"tools": api_tools} if api_tools else {}
-
-
 def _make_reply_text(message: Any, *, is_finished: bool) -> str:
     """Return the text of a reply, including what the server has split off: the model's thoughts before the text, in the
     tags of Qwen3, and the tool calls after the text, in Hermes' format."""
@@ -106,9 +106,3 @@ def _make_reply_text(message: Any, *, is_finished: bool) -> str:
         return reply_text
     # If the reply was cut off within the thoughts, leave their tag open, as the model itself would.
     return f"<think>\n{thoughts.strip()}" + f"\n</think>\n\n{reply_text}" * bool(reply_text or is_finished)
-
-
-def _make_vllm_sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling settings that only vLLM's API has, except default values: other servers may refuse them."""
-    top_k = {"top_k": sampling.top_k} if sampling.top_k > 0 else {}
-    return top_k | ({"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty != 1 else {})

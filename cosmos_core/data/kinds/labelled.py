@@ -10,7 +10,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from cosmos_core.config.schema.policy import PolicyConfig
-from cosmos_core.data.kinds.base import VALIDATION_SPLIT, StepSeed
+from cosmos_core.data.kinds.base import RowKind, StepSeed
 from cosmos_core.data.kinds.sequences import Sequences, SequencesKind
 from cosmos_core.data.messages import Row
 from cosmos_core.data.preferences import read_label, read_labelled_conversation
@@ -52,13 +52,10 @@ class LabelledKind(SequencesKind):
     rows_purpose = "with a label (KTO)"
     columns: ClassVar[dict[str, pa.DataType]] = {"label": pa.bool_(), **SequencesKind.columns}
     read_row_fn = staticmethod(read_labelled_conversation)
+    held_out_row_kinds = RowKind.held_out_row_kinds
 
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> LabelledSequences:
-        table = open_table(folder, split, self)
-        return LabelledSequences(table, get_split_path(folder, split), model.model_max_length)
-
-    def held_out_row_kinds(self, *, has_rewards: bool) -> dict[str, str]:
-        return {VALIDATION_SPLIT: self.name}
+        return LabelledSequences(open_table(folder, split, self), get_split_path(folder, split), model.model_max_length)
 
     def make_record(self, tokenizer: PreTrainedTokenizerBase, row_spec: RecordSpec, row: Row, location: str) -> Record:
         label, record = read_label(row, location), super().make_record(tokenizer, row_spec, row, location)

@@ -6,14 +6,12 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.diffusers import DiffusersConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.flow_sample import FlowSample, NoiseSampler, derive_seed
-from cosmos_core.data.kinds.base import VALIDATION_SPLIT, HeldOutSet, PreparedRows, StepSeed
+from cosmos_core.data.kinds.base import PreparedRows, StepSeed
 from cosmos_core.data.kinds.media_prompts import LOCATION_TYPE, MediaPromptsKind
-from cosmos_core.data.media_rows import MediaRows, open_media, open_media_prompts
-from cosmos_core.types import Prompt
+from cosmos_core.data.media_rows import MediaRows, open_media
 
 _HELD_OUT_SEED_STEP = -1
 """Value that replaces the number of the train step in the seeds of held-out rows."""
@@ -52,18 +50,6 @@ class MediaKind(MediaPromptsKind):
     def open(self, folder: Path, split: str, model: PolicyConfig, adapter: Any = None) -> NoisyRows:
         rows = open_media(folder, split)
         return NoisyRows(rows, make_noise_sampler(rows, model.diffusers, adapter))
-
-    def open_prompts(
-        self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
-    ) -> Sequence[Prompt]:
-        starts_from_clips = algorithm.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
-        conditioning_clips = open_media(folder, split) if starts_from_clips else None
-        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""), conditioning_clips)
-
-    def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        """Return the held-out prompts, and their images or clips unless training learns from rollouts."""
-        rows = None if algorithm.has_rollouts else self.open(folder, VALIDATION_SPLIT, model, adapter)
-        return HeldOutSet(rows, self.open_prompts(folder, VALIDATION_SPLIT, algorithm, model))
 
 
 def make_noise_sampler(rows: MediaRows, diffusers_config: DiffusersConfig, model_adapter: Any) -> NoiseSampler:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from cosmos_core.config.schema.algorithm import AlgorithmConfig
 from cosmos_core.config.schema.policy import PolicyConfig
 from cosmos_core.data.kinds.base import VALIDATION_SPLIT, HeldOutSet, RowKind
-from cosmos_core.data.media_rows import open_media_prompts
+from cosmos_core.data.media_rows import open_media, open_media_prompts
 from cosmos_core.types import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -37,7 +37,13 @@ class MediaPromptsKind(RowKind):
     def open_prompts(
         self, folder: Path, split: str, algorithm: AlgorithmConfig, model: PolicyConfig
     ) -> Sequence[Prompt]:
-        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""))
+        """Open the prompts of a split, with the clips that they belong to if rollouts start from frames of clips."""
+        starts_from_clips = self.has_media and algorithm.has_rollouts and model.diffusers.flow_rl.max_conditional_frames
+        conditioning_clips = open_media(folder, split) if starts_from_clips else None
+        return open_media_prompts(folder, split, getattr(algorithm, "response_column_name", ""), conditioning_clips)
 
     def open_held_out(self, folder: Path, algorithm: AlgorithmConfig, model: PolicyConfig, adapter: Any) -> HeldOutSet:
-        return HeldOutSet(None, self.open_prompts(folder, VALIDATION_SPLIT, algorithm, model))
+        """Return the held-out prompts, and their images or clips if training learns from them."""
+        learns_from_media = self.has_media and not algorithm.has_rollouts
+        rows = self.open(folder, VALIDATION_SPLIT, model, adapter) if learns_from_media else None
+        return HeldOutSet(rows, self.open_prompts(folder, VALIDATION_SPLIT, algorithm, model))
