@@ -30,7 +30,7 @@ from cosmos_core.algorithms.sft import Sft
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.data.sample import Sample
 from cosmos_core.models.causal_lm import CausalLM, InputProcessing
-from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.feeds import SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
 from cosmos_core.train.tuning import SpeedTuning, _Measurement
@@ -80,11 +80,11 @@ class Case:
                 num_key_value_heads=self.hidden // 64, max_position_embeddings=2048, attn_implementation="sdpa",
             )
         )  # fmt: skip
-        progress = ProgressWriter(folder / "progress.json")
-        trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, progress)
+        workspace = Workspace(folder)
+        trainer = Trainer(CausalLM(model, train, InputProcessing(0)), train, workspace.progress)
         algorithm: Any = (Grpo if self.prompt else Sft)(train.train_policy)
         algorithm.has_separate_gradients = True
-        return SpeedTuning(trainer, SampleFeed(), algorithm, train, progress)
+        return SpeedTuning(trainer, SampleFeed(), algorithm, train, workspace)
 
 
 def evenly(low: int, high: int) -> LengthFn:

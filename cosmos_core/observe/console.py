@@ -373,9 +373,7 @@ def _make_progress_bar(view: _StageDisplayState, bar_width: int, now: float) -> 
 def _estimate_eta_seconds(view: _StageDisplayState) -> float | None:
     """Return the estimated seconds until a stage's last step, from its time per step so far; None if it is unknown."""
     progress, first_progress = view.progress, view.first_step_progress
-    if progress is None or first_progress is None or not progress.total:
-        return None
-    if not first_progress.step < progress.step < progress.total:
+    if not (progress and first_progress and progress.total and first_progress.step < progress.step < progress.total):
         return None
     seconds = progress.heartbeat - first_progress.heartbeat
     seconds -= progress.compile_seconds - first_progress.compile_seconds

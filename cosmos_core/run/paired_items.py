@@ -96,7 +96,7 @@ def find_published_item_folders(
 def compute_detectable_effect(metric: str, value: float, folder: Path, confidence: float) -> tuple[int, float] | None:
     """Return the number of items of the evaluation in `folder`, and the smallest difference to another model that these
     items detect in 80 of 100 cases. Both models count as independent; models that agree on most items show smaller
-    differences. Return None if the evaluation kept no items, or if their mean is not `value`, that of the model."""
+    differences. Return None if the evaluation kept no items, or if their mean is not `value`, the recorded metric."""
     scores = list(_read_item_values(metric, folder / ITEMS_FILE).values())
     num_items = len(scores)
     if num_items < 2 or not abs(math.fsum(scores) / num_items - value) <= 1e-6:

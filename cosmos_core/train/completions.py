@@ -79,15 +79,13 @@ class CompletionLog:
 
     def _remove_old_files(self, step: int) -> None:
         """Delete the files of steps after `step`, written before the run was resumed, and files beyond the limits."""
-        image_bytes = 0
-        step_files = sorted(self._log_folder.glob("step_*.jsonl"), reverse=True)
-        kept_files = [file for file in step_files if int(file.stem[5:]) <= step]
-        for i, file in enumerate(kept_files):
-            image_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
-            if i == _MAX_LOGGED_STEPS or (i and image_bytes > self._max_image_bytes):
-                kept_files = kept_files[:i]
-                break
-        for file in set(step_files) - set(kept_files):
+        num_kept_steps = image_bytes = 0
+        for file in sorted(self._log_folder.glob("step_*.jsonl"), reverse=True):
+            if int(file.stem[5:]) <= step and num_kept_steps < _MAX_LOGGED_STEPS:
+                image_bytes += sum(media_file.stat().st_size for media_file in file.with_suffix("").glob("*"))
+                if not num_kept_steps or image_bytes <= self._max_image_bytes:
+                    num_kept_steps += 1
+                    continue
             file.unlink()
             shutil.rmtree(file.with_suffix(""), ignore_errors=True)
 
@@ -124,7 +122,10 @@ class CompletionLog:
         if len(self._initial_statistics) < _COMPARED_STEPS // 2:
             self._initial_statistics.append(text_statistics)
             return
-        initial_means, recent_means = map(_average_over_steps, (self._initial_statistics, self._recent_statistics))
+        initial_means, recent_means = (
+            {name: float(np.mean([each[name] for each in step_statistics])) for name in text_statistics}
+            for step_statistics in (self._initial_statistics, self._recent_statistics)
+        )
         for name, has_collapsed, message in _check_for_collapse(initial_means, recent_means):
             self._warn_once(name, has_collapsed, f"step {step}: {message}; look at them: cosmos samples --step {step}")
 
@@ -209,10 +210,6 @@ def _compute_text_statistics(completions: Sequence[Completion]) -> dict[str, flo
 def _repeated_ngram_fraction(token_ids: Sequence[int]) -> float:
     ngrams = [tuple(token_ids[i : i + _NGRAM_SIZE]) for i in range(len(token_ids) - _NGRAM_SIZE + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def _average_over_steps(step_statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([statistics[name] for statistics in step_statistics])) for name in step_statistics[0]}
 
 
 def _check_for_collapse(initial_means: _TextMeans, recent_means: _TextMeans) -> Iterator[tuple[str, bool, str]]:

@@ -11,7 +11,7 @@ from cosmos_core.algorithms.base import Loss, Update
 from cosmos_core.algorithms.diffusion_sft import flow_loss
 from cosmos_core.algorithms.flow_credit import make_noise
 from cosmos_core.config.schema.diffusers import DiffusersConfig
-from cosmos_core.config.schema.train import TrainConfig
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.data.flow_sample import FlowSample, derive_seed
 from cosmos_core.data.kinds.media import make_noise_sampler
 from cosmos_core.data.media_rows import MediaRows, open_media_prompts
@@ -52,7 +52,7 @@ def make_engine_denoiser(prepared_folder: Path, trainer: Trainer) -> EngineDenoi
 
 
 def make_data_term(
-    rows: MediaRows, diffusers: DiffusersConfig, train: TrainConfig, sampling: Sampling, trainer: Trainer
+    rows: MediaRows, recipe: Recipe, sampling: Sampling, trainer: Trainer
 ) -> Callable[[int, Sequence[int], int], Update]:
     """Return a function that builds the SFT diffusion loss with weight `data_beta`, from the number of the train step,
     the ids of its prompts, and the number of the optimizer step.
@@ -61,8 +61,9 @@ def make_data_term(
     rollouts and at the noise levels at which the rollouts are trained. Otherwise rows, noise and noise levels are
     sampled as in SFT for each optimizer step: as many rows as a full train step has prompts.
     """
-    noise_sampler, flow_rl_config = make_noise_sampler(rows, diffusers, trainer.adapter), diffusers.flow_rl
-    num_rows, seed = min(len(rows), rows_per_step(train, sampling.num_completions)), train.order_seed
+    noise_sampler = make_noise_sampler(rows, recipe.policy.diffusers, trainer.adapter)
+    flow_rl_config, seed = recipe.policy.diffusers.flow_rl, recipe.train.order_seed
+    num_rows = min(len(rows), rows_per_step(recipe))
 
     def make_data_samples(step: int, prompt_ids: Sequence[int], update_index: int) -> list[FlowSample]:
         if not flow_rl_config.use_rl_sigma_and_noise:
@@ -73,8 +74,11 @@ def make_data_term(
         adapter: Any = trainer.adapter
         assert sampling.flow is not None
         completion_index = SHARED_NOISE_INDEX if sampling.flow.has_common_initial_noise else 0
-        noise_levels = _get_trained_noise_levels(adapter.family, sampling.flow, sampling.seed, step)
-        noise_levels = noise_levels[: 1 if flow_rl_config.data_on_first_only else None]
+        all_noise_levels = get_noise_levels(adapter.family, sampling.flow).tolist()
+        noisy_steps = stochastic_steps(sampling.flow, sampling.seed, step)
+        noise_levels = [all_noise_levels[i] for i in noisy_steps if i in sampling.flow.trained_steps]
+        # If the recipe selects no steps, train at all noise levels except the last, which is 0.
+        noise_levels = (noise_levels or all_noise_levels[:-1])[: 1 if flow_rl_config.data_on_first_only else None]
         data_samples = []
         for i in prompt_ids:  # the id of a prompt is also the index of its row in `rows`
             sample = noise_sampler.sample(rows[i], derive_seed(seed, step, i, DATA_TERM_SEED_OFFSET))
@@ -93,10 +97,3 @@ def make_data_term(
         return Update(samples, compute_loss)
 
     return make_update
-
-
-def _get_trained_noise_levels(model_family: Any, flow_sampling: FlowSampling, seed: int, step: int) -> list[float]:
-    """Return the noise levels that are trained in a train step; all except 0 if the recipe selects none."""
-    noise_levels = get_noise_levels(model_family, flow_sampling).tolist()
-    trained_steps = [i for i in stochastic_steps(flow_sampling, seed, step) if i in flow_sampling.trained_steps]
-    return [noise_levels[i] for i in trained_steps] or noise_levels[:-1]

@@ -14,8 +14,7 @@ class Hooks:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        path_by_hook = {hook_name: name for hook_name, name in stage.recipe.train.hooks if name}
-        self._function_by_hook_name = {hook_name: import_user_code(name) for hook_name, name in path_by_hook.items()}
+        self._function_by_hook_name = {hook: import_user_code(path) for hook, path in stage.recipe.train.hooks if path}
 
     def __call__(self, hook_name: str, **hook_data: Any) -> None:
         """Call the hook named `hook_name`, if the recipe sets it."""

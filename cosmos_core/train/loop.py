@@ -82,7 +82,7 @@ class TrainLoop:
     metrics, so that a run that is killed after its last step reports the same metrics."""
 
     def __post_init__(self) -> None:
-        self.validation.set_callbacks(self.hooks, self._log_validation, lambda: check_stop(self.workspace))
+        self.validation.call_hook, self.validation.record_metrics = self.hooks, self._log_validation
 
     def run(self) -> dict[str, float]:
         """Train to the last step, and return its training and validation metrics; metrics named `..._max` are maxima

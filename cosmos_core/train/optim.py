@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ConfigError
@@ -20,18 +21,18 @@ GLOBAL_LR_KEY = "global"
 """Key of `optm_lr` with the learning rate of all modules that no other key names."""
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(Optimizer):
     """Muon (kellerjordan.github.io/posts/muon) and AdamW as one optimizer with common groups and state. Muon updates
     the groups with `is_matrix`, scaled to the size of AdamW's updates (arXiv 2502.16982), with the same learning
     rates."""
 
     def __init__(self, parameter_groups: list[dict[str, Any]], *, lr: float, **adamw_args: Any) -> None:
         """Build Muon and AdamW over the groups of `parameter_groups`; AdamW also gets `adamw_args`."""
-        optimizer_kinds: list[tuple[bool, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+        optimizer_kinds: list[tuple[bool, Callable[..., Optimizer], dict[str, Any]]] = [
             (True, torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
             (False, torch.optim.AdamW, adamw_args),
         ]
-        self._optimizers: dict[bool, torch.optim.Optimizer] = {}
+        self._optimizers: dict[bool, Optimizer] = {}
         for is_matrix, optimizer_class, optimizer_settings in optimizer_kinds:
             if optimizer_groups := [group for group in parameter_groups if group["is_matrix"] == is_matrix]:
                 self._optimizers[is_matrix] = optimizer_class(optimizer_groups, lr=lr, **optimizer_settings)
@@ -55,9 +56,7 @@ def _find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if parameter.ndim == 2} - excluded_parameters
 
 
-def build_optimizer(
-    model: nn.Module, train: TrainConfig, *, full_model: nn.Module | None = None
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, train: TrainConfig, *, full_model: nn.Module | None = None) -> Optimizer:
     """Build the optimizer of `[train]` over the parameters that require a gradient, at the peak learning rates.
 
     Each module path of `optm_lr` has its own parameter groups. One-dimensional parameters (biases, norms) have separate
@@ -87,7 +86,7 @@ def build_optimizer(
     optimizer_args = {} if is_8bit else {"fused": train.optm_impl == "fused", "foreach": train.optm_impl == "foreach"}
     optimizer_library = importlib.import_module("torchao.optim" if is_8bit else "torch.optim")
     optimizer_class = MuonWithAdamW if train.optm_name == "Muon" else getattr(optimizer_library, train.optm_name)
-    optimizer: torch.optim.Optimizer = optimizer_class(
+    optimizer: Optimizer = optimizer_class(
         [group for group in parameter_groups if group["params"]],
         lr=learning_rates[GLOBAL_LR_KEY],
         betas=train.optm_betas,
@@ -127,9 +126,7 @@ def learning_rate_factor(step: int, total_steps: int, train_config: TrainConfig)
     return train_config.optm_min_lr_factor + (1 - train_config.optm_min_lr_factor) * decay_factor
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, total_steps: int, train_config: TrainConfig
-) -> dict[str, float]:
+def set_learning_rate(optimizer: Optimizer, step: int, total_steps: int, train_config: TrainConfig) -> dict[str, float]:
     """Set the learning rate of every group for optimizer step `step` (0-based); return metrics `lr` and `lr/PATH`."""
     learning_rate_scale = learning_rate_factor(step, total_steps, train_config)
     for group in optimizer.param_groups:

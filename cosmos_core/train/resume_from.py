@@ -22,8 +22,8 @@ from cosmos_core.checkpoint.resume import (
     step_folder,
 )
 from cosmos_core.config.inputs import referenced_stage
+from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.config.schema.table import flatten_nonempty_tables
-from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.errors import ModelError, StageFailed
 from cosmos_core.models.disk import translate_disk_errors
 from cosmos_core.observe import gallery
@@ -105,18 +105,18 @@ def _identify_model(fingerprint_ingredients: dict[str, Any]) -> tuple[str, str]:
     return model[: model.find(":") + 1], model
 
 
-def warn_of_other_step_size(folder: Path, train: TrainConfig, group_size: int) -> None:
+def warn_of_other_step_size(folder: Path, recipe: Recipe) -> None:
     """Log a warning if the N steps before the checkpoint in `folder` (`.../step_N/policy`) used another number of rows
-    than N steps of this training, which continues at the row that its own N steps would have reached. `group_size`:
-    number of samples per row."""
+    than N steps of this training, which continues at the row that its own N steps would have reached."""
     hashed_inputs = read_json_object(folder.parents[2] / FINGERPRINT_FILE).get("ingredients", {})
-    earlier_settings, algorithm_config = flatten_nonempty_tables(hashed_inputs.get("config", {})), train.train_policy
+    earlier_settings = flatten_nonempty_tables(hashed_inputs.get("config", {}))
+    algorithm_config = recipe.train.train_policy
     batch_size = earlier_settings.get("train.train_batch_per_replica")
     saves_row_position = "drawn" in read_json_object(folder / FIRST_RANK_JSON_FILE).get("feed", {}).get("source", {})
     if not batch_size or saves_row_position or earlier_settings.get("train.train_policy.type") != algorithm_config.type:
         return
     earlier_group_size = earlier_settings.get("rollout.n_generation", 1) if algorithm_config.has_rollouts else 1
-    earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(train, group_size)
+    earlier_rows_per_step, rows_each_step = -(-batch_size // earlier_group_size), rows_per_step(recipe)
     if earlier_rows_per_step != rows_each_step and not algorithm_config.has_token_based_batches:
         step = parse_step(folder.parent.name)
         logger.warning(

@@ -45,13 +45,7 @@ from cosmos_core.train.loop import TrainLoop
 from cosmos_core.train.mfu import FlopsUtilization
 from cosmos_core.train.reference import REFERENCE_WEIGHTS, reference_logprobs
 from cosmos_core.train.resume_from import adopt_checkpoint, check_base_model, warn_of_other_step_size
-from cosmos_core.train.rollout_feed import (
-    PromptOrder,
-    RolloutFeed,
-    make_group_filter,
-    make_sync_source,
-    training_sampling,
-)
+from cosmos_core.train.rollout_feed import PromptOrder, RolloutFeed, make_sync_source, training_sampling
 from cosmos_core.train.spread_feed import SplitGroupFeed
 from cosmos_core.train.stop import check_stop
 from cosmos_core.train.trainer import Trainer
@@ -96,11 +90,9 @@ def open_trainer(stage: Stage) -> Trainer:
     stage.progress.phase("load")
     # Import only the module for the model's modality, language models or diffusion models.
     open_model = importlib.import_module(f"cosmos_core.models.open_{stage.recipe.policy.modality.name}").open_model
-    num_threads = stage.recipe.train.num_threads if stage.kind.trains_model else None
-    trainer = Trainer(
-        open_model(stage), stage.recipe.train, stage.progress, None if num_threads == "auto" else num_threads
-    )
-    algorithm_config = stage.recipe.train.train_policy
+    train_config, algorithm_config = stage.recipe.train, stage.recipe.train.train_policy
+    num_threads = train_config.num_threads if stage.kind.trains_model else None
+    trainer = Trainer(open_model(stage), train_config, stage.progress, None if num_threads == "auto" else num_threads)
     # Reference log-probabilities before step 1 need no reference weights, because the policy still has these weights.
     if stage.kind.trains_model and not algorithm_config.precomputes_reference_logprobs:
         for name in algorithm_config.auxiliary_model_names:
@@ -162,13 +154,11 @@ class _TrainingSetup:
         initial_checkpoint = Path(train_config.resume) if isinstance(train_config.resume, str) else None
         if initial_checkpoint:
             check_base_model(initial_checkpoint, stage.path, stage.model)
-            warn_of_other_step_size(initial_checkpoint, train_config, self._recipe.group_size)
+            warn_of_other_step_size(initial_checkpoint, self._recipe)
         reports_mfu, should_stop = self._recipe.logging.report_mfu, self._recipe.rollout.stop_on_alarm
         speed_tuning = None
         if "auto" in {train_config.num_threads, self._train_policy.mini_batch}:
-            speed_tuning = SpeedTuning(
-                trainer, sample_feed, self.algorithm, train_config, stage.progress, lambda: stage.stop_requested
-            )
+            speed_tuning = SpeedTuning(trainer, sample_feed, self.algorithm, train_config, stage)
         return TrainLoop(
             stage, train_config, trainer, sample_feed, self.algorithm, self._make_checkpointer(), validation,
             hooks=Hooks(stage), profiler_config=self._recipe.profiler,
@@ -183,7 +173,7 @@ class _TrainingSetup:
         has_rollouts = self._train_policy.has_rollouts
         uses_trainer_weights = has_rollouts and rollout_setup.engine.weight_format == "shared"
         return Validation(
-            self._recipe.validation, self._stage.progress, self._make_metrics_fn(), async_validation=async_validation,
+            self._recipe.validation, self._stage, self._make_metrics_fn(), async_validation=async_validation,
             publish=rollout_setup.publish if has_rollouts else lambda step: {},
             publish_interval=1 if uses_trainer_weights else train_config.sync_weight_interval,
             use_averaged_weights=partial(self.trainer.use_weights, EMA_WEIGHTS) if train_config.ema_enable else None,
@@ -196,8 +186,7 @@ class _TrainingSetup:
         row_kind = load_row_kind(self._train_policy.rows)
         if self._sampling is None:
             rows = row_kind.open(prepared_folder, TRAIN_SPLIT, recipe.policy, adapter)
-            num_dp_ranks = recipe.policy.parallelism.num_dp_ranks
-            feed = RowFeed(rows, self._train_config, recipe.policy.model_max_length, num_dp_ranks)
+            feed = RowFeed(rows, recipe)
             if self._train_policy.precomputes_reference_logprobs:
                 self._compute_reference_logprobs(rows, TRAIN_SPLIT, feed.trained_row_numbers)
             return feed
@@ -209,7 +198,7 @@ class _TrainingSetup:
                 self.algorithm.data_term = make_data_term(
                     open_media(prepared_folder, TRAIN_SPLIT), recipe, self._sampling, self.trainer
                 )
-        prompt_order = PromptOrder(prompts, self._train_config, recipe.group_size)
+        prompt_order = PromptOrder(prompts, recipe)
         if recipe.num_engines:
             group_source = self._rollout_setup.make_async_source(prompt_order, self._sampling, validation)
         else:
@@ -218,12 +207,9 @@ class _TrainingSetup:
                 self._sampling, self._stage.progress, recipe.rollout.batch_size,
                 on_wait=partial(check_stop, self._stage), publish_interval=self._train_config.sync_weight_interval,
             )  # fmt: skip
-            group_filter = make_group_filter(self._train_policy)
-            group_source = make_sync_source(
-                sync_source, prompt_order, group_filter, may_split_groups=recipe.may_split_groups
-            )
+            group_source = make_sync_source(sync_source, prompt_order, recipe)
         feed_class = SplitGroupFeed if recipe.may_split_groups else RolloutFeed
-        rollout_feed = feed_class(prompts, group_source, self.algorithm, self._train_config, recipe.rollout)
+        rollout_feed = feed_class(prompts, group_source, self.algorithm, recipe)
         log_folder = self._stage.path / COMPLETIONS_FOLDER
         rollout_feed.log_groups = CompletionLog(log_folder, should_write=recipe.logging.log_completions)
         return rollout_feed
@@ -231,10 +217,7 @@ class _TrainingSetup:
     def _compute_reference_logprobs(self, rows: PreparedRows, split_name: str, row_numbers: np.ndarray) -> None:
         """Set the log-probabilities of the rows at `row_numbers` under the reference policy, if the loss needs them."""
         if self._train_policy.saves_reference_logprobs:
-            fingerprint = self._stage.checkpoint_fingerprint
-            rows.reference_logprobs = reference_logprobs(
-                self._stage, self.trainer, rows, split_name, row_numbers, fingerprint
-            )
+            rows.reference_logprobs = reference_logprobs(self._stage, self.trainer, rows, split_name, row_numbers)
 
     def _make_metrics_fn(self) -> MetricsFn | None:
         """Return the function that validates on held-out rows or on completions of held-out prompts; None: disabled."""
@@ -244,9 +227,8 @@ class _TrainingSetup:
         rows, prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy, trainer.adapter)
         compute_metrics: MetricsFn = lambda step: {}  # noqa: E731
         if prompts is not None:
-            completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
-            score = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
-            completions = measure.CompletionValidation(prompts, rollout_setup.engine, score, completion_settings, stage)
+            rollout_setup = self._rollout_setup
+            completions = measure.CompletionValidation(prompts, rollout_setup.engine, rollout_setup.make_scorer, stage)
             has_rollouts = self._train_policy.has_rollouts
             compute_metrics = _completion_metrics_fn(completions, rollout_setup, has_rollouts=has_rollouts)
         if rows is None:
@@ -266,10 +248,8 @@ class _TrainingSetup:
             return None
         prompts = open_held_out(stage.prepared_folder, self._train_policy, recipe.policy).prompts
         assert prompts is not None
-        completion_settings, rollout_setup = measure.make_completion_settings(recipe), self._rollout_setup
-        scorer = rollout_setup.make_local_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
-        engine_fleet = rollout_setup.engine_fleet
-        prompt_validation = measure.CompletionValidation(prompts, engine_fleet, scorer, completion_settings, stage)
+        rollout_setup, engine_fleet = self._rollout_setup, self._rollout_setup.engine_fleet
+        prompt_validation = measure.CompletionValidation(prompts, engine_fleet, rollout_setup.make_local_scorer, stage)
         return AsyncValidation(prompt_validation, engine_fleet, rollout_setup.send_missing_weights, stage.progress.beat)
 
     def _make_checkpointer(self) -> Checkpointer:

@@ -68,9 +68,7 @@ class SampleQueue:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the queue that `state_dict` returned."""
-        self._queued_samples = [
-            (int(version), saved_sample and _restore_sample(saved_sample)) for version, saved_sample in state["entries"]
-        ]
+        self._queued_samples = [(int(version), entry and _restore_sample(entry)) for version, entry in state["entries"]]
         self._group_metrics = dict(state["metrics"])
 
 
@@ -92,9 +90,7 @@ class SplitGroupFeed(RolloutFeed):
             return None
         if groups or not self._sample_queue:
             samples, algorithm_metrics = self._assign_credit(groups, metrics)
-            group_metrics = {
-                name: value for name, value in metrics.items() if name.startswith(("reward/", "completion/"))
-            }
+            group_metrics = {k: v for k, v in metrics.items() if k.startswith(("reward/", "completion/"))}
             self._sample_queue.add(groups, samples, group_metrics | algorithm_metrics)
         samples, sample_metrics = self._sample_queue.take_samples(self._group_plan.completions_per_step, self.step)
         self.step += 1

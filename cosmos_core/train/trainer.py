@@ -31,15 +31,6 @@ from cosmos_core.train.weight_sets import WeightSets
 QUANTILE_FRACTIONS = {"p50": 0.5, "p95": 0.95, "max": 1.0}
 
 
-class MicroBatchPlan(NamedTuple):
-    """Samples of one micro-batch of a data-parallel rank, by their positions in the list of samples."""
-
-    indices: Sequence[int]
-    """Positions of the samples in the micro-batch; empty: the rank only takes part in collective operations."""
-    padding_position: int
-    """Position of the sample that an empty micro-batch computes as a placeholder."""
-
-
 class SpeedSettings(NamedTuple):
     """Settings that change how fast outputs and gradients are computed, but not their values except for rounding."""
 
@@ -247,21 +238,21 @@ class Trainer:
             initial_zero = next(iter(outputs.values())).new_zeros(())
             return sum((output.sum().mul(0.0) for output in outputs.values() if output.requires_grad), initial_zero)
 
-        def collate(plan: MicroBatchPlan) -> Any:
+        def collate(indices: Sequence[int], padding_position: int) -> Any:
             self._progress_writer.beat()
-            num_tokens = sum(adapter.num_tokens(samples[i]) for i in plan.indices)
+            num_tokens = sum(adapter.num_tokens(samples[i]) for i in indices)
             self.max_batch_tokens = max(self.max_batch_tokens, num_tokens)
-            batch = adapter.collate([samples[i] for i in plan.indices], plan.indices, samples[plan.padding_position])
+            batch = adapter.collate([samples[i] for i in indices], indices, samples[padding_position])
             return adapter.attach_loss_derivative(batch, loss_fn) if loss_fn and batch.samples else batch
 
         request = adapter.default_outputs if request is None else request
         rows_per_pass = num_rows_per_pass or self.speed_settings.rows_per_pass
         max_rows = adapter.runner.rows_per_micro_batch(rows_per_pass)
         batch_plans = self._plan_micro_batches(adapter, samples, max_rows, is_default_size=num_rows_per_pass is None)
-        empty_plan = MicroBatchPlan((), _find_shortest_sample(adapter, samples, range(len(samples))))
+        shortest_sample = _find_shortest_sample(adapter, samples, range(len(samples)))
         num_batches = adapter.runner.num_micro_batches(len(batch_plans), rows_per_pass)
-        batch_plans += [empty_plan] * (num_batches - len(batch_plans))
-        collate_functions = [partial(collate, plan) for plan in batch_plans]
+        batch_plans += [((), shortest_sample)] * (num_batches - len(batch_plans))
+        collate_functions = [partial(collate, *plan) for plan in batch_plans]
         with _use_threads(self.speed_settings.num_threads):
             adapter.runner.run(collate_functions, process_batch_outputs, request, rows_per_pass)
         if not torch.is_grad_enabled():
@@ -269,9 +260,10 @@ class Trainer:
 
     def _plan_micro_batches(
         self, adapter: ModelAdapter, samples: Sequence[Any], max_rows: int, *, is_default_size: bool
-    ) -> list[MicroBatchPlan]:
-        """Return the micro-batches of this rank. Samples are sorted by decreasing cost, so that a micro-batch needs
-        little padding. All ranks get the same number of micro-batches, of which some may be empty."""
+    ) -> list[tuple[Sequence[int], int]]:
+        """Return for each micro-batch of this rank the positions of its samples, and that of the sample which an empty
+        micro-batch computes as a placeholder. Samples are sorted by decreasing cost, so that a micro-batch needs little
+        padding. All ranks get the same number of micro-batches; with an empty one, a rank only joins collectives."""
         assigned_batch_ids = [adapter.assigned_batch_id(sample) for sample in samples]
         has_batch_ids = is_default_size and None not in assigned_batch_ids
         batches_by_id: dict[Any, list[int]] = {}
@@ -281,7 +273,7 @@ class Trainer:
         for batch in batches_by_id.values():
             grouped_batches.setdefault(adapter.batching_key(samples[batch[0]]), []).append(batch)
         num_ranks, can_rearrange = adapter.mesh.dp.size() if adapter.mesh else 1, is_default_size and not has_batch_ids
-        batch_plans: list[MicroBatchPlan] = []
+        batch_plans: list[tuple[Sequence[int], int]] = []
         for batching_key in sorted(grouped_batches):
             compatible_batches, positions = grouped_batches[batching_key], list(chain(*grouped_batches[batching_key]))
             padding_position = _find_shortest_sample(adapter, samples, positions)
@@ -290,7 +282,7 @@ class Trainer:
             )
             chunk_size = 1 if has_batch_ids or arranged_batches else max_rows
             local_chunks = _select_local_chunks(adapter, arranged_batches or compatible_batches, chunk_size)
-            batch_plans += [MicroBatchPlan(list(chain(*chunk)), padding_position) for chunk in local_chunks]
+            batch_plans += [(list(chain(*chunk)), padding_position) for chunk in local_chunks]
         return batch_plans
 
     def _reduce_losses(self, losses: Sequence[Loss]) -> tuple[float, Metrics, dict[str, list[Tensor]]]:

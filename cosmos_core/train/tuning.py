@@ -29,7 +29,7 @@ from cosmos_core.config.schema.train import TrainConfig
 from cosmos_core.machine_properties import count_usable_cores
 from cosmos_core.parallel.fsdp import local_shard
 from cosmos_core.parallel.mesh import all_gather_object, is_single_rank
-from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.feeds import RowFeed, SampleFeed
 from cosmos_core.train.trainer import SpeedSettings, Trainer
 
@@ -120,8 +120,7 @@ class SettingsSearch:
 
     def _measure_if_affordable(self, settings: SpeedSettings) -> bool:
         """Measure settings, and return True; return False if they are too expensive."""
-        finite_seconds = filter(math.isfinite, self.seconds.values())
-        expected_seconds = self.seconds.get(settings, max(finite_seconds, default=0.0))
+        expected_seconds = self.seconds.get(settings, max(filter(math.isfinite, self.seconds.values()), default=0.0))
         if not self._is_affordable(settings, expected_seconds):
             return False
         timings = [self._measure(settings)]
@@ -136,16 +135,9 @@ class SpeedTuning:
     at the same time."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        feed: SampleFeed,
-        algorithm: Algorithm,
-        train: TrainConfig,
-        progress: ProgressWriter,
-        is_stop_requested: Callable[[], bool] = lambda: False,
+        self, trainer: Trainer, feed: SampleFeed, algorithm: Algorithm, train: TrainConfig, workspace: Workspace
     ) -> None:
-        self._trainer, self._feed, self._algorithm, self._progress = trainer, feed, algorithm, progress
-        self._is_stop_requested = is_stop_requested
+        self._trainer, self._feed, self._algorithm, self._workspace = trainer, feed, algorithm, workspace
         default_settings, mesh, algorithm_config = trainer.speed_settings, trainer.adapter.mesh, train.train_policy
         self._num_dp_ranks = mesh.dp.size() if mesh else 1
         self._samples_per_row, self._rows_per_update = algorithm_config.num_sequences_per_row, rows_per_update(train)
@@ -222,7 +214,8 @@ class _Measurement:
         self._trainer, self._algorithm = tuning._trainer, tuning._algorithm
         self._rng_states, self._algorithm_state = capture_rng(), copy.deepcopy(tuning._algorithm.state_dict())
         self._start_time, self._num_update_samples = time.monotonic(), 0
-        self._start_compile_seconds = tuning._progress.compile_seconds
+        self._progress = tuning._workspace.progress
+        self._start_compile_seconds = self._progress.compile_seconds
         self._peak_memory = PeakMemory(self._trainer.adapter.device, tuning._num_local_ranks)
         optimizer = self._trainer.optimizer
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -285,7 +278,7 @@ class _Measurement:
         the memory of the GPU does not suffice. All ranks get the same number."""
         self._tuning._apply_settings(settings)
         samples = self.read_samples()
-        compile_seconds = self._tuning._progress.compile_seconds
+        compile_seconds = self._progress.compile_seconds
         self._peak_memory.reset()
         self._trainer.max_batch_tokens = 0
         start_time = time.perf_counter()
@@ -294,7 +287,7 @@ class _Measurement:
                 self._num_update_samples = len(update.samples)
                 self._trainer.compute_gradients(update)
             self._peak_memory.synchronize()
-            seconds = time.perf_counter() - start_time - (self._tuning._progress.compile_seconds - compile_seconds)
+            seconds = time.perf_counter() - start_time - (self._progress.compile_seconds - compile_seconds)
         except torch.OutOfMemoryError:
             if not is_single_rank():
                 raise  # this rank cannot go on alone: the others wait for it in a collective
@@ -303,10 +296,10 @@ class _Measurement:
         restore_rng(self._rng_states)
         self._algorithm.load_state_dict(copy.deepcopy(self._algorithm_state))
         activation_bytes = float(max(_MIN_PEAK_BYTES, self._peak_memory.peak_bytes() - self._gradient_bytes))
-        compile_seconds = self._tuning._progress.compile_seconds - self._start_compile_seconds
+        compile_seconds = self._progress.compile_seconds - self._start_compile_seconds
         total_seconds = time.monotonic() - self._start_time - compile_seconds
         local_measurements = (seconds, activation_bytes, self._trainer.max_batch_tokens, total_seconds)
-        all_values = all_gather_object((*local_measurements, self._tuning._is_stop_requested()))
+        all_values = all_gather_object((*local_measurements, self._tuning._workspace.stop_requested))
         seconds, activation_bytes, num_tokens, self.seconds, self.is_stopped = map(max, zip(*all_values, strict=True))
         if settings.rows_per_pass >= self._largest_size and math.isfinite(seconds):
             # More rows give a better estimate, because memory that does not depend on the rows counts less.

@@ -1,6 +1,5 @@
 """Worker program of stage kind `validate`: evaluate one exported model on held-out rows."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from cosmos_core.data.prepared import open_held_out, require_held_out_rows
 from cosmos_core.errors import Preempted
 from cosmos_core.observe.gallery import SAMPLES_FOLDER as GALLERY_FOLDER
 from cosmos_core.parallel.mesh import is_first_rank
+from cosmos_core.run.files import write_json
 from cosmos_core.run.stage import Stage
 from cosmos_core.train import measure
 from cosmos_core.train.generation import RolloutSetup
@@ -38,19 +38,17 @@ def run(stage: Stage) -> Outcome:
         if prompts is not None:
             with ExitStack() as exit_stack:
                 rollout_setup = RolloutSetup(stage, trainer, exit_stack)
-                completion_settings, engine = measure.make_completion_settings(recipe), rollout_setup.engine
-                scorer = rollout_setup.make_scorer(completion_settings.rewards, completion_settings.sampling.max_tokens)
-                metrics = measure.CompletionValidation(prompts, engine, scorer, completion_settings, stage).validate(0)
+                engine, make_scorer = rollout_setup.engine, rollout_setup.make_scorer
+                metrics = measure.CompletionValidation(prompts, engine, make_scorer, stage).validate(0)
             output_names += [name for name in (measure.SAMPLES_FILE, GALLERY_FOLDER) if (stage.path / name).exists()]
         if rows is not None:
             if rows.has_sample_pairs and algorithm_config.saves_reference_logprobs:
                 input_folders = [Path(result["path"]) for result in stage.inputs.values()]
                 rows.reference_logprobs = load_earlier_reference(input_folders, rows, VALIDATION_SPLIT)
-            rows_per_pass = recipe.held_out_rows_per_pass
-            metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows, rows_per_pass)
+            metrics |= measure.row_metrics(stage, trainer, make_algorithm(recipe), rows, recipe.held_out_rows_per_pass)
     except StopRequested:
         raise Preempted("stopped while it measured; nothing saved") from None
     stage.metrics.log(0, metrics)
     if is_first_rank():
-        (stage.path / METRICS_FILE).write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        write_json(stage.path / METRICS_FILE, metrics)
     return Outcome(outputs=tuple(output_names), metrics=metrics)

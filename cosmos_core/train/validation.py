@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from cosmos_core.checkpoint.best import BestStep, select_best_step
 from cosmos_core.config.schema.validation import ValidationConfig
-from cosmos_core.run.progress import ProgressWriter
+from cosmos_core.run.workspace import Workspace
 from cosmos_core.train.async_validation import AsyncValidation
+from cosmos_core.train.stop import check_stop
 from cosmos_core.types import JsonValue
 
 MetricsFn = Callable[[int], dict[str, float]]
@@ -21,7 +23,7 @@ class Validation:
     """Schedule of the validations of one training; it also publishes weights to the rollout engines."""
 
     config: ValidationConfig
-    progress: ProgressWriter
+    workspace: Workspace
     compute_metrics: MetricsFn | None = None
     """Function that computes held-out metrics; None: no validation during training."""
     async_validation: AsyncValidation | None = None
@@ -32,6 +34,9 @@ class Validation:
     """Number of train steps between two calls of `publish`, which is also called when a training starts or resumes."""
     use_averaged_weights: Callable[[], AbstractContextManager[None]] | None = None
     """Function that returns a context manager in which the model has its averaged weights; None: no averaging."""
+    call_hook: Callable[..., None] = lambda hook_name, **hook_data: None
+    record_metrics: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    """Function that logs the validation metrics of a step; `TrainLoop` sets this function and `call_hook`."""
     best_step: BestStep | None = None
     """Train step with the best validation metrics; None if no step was validated yet."""
     _last_validated_step: int = -1
@@ -45,15 +50,6 @@ class Validation:
     def __post_init__(self) -> None:
         if self.async_validation is not None:
             self.async_validation.on_validation_end = self._finish_async_validation
-
-    def set_callbacks(
-        self,
-        call_hook: Callable[..., None],
-        record_metrics: Callable[[int, dict[str, float]], None],
-        check_stop: Callable[[], None],
-    ) -> None:
-        """Set the functions that call user-defined hooks, record the metrics of a step, and raise StopRequested."""
-        self._call_hook, self._record_metrics, self._check_stop = call_hook, record_metrics, check_stop
 
     @property
     def validating_step(self) -> int | None:
@@ -86,7 +82,7 @@ class Validation:
     def run(self, step: int) -> dict[str, float]:
         """Validate the weights after train step `step`, and return the metrics. Raise StopRequested after a signal."""
         assert self.compute_metrics is not None
-        self.progress.phase("validate")
+        self.workspace.progress.phase("validate")
         start_time = time.perf_counter()
         self._begin_validation(step)
         if self.use_averaged_weights is None:
@@ -109,8 +105,8 @@ class Validation:
         """Wait until no validation is running, and return whether one was. Raise StopRequested after a signal."""
         if self.async_validation is None or self.validating_step is None:
             return False
-        self.progress.phase("validate")
-        self.async_validation.wait(step, self._check_stop)
+        self.workspace.progress.phase("validate")
+        self.async_validation.wait(step, partial(check_stop, self.workspace))
         return True
 
     def state_dict(self, step: int) -> dict[str, JsonValue]:
@@ -129,12 +125,12 @@ class Validation:
 
     def _begin_validation(self, step: int) -> None:
         """Call the validation hook, and publish the weights to validate unless the engines have them already."""
-        self._call_hook("pre_validation_hook", current_step=step)
+        self.call_hook("pre_validation_hook", current_step=step)
         if step % self.publish_interval:
             self.publish(step)
 
     def _finish_validation(self, step: int, metrics: dict[str, float]) -> None:
-        self._call_hook("post_validation_hook", current_step=step, **metrics)
+        self.call_hook("post_validation_hook", current_step=step, **metrics)
         self._last_validated_step = step
         if step != self._training_start_step:  # weights from before the training are never the best
             self.best_step = select_best_step(self.best_step, step, metrics)
@@ -142,7 +138,7 @@ class Validation:
     def _finish_async_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a finished validation, and publish the current weights if publishing was postponed."""
         self._finish_validation(step, metrics)
-        self._record_metrics(step, metrics)
+        self.record_metrics(step, metrics)
         if self._is_publish_postponed:
             self._is_publish_postponed = False
             self.publish(self._current_step)

@@ -180,7 +180,7 @@ def test_it_changes_how_often_weights_are_sent(change: Change, tmp_path: Path, m
         saver: Any = SimpleNamespace(latest_step=lambda: 7, wait=lambda: None)
         stage = stage_of(tmp_path / "stage", recipe, kind="rl")
         validation = Validation(
-            recipe.validation, stage.progress, publish=lambda step: steps.append(step) or {},
+            recipe.validation, stage, publish=lambda step: steps.append(step) or {},
             publish_interval=recipe.train.sync_weight_interval,
         )  # fmt: skip
         loop = TrainLoop(stage, recipe.train, parts, feed, parts, saver, validation)

@@ -71,7 +71,7 @@ def stage(path: Path, inputs: Path, **settings: Any) -> Stage:
 
 
 def validation(at: Stage, measure: MetricsFn, **settings: Any) -> Validation:
-    return Validation(at.recipe.validation, at.progress, measure, **settings)
+    return Validation(at.recipe.validation, at, measure, **settings)
 
 
 def loop_of(

@@ -112,7 +112,7 @@ def test_a_training_with_auto_has_the_bits_of_one_with_the_values_that_were_chos
 def tuning_of(stage: Stage) -> tuple[SpeedTuning, RowFeed]:
     trainer = open_trainer(stage)
     feed = row_feed(open_sequences(stage.data or Path(), "train"), stage.recipe)
-    return SpeedTuning(trainer, feed, make_algorithm(stage.recipe), stage.recipe.train, stage.progress), feed
+    return SpeedTuning(trainer, feed, make_algorithm(stage.recipe), stage.recipe.train, stage), feed
 
 
 def test_a_size_that_might_not_fit_into_memory_is_not_tried(task: Path, tmp_path: Path) -> None:
@@ -162,15 +162,20 @@ def test_a_stop_ends_the_measurement_without_a_choice(task: Path, tmp_path: Path
     feed.step = 1
     measured: list[bool] = []
 
-    def is_stop_requested() -> bool:
-        measured.append(True)
-        return len(measured) >= 4  # three gradients choose the samples, and the fourth one is the first to be compared
+    class Stopping:
+        progress = tuning._workspace.progress
 
-    tuning.max_seconds, tuning._is_stop_requested = 1e9, is_stop_requested
+        @property
+        def stop_requested(self) -> bool:
+            measured.append(True)
+            # Three gradients choose the samples, and the fourth one is the first to be compared.
+            return len(measured) >= 4
+
+    workspace, tuning._workspace = tuning._workspace, Stopping()  # type: ignore[assignment]
+    tuning.max_seconds = 1e9
     assert tuning.choose(samples)[1].keys() == {"time/tuning"} and len(measured) == 4
     assert tuning.chosen is None and tuning._trainer.speed_settings.rows_per_pass == feed.rows_per_pass == 2
-    tuning._is_stop_requested = lambda: False
-    tuning.max_seconds = 0.5
+    tuning._workspace, tuning.max_seconds = workspace, 0.5
     assert tuning.choose(samples)[1].keys() == AUTO_KEYS and tuning.chosen is not None
 
 
