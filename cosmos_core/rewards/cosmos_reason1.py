@@ -55,12 +55,11 @@ class CosmosReason1Reward:
             image_processor: Any = AutoImageProcessor.from_pretrained(model_path)
         self._pixel_mean = np.array(image_processor.image_mean, np.float32)[:, None, None]
         self._pixel_std = np.array(image_processor.image_std, np.float32)[:, None, None]
-        system_prompt = settings.options.get("system_prompt") or _DEFAULT_SYSTEM_PROMPT
-        self._system_prompt = system_prompt
-        if os.path.isfile(system_prompt):
-            self._system_prompt = Path(system_prompt).read_text(encoding="utf-8").strip()
-        if system_prompt is _DEFAULT_SYSTEM_PROMPT:
+        self._system_prompt = settings.options.get("system_prompt") or _DEFAULT_SYSTEM_PROMPT
+        if self._system_prompt is _DEFAULT_SYSTEM_PROMPT:
             log.warning("options.system_prompt is empty: the model is asked in other words than those of its card")
+        elif os.path.isfile(self._system_prompt):
+            self._system_prompt = Path(self._system_prompt).read_text(encoding="utf-8").strip()
         self._judge_question = settings.options.get("question", _JUDGE_QUESTION)
         self._max_video_tokens = int(settings.options.get("tokens", _MAX_VIDEO_TOKENS))
         self._yes_token_id = self._tokenizer.encode("Yes", add_special_tokens=False)[0]

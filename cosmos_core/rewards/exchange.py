@@ -242,7 +242,6 @@ class ServiceRequest:
         self._release_replica()
 
     def _release_replica(self) -> None:
-        """Release the replica, so that the next enqueue may choose another one."""
         if self._replica_index >= 0 and len(self._endpoints.replica_urls) > 1:
             self._replica_state.pending_request_counts[self._replica_index] -= 1
             self._replica_index = -1

@@ -136,32 +136,26 @@ def has_requested_objects(
     object_requests: ObjectRequests, exclusions: ObjectRequests, detections: ObjectsByClass, colors: ColorsByClass
 ) -> bool:
     """Return True if all requested objects are present, and the count of each excluded class is below its limit."""
-    matches_by_request: list[Sequence[Detection] | None] = []
-    for object_request in object_requests:
-        class_name, requested_count = object_request["class"], object_request["count"]
-        matched_objects = detections[class_name][:requested_count]
-        is_met = len(matched_objects) >= requested_count
-        if is_met and "color" in object_request:
-            is_met = list(colors[class_name][:requested_count]).count(object_request["color"]) >= requested_count
-        if is_met and "position" in object_request:
-            is_met = _has_requested_relation(matched_objects, object_request["position"], matches_by_request)
-        matches_by_request.append(matched_objects if is_met else None)
-    return None not in matches_by_request and all(len(detections[each["class"]]) < each["count"] for each in exclusions)
+    _, has_all_objects = strict_score(object_requests, detections, colors, ignores_extra=True)
+    return has_all_objects and all(len(detections[each["class"]]) < each["count"] for each in exclusions)
 
 
-def strict_score(object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass) -> tuple[float, bool]:
-    """Return the fraction of the requests that are met, with partial credit, and whether all are met exactly."""
+def strict_score(
+    object_requests: ObjectRequests, objects: ObjectsByClass, colors: ColorsByClass, *, ignores_extra: bool = False
+) -> tuple[float, bool]:
+    """Return the fraction of the requests that are met, with partial credit, and whether all are met exactly. With
+    `ignores_extra`, only as many of the most confident objects of a class count as were requested."""
     matches_by_request: list[Sequence[Detection] | None] = []
     partial_scores: list[float] = []
     for object_request in object_requests:
         class_name, requested_count = object_request["class"], object_request["count"]
-        matched_objects = objects[class_name]
+        matched_objects = objects[class_name][: requested_count if ignores_extra else None]
         has_exact_count = len(matched_objects) == requested_count
         partial_scores.append(1 - abs(requested_count - len(matched_objects)) / requested_count)
         if not has_exact_count and ("color" in object_request or "position" in object_request):
             partial_scores.append(0.0)
         if has_exact_count and "color" in object_request:
-            num_color_matches = list(colors[class_name]).count(object_request["color"])
+            num_color_matches = list(colors[class_name][: len(matched_objects)]).count(object_request["color"])
             partial_scores.append(1 - abs(requested_count - num_color_matches) / requested_count)
             has_exact_count = num_color_matches == requested_count
         if has_exact_count and "position" in object_request:

@@ -69,7 +69,6 @@ class WorkerPool(ABC):
         return self._pool
 
     def _get_working_pool(self) -> ProcessPool:
-        """Return the pool, or a new pool if it is broken."""
         return self._pool if self._pool is not None and self._pool.active else self._start_pool()
 
 

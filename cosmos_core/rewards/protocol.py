@@ -96,7 +96,7 @@ def _parse_json_fields(json_line: bytes) -> dict[str, Any]:
     if _json_depth(json_line) > _MAX_JSON_DEPTH:
         raise ProtocolError(f"the JSON is nested more than {_MAX_JSON_DEPTH} deep")
     try:
-        json_fields = json.loads(json_line, parse_constant=_refuse_json_constant, parse_float=_parse_finite_float)
+        json_fields = json.loads(json_line, parse_constant=_parse_finite_float, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the first line is no JSON: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(json_fields, dict):
@@ -126,8 +126,6 @@ def _json_depth(json_line: bytes) -> int:
 
 def _parse_finite_float(number_text: str) -> float:
     parsed_number = float(number_text)
-    return parsed_number if math.isfinite(parsed_number) else _refuse_json_constant(number_text[:40])
-
-
-def _refuse_json_constant(constant_name: str) -> Any:
-    raise ValueError(f"{constant_name} is no number of JSON")
+    if not math.isfinite(parsed_number):
+        raise ValueError(f"{number_text[:40]} is no number of JSON")
+    return parsed_number

@@ -75,9 +75,8 @@ class FunctionReward:
         self.errors = [""] * len(items)
         for i, item in enumerate(items):
             request_fields = {
-                **item.info, **self._option_values, "to_be_evaluated": item.to_be_evaluated,
-                "reference": item.reference,
-                "prompt": item.prompt, "media": item.media, "metadata": item.info, "custom": self._options,
+                **item.info, **self._option_values, "to_be_evaluated": item.to_be_evaluated, "custom": self._options,
+                "reference": item.reference, "prompt": item.prompt, "media": item.media, "metadata": item.info,
             }  # fmt: skip
             try:
                 reward_value, metrics = self._reward(request_fields)

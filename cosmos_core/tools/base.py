@@ -115,8 +115,7 @@ def _make_tool_call(decoded_call: Any) -> ToolCall:
     tool_name, call_arguments = decoded_call["name"][:_MAX_TOOL_NAME_LENGTH], decoded_call.get("arguments")
     if isinstance(call_arguments, str):  # decode arguments in OpenAI's format, which are JSON text
         call_arguments = _JSON_DECODER.decode(call_arguments) if call_arguments.strip() else {}
-    if call_arguments is None:
-        call_arguments = {}
+    call_arguments = {} if call_arguments is None else call_arguments
     if not isinstance(call_arguments, dict):
         return ToolCall(tool_name, error=f"arguments is a {type(call_arguments).__name__}; write an object")
     return ToolCall(tool_name, call_arguments)

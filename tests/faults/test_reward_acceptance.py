@@ -127,7 +127,7 @@ def test_what_no_reward_is_told_is_not_kept() -> None:
     fields = {"prompts": ["p"], "reward_fn": {"r": 1.0}, "media_type": "image", "x": [{}] * 9, "references": ["y"]}
     request = parse_request(KEY, encode_request(fields, np.zeros((1, 2, 2, 3), np.uint8)), {"r"})
     assert request.fields == {"prompts": ["p"], "references": ["y"]}
-    assert request.fields_for_worker == {"prompts": ["p"], "references": ["y"], "media": "image"}
+    assert (request.fields, request.media_type) == ({"prompts": ["p"], "references": ["y"]}, "image")
 
 
 def test_services_of_two_machines_have_queues_of_their_own_in_one_redis(monkeypatch: pytest.MonkeyPatch) -> None:

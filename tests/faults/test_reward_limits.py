@@ -104,7 +104,9 @@ def test_pauses_between_starts_grow_until_a_process_has_loaded(monkeypatch: pyte
             raise asyncio.CancelledError
 
     async def run() -> None:
-        settings = ProcessSettings("mean", {"settings": {}}, RewardArgs(reward_type="mean"), 0.0, max_attempts=1)
+        settings = ProcessSettings(
+            {"name": "mean", "settings": {}}, RewardArgs(reward_type="mean"), 0.0, max_attempts=1
+        )
         await asyncio.gather(*RewardPool(settings, deliver)._process_tasks, return_exceptions=True)
 
     async def deliver(job: RewardJob, result: dict[str, Any], seconds: float) -> None: ...

@@ -138,7 +138,9 @@ def test_the_self_test_of_a_service_gives_a_function_all_facts_of_a_completion(t
     )
     request = parse_request("self-test", _make_test_request("facts"), {"facts"})
     scorer = load_scorer("facts", f"{tmp_path}/mine.py:facts", RewardModelSettings())
-    assert scorer.score(make_items(request.fields_for_worker, request.array)) == {"facts": [13.0, 10.0]}
+    assert scorer.score(make_items(request.fields | {"media": request.media_type}, request.array)) == {
+        "facts": [13.0, 10.0]
+    }
 
 
 def test_hpsv3_gives_the_mean_of_each_image_and_the_spread_where_asked(tmp_path: Path, packages: Path) -> None:

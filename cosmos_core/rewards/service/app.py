@@ -10,7 +10,6 @@ import hmac
 import json
 import logging
 import re
-import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -244,19 +243,15 @@ def _parse_content_length(request: Request, max_bytes: int) -> int:
 
 async def _read_body(request: Request, content_length: int) -> bytearray:
     """Return the body of a request; raise ClientDisconnect if it is incomplete, HTTPException if too long or late."""
-    body, read_deadline = bytearray(), time.monotonic() + _BODY_TIMEOUT_SECONDS + content_length / 2**20
-    body_stream = request.stream().__aiter__()
-    while True:
-        try:
-            async with asyncio.timeout(max(0.0, read_deadline - time.monotonic())):
-                body_chunk = await anext(body_stream, None)
-        except TimeoutError as error:
-            raise HTTPException(408, "the body does not come") from error
-        if body_chunk is None:
-            break
-        body += body_chunk
-        if len(body) > content_length:
-            raise HTTPException(400, "the body is longer than its Content-Length")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_SECONDS + content_length / 2**20):
+            async for body_chunk in request.stream():
+                body += body_chunk
+                if len(body) > content_length:
+                    raise HTTPException(400, "the body is longer than its Content-Length")
+    except TimeoutError as error:
+        raise HTTPException(408, "the body does not come") from error
     request.scope[_BODY_READ_SCOPE_KEY] = True
     if len(body) != content_length:
         raise ClientDisconnect

@@ -3,15 +3,16 @@
 import ipaddress
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from cosmos_core.config.inputs import existing_path
 from cosmos_core.config.load import parse_table, read_toml
 from cosmos_core.config.schema.table import Table
-from cosmos_core.config.schema.value_types import NonNegativeFloat, PositiveFloat, PositiveInt, StringList
+from cosmos_core.config.schema.value_types import StringList
 from cosmos_core.errors import ConfigError
 
 VIDEO_REWARDS = {"cosmos_reason1", "dance_grpo"}
@@ -172,12 +173,9 @@ class ServiceConfig(Table):
     @property
     def is_loopback(self) -> bool:
         """Return True if the service is reachable from this machine only."""
-        if self.host == "localhost":
-            return True
-        try:
+        with suppress(ValueError):  # raised for the name of a host
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost"
 
     def read_token(self) -> str:
         """Return the token that requests need, or ""; raise `ConfigError` if a required token is missing or invalid."""

@@ -73,7 +73,7 @@ class Engine:
             decoder_args = RewardArgs(reward_type="decoder", device=decode_args.device, batch_size=1)
             vae_settings = {"model_path": self.config.vae_path, "dtype": decode_args.dtype}
             start_message = {"name": "", "entry": "", "settings": vae_settings}
-            decoder_settings = ProcessSettings("", start_message, decoder_args, 0.0, self.config.attempts)
+            decoder_settings = ProcessSettings(start_message, decoder_args, 0.0, self.config.attempts)
             self.decoder = RewardPool(decoder_settings, self._handle_decoded_video)
         pools_to_load = self.pools if self.decoder is None else {**self.pools, "decode_args": self.decoder}
         for reward_name, pool in pools_to_load.items():
@@ -104,11 +104,10 @@ class Engine:
     async def drain(self) -> None:
         """Refuse new requests; for up to `drain_seconds`, finish accepted ones and let clients fetch scores in RAM."""
         self.is_draining = True
-        deadline = time.monotonic() + self.config.drain_seconds
-        while self.pending_requests or self._num_reserved_requests or self.store.has_unfetched_scores():
-            if time.monotonic() >= deadline:
-                break
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_seconds):
+                while self.pending_requests or self._num_reserved_requests or self.store.has_unfetched_scores():
+                    await asyncio.sleep(0.05)
         self._has_drained = True
 
     @contextlib.contextmanager
@@ -152,7 +151,6 @@ class Engine:
         self._submit_request(request)
 
     def _check_latents(self, request: ScoreRequest) -> None:
-        """Raise ProtocolError if this service cannot decode the latents of a request."""
         if request.media_type != "latent":
             return
         if self.decoder is None:
@@ -266,5 +264,4 @@ class Engine:
         settings = reward.model_dump(include={"model_path", "download_path", "dtype", "endpoint_url", "options"})
         settings["endpoint_api_key"] = os.environ.get(api_key[1:], "") if api_key.startswith("$") else api_key
         start_message = {"name": reward.reward_type, "entry": reward.entry, "settings": settings, "path": [os.getcwd()]}
-        config = self.config
-        return ProcessSettings(reward.reward_type, start_message, reward, config.batch_seconds, config.attempts)
+        return ProcessSettings(start_message, reward, self.config.batch_seconds, self.config.attempts)

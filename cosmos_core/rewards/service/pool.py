@@ -55,10 +55,8 @@ class RewardJob:
 class ProcessSettings:
     """Settings with which the processes of one reward are started."""
 
-    name: str
-    """Name of the reward; empty: the decoder of latents."""
     start_message: Mapping[str, Any]
-    """Name, user code (`entry`) and settings of the reward; a process also gets its device."""
+    """Name (empty: the decoder of latents), user code (`entry`) and settings of the reward, other than its device."""
     reward: RewardArgs
     batch_seconds: float
     max_attempts: int
@@ -118,7 +116,6 @@ class RewardPool:
         await asyncio.gather(*self._process_tasks, return_exceptions=True)
 
     async def _keep_process_running(self, device: str) -> None:
-        """Keep a process running on the device `device`, and restart the process after an error."""
         pause_seconds = _MIN_PAUSE_SECONDS
         while True:
             process = RewardProcess(self.settings, device)
@@ -135,7 +132,7 @@ class RewardPool:
             except Exception as error:
                 failure = error if isinstance(error, ProcessError) else ProcessError(f"{type(error).__name__}: {error}")
                 if failure is not error:
-                    log.exception("reward %s", self.settings.name)
+                    log.exception("reward %s", self.settings.start_message["name"])
                 if not self.loaded_future.done() and not process.is_ready:
                     self._num_load_attempts_left -= 1
                     if not failure.is_killed or not self._num_load_attempts_left:
@@ -214,7 +211,7 @@ class RewardPool:
         return jobs
 
     def _record_error(self, error_text: str) -> None:
-        log.warning("reward %s: %s", self.settings.name or "decoder", error_text)
+        log.warning("reward %s: %s", self.settings.start_message["name"] or "decoder", error_text)
         self.errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {error_text[:500]}")
 
 
@@ -251,7 +248,8 @@ class RewardProcess:
     async def score(self, jobs: Sequence[RewardJob]) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Return the process's reply and arrays for a batch; raise `ProcessError` if the process ended or timed out."""
         self._batch_number += 1
-        message_header = {"id": self._batch_number, "jobs": [job.request.fields_for_worker for job in jobs]}
+        jobs_fields = [job.request.fields | {"media": job.request.media_type} for job in jobs]
+        message_header = {"id": self._batch_number, "jobs": jobs_fields}
         request_arrays = [job.request.array for job in jobs]
         timeout_seconds = self._settings.reward.timeout_seconds
         reply, result_arrays = await self._send_and_receive(message_header, request_arrays, timeout_seconds, "done")

@@ -40,11 +40,6 @@ class ScoreRequest:
         """Return the number of items to score."""
         return len(self.fields["prompts"])
 
-    @property
-    def fields_for_worker(self) -> dict[str, Any]:
-        """Return the fields of the request to send to a reward process; the array is sent separately."""
-        return {**self.fields, "media": self.media_type}
-
 
 def parse_request(uuid: str, body: bytes | bytearray, served_rewards: Container[str]) -> ScoreRequest:
     """Return the request in a body; raise `ProtocolError` if it is invalid, or names a reward that is not served."""
