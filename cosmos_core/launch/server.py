@@ -35,6 +35,7 @@ _RESPONSE_TIMEOUT_SECONDS = 10.0
 _BUSY_TIMEOUT_SECONDS = 60.0
 _CHECK_INTERVAL_SECONDS = 0.5
 _MAX_RESTART_INTERVAL_SECONDS = 30.0
+_DISK_CHECK_INTERVAL_SECONDS = 10.0
 # Services of Prefect that this server does not start: it has no schedules, and its history of events has no readers.
 _UNUSED_SERVICES = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS", "TASK_RUN_RECORDER", "EVENT_PERSISTER")
 
@@ -177,7 +178,7 @@ class _ServerProcess:
         self._has_created_database = False
         self._close_event = threading.Event()
         self._child: SupervisedProcess | None = None
-        self._watcher_thread = threading.Thread(target=self._restart_ended_server, name="prefect-server", daemon=True)
+        self._watcher_thread = threading.Thread(target=self._watch_server, name="prefect-server", daemon=True)
 
     def start(self) -> None:
         database_path, template_path = self._database_path, _locate_empty_database()
@@ -224,9 +225,15 @@ class _ServerProcess:
         )  # fmt: skip
         return self._child
 
-    def _restart_ended_server(self) -> None:
-        wait_seconds = _CHECK_INTERVAL_SECONDS
+    def _watch_server(self) -> None:
+        """Restart the server if it ends. Warn once if it cannot write: Prefect's clients retry silently for minutes."""
+        wait_seconds, next_disk_check_time, is_disk_full = _CHECK_INTERVAL_SECONDS, 0.0, False
         while not self._close_event.wait(wait_seconds):
+            if time.monotonic() >= next_disk_check_time:
+                next_disk_check_time = time.monotonic() + _DISK_CHECK_INTERVAL_SECONDS
+                if (disk_error := find_disk_error(self._log_path.parent)) and not is_disk_full:
+                    logger.warning("the Prefect server cannot write: %s", disk_error)
+                is_disk_full = disk_error is not None
             assert self._child is not None
             if self._child.poll() is None:
                 wait_seconds = _CHECK_INTERVAL_SECONDS

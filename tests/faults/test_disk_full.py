@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import resource
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -18,6 +21,8 @@ from cosmos_core.cluster.rank import RankMessages
 from cosmos_core.config.schema.pipeline import StageConfig
 from cosmos_core.config.schema.recipe import Recipe
 from cosmos_core.errors import DiskFull
+from cosmos_core.launch.child import SupervisedProcess
+from cosmos_core.launch.server import _ServerProcess
 from cosmos_core.run.directory import claim_run
 from cosmos_core.run.files import make_disk_full_error, warn_if_disk_full
 from cosmos_core.run.liveness import read_holder, record_stop
@@ -223,3 +228,16 @@ def test_a_disk_that_is_read_only_is_one_line_too(tmp_path: Path) -> None:
     assert str(make_disk_full_error(error, tmp_path)) == said
     with warn_if_disk_full("the end"):
         raise error
+
+
+def test_a_disk_that_fills_up_under_the_server_of_a_run_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = _ServerProcess(tmp_path)
+    server._child = cast(SupervisedProcess, SimpleNamespace(poll=lambda: None, kill=lambda: None))
+    with no_room_for_this_process():
+        server._watcher_thread.start()
+        wait_until(lambda: caplog.messages, 5, "a warning")
+    server.close()
+    [message] = caplog.messages
+    assert re.fullmatch(r"the Prefect server cannot write: disk full: .*; free space and resume", message)
