@@ -339,7 +339,6 @@ def _find_first_trainings(pipeline: Pipeline, publishing_stage: StageConfig) -> 
 
 
 def _list_model_ancestors(pipeline: Pipeline, model: str) -> set[str]:
-    """Return the names of the stages from which a model descends."""
     pending_names, ancestor_names = [referenced_stage(model)], set[str]()
     while pending_names:
         if (name := pending_names.pop()) is None or name in ancestor_names:

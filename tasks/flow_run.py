@@ -109,11 +109,6 @@ class PythonFlowState:
     _run_lock: FileLock | None = None
     _watch_thread: threading.Thread | None = None
 
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the file that defines the flow."""
-        return Path(self.entrypoint.rpartition(":")[0]).parent
-
     def watch_for_cancellation(self) -> None:
         """Start a thread that stops the workers of this process if the flow run is cancelled while stages run."""
         with self._state_lock:

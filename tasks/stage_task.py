@@ -287,14 +287,13 @@ def _find_stage_handle(value: Any) -> StageHandle | None:
 def _read_recipe(flow: PythonFlowState, name: str, recipe: Any) -> tuple[TomlTable, Path]:
     """Return the tables of the argument `recipe` of a task (a TOML file, tables, or None), and the file to which
     relative paths in them refer."""
+    flow_file = Path(flow.entrypoint.rpartition(":")[0])
     if not recipe or isinstance(recipe, Mapping):
-        return dict(recipe or {}), Path(flow.entrypoint.rpartition(":")[0])
-    source_file = next(filter(Path.is_file, (flow.folder / recipe, Path.cwd() / recipe)), None)
+        return dict(recipe or {}), flow_file
+    source_file = next(filter(Path.is_file, (flow_file.parent / recipe, Path.cwd() / recipe)), None)
     if source_file is None:
-        raise ConfigError(
-            f"stage {name!r}: recipe = {str(recipe)!r}: no such file, neither beside {flow.folder.name} nor in "
-            f"{Path.cwd()}"
-        )
+        problem_text = f"no such file, neither beside {flow_file.parent.name} nor in {Path.cwd()}"
+        raise ConfigError(f"stage {name!r}: recipe = {str(recipe)!r}: {problem_text}")
     recipe_tables, _ = read_config(source_file, [])
     if "pipeline" in recipe_tables:
         raise ConfigError(f"{source_file}: a recipe used by a stage cannot have a [pipeline] of its own")

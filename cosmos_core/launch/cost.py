@@ -135,7 +135,6 @@ def estimate_wall_seconds(pipeline: Pipeline, stage_costs: Sequence[StageCost]) 
 def _estimate_disk_bytes(
     stage: StageConfig, size_estimate: dict[str, Any] | None, earlier_runs: Sequence[RunRecord]
 ) -> int | None:
-    """Return the bytes that a stage leaves on disk, from `size_estimate` or from its newest result in a run."""
     if size_estimate is not None:
         return int(size_estimate["disk"])
     for stage_record in (each for run in earlier_runs for each in run.stages if each.name == stage.name):
@@ -211,7 +210,9 @@ def _estimate_from_flops(
     num_ranks = 1 if machine.is_device_shared else max(1, gpu_count_by_stage.get(stage.name, 1) - num_engine_gpus)
     generation_note = ", without generation" if stage_kind.feed == "rollouts" else ""
     seconds = flops_per_token * size_estimate["tokens"] / (machine.tflops * FLOPS_PER_TFLOP * num_ranks)
-    return seconds, f"never run; counted at {machine.compute_rate_text}{generation_note}"
+    rate_unit = "TFLOP/s" if machine.is_device_shared else "TFLOP/s per GPU"
+    machine_text = f" on {machine.name}" if machine.name else ""
+    return seconds, f"never run; counted at {machine.tflops:.3g} {rate_unit}{machine_text}{generation_note}"
 
 
 def _describe_memory_fit(size_estimate: dict[str, Any] | None, machine: MachineSpec | None, rollout_mode: str) -> str:

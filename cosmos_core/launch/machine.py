@@ -33,12 +33,6 @@ class MachineSpec:
     gpu_type: str = ""
     """Type of GPU that `--on` names, in lower case; empty if `--on` is not used."""
 
-    @property
-    def compute_rate_text(self) -> str:
-        """Return the compute rate as text, such as `395 TFLOP/s per GPU on h100`."""
-        unit_suffix = "" if self.is_device_shared else " per GPU"
-        return f"{self.tflops:.3g} TFLOP/s{unit_suffix}{f' on {self.name}' if self.name else ''}"
-
 
 def find_machine_spec(config: PipelineConfig, gpu_name: str, stage_estimates: Iterable[Any]) -> MachineSpec | None:
     """Return the machine for which costs are estimated: the GPU type `gpu_name` or, if it is empty, the machine

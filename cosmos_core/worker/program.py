@@ -114,7 +114,6 @@ def run_program(stage: Stage) -> None:
 
 
 def _create_engine_group(stage: Stage) -> Any:
-    """Return the group of rollout engines that run in separate processes."""
     open_engine = importlib.import_module("cosmos_core.train.generation").open_replica
     return importlib.import_module("cosmos_core.cluster.actors").ActorGroup(
         _add_service_variables(stage, partial(open_engine, stage.path)),
